@@ -1,0 +1,124 @@
+"""Every error that Headrace raises on purpose.
+
+    HeadraceError
+    ├── RequestError              the request can't be served as it stands
+    │   ├── InvalidRequest        400  a field is wrong; `param` names it
+    │   │   ├── UnsupportedField  400  a known field that can't be honoured
+    │   │   └── ContextTooLong    400  prompt and answer don't fit the context
+    │   ├── AuthenticationFailed  401
+    │   ├── OriginRefused         403  a browser page that was not allowed
+    │   ├── NotFound              404  a model, a request or a route
+    │   ├── MethodNotAllowed      405
+    │   ├── BodyTooLarge          413
+    │   └── Overloaded            429  `retry_after_s` says when to come back
+    ├── GenerationFailed          500  one request's work raised; the engine goes on
+    ├── EngineDead                503  the engine's thread is gone
+    ├── ConfigError                    a flag or an environment value is wrong
+    └── ModelError                     a model can't be loaded; says what is missing
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of the tree. `status`, `code` and `param` are what an API shows."""
+
+    status = 500
+    code: str | None = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(HeadraceError):
+    """The request can't be served as it stands."""
+
+    status = 400
+    code = None
+
+
+class InvalidRequest(RequestError):
+    """A field has a value that makes no sense."""
+
+    code = "invalid_value"
+
+
+class UnsupportedField(InvalidRequest):
+    """A field that is understood but can't be honoured."""
+
+    code = "unsupported_parameter"
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt leaves no room for an answer in the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationFailed(RequestError):
+    """No key or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class OriginRefused(RequestError):
+    """A browser page from an origin that was not allowed."""
+
+    status = 403
+    code = "origin_refused"
+
+
+class NotFound(RequestError):
+    """No such model, request or route."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The route exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(RequestError):
+    """The request's body is over the limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class Overloaded(RequestError):
+    """The queue is full."""
+
+    status = 429
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class GenerationFailed(HeadraceError):
+    """One request's own work raised; the cause is chained and logged."""
+
+    code = "generation_failed"
+
+
+class EngineDead(HeadraceError):
+    """The engine's thread ended; only a restart helps."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class ConfigError(HeadraceError):
+    """A flag or an environment value is wrong; the message names it."""
+
+
+class ModelError(HeadraceError):
+    """A model can't be loaded; the message says what is missing."""

@@ -1,0 +1,1 @@
+"""Values that cross a border between rooms. Standard library only; frozen; no behaviour."""

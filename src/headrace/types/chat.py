@@ -1,0 +1,95 @@
+"""What a client asked for, after its dialect has been translated away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A run of text inside a message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """An image or a video inside a message; `source` is a URL, a `data:` URL or a path."""
+
+    kind: Literal["image", "video"]
+    source: str
+
+
+ContentPart = TextPart | MediaPart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made; `arguments` is JSON text exactly as it was given."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDefinition:
+    """A function that the model may call; `parameters` is its JSON schema."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn. `developer` arrives here as `system`; absent content is an empty tuple."""
+
+    role: Role
+    content: tuple[ContentPart, ...] = ()
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedSampling:
+    """Sampling as the client said it; `None` means that the client left it to us."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedStop:
+    """When to end, as the client said it; `max_tokens=None` means up to the context's end."""
+
+    max_tokens: int | None = None
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A whole chat request, free of any dialect."""
+
+    request_id: str
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolDefinition, ...] = ()
+    sampling: RequestedSampling = RequestedSampling()
+    stop: RequestedStop = RequestedStop()
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables for the chat template (`chat_template_kwargs`)."""
+    continue_final_message: bool = False
+    """The last message is an unfinished assistant turn that the model goes on with."""

@@ -1,0 +1,35 @@
+"""What the rest of the house knows about the loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A loaded model, as data.
+
+    name: what clients see by default (the hub id or the folder's name).
+    model_type: of the text model (`qwen3_5_text` is given as `qwen3_5`).
+    config: config.json as stored; text_config: the part that describes the text model.
+    generation_config: generation_config.json, empty if there is none.
+    max_model_len: context in tokens, prompt and answer together, after the server's own limit.
+    vocab_size: width of the logits. eos_token_ids: from generation_config, else config.
+    fingerprint: hex digest of the weights' identity; caches are keyed by it.
+    report: lines for start-up: device, precision, level of each layer class.
+    """
+
+    name: str
+    directory: Path
+    model_type: str
+    config: Mapping[str, Any]
+    text_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    report: tuple[str, ...] = field(default=())
