@@ -3,12 +3,27 @@
 A field's metadata holds `help` (one sentence, shown by --help) and, where it matters, `metavar` and
 `choices`. `--max-num-seqs` and `HEADRACE_MAX_NUM_SEQS` both set `EngineConfig.max_num_seqs`; a flag wins
 over the environment, which wins over the default. No other file reads the environment.
+
+`choices` are refused when they don't hold a value, `minimum` and `maximum` (both inclusive) when a number is outside
+of them; the error names the flag or the variable that the value came from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import argparse
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from headrace.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+
+_ENVIRONMENT_PREFIX = "HEADRACE_"
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def knob(default: Any, help: str, **metadata: Any) -> Any:
@@ -22,7 +37,8 @@ class ModelConfig:
 
     dtype: str = knob(
         "auto",
-        "precision of the weights; auto is float32 on a CPU (4-bit weights too, where memory allows), as stored elsewhere",
+        "precision of the weights; auto is float32 on a CPU (4-bit weights too, where memory allows), "
+        "as stored elsewhere",
         choices=("auto", "float32", "bfloat16", "float16", "stored"),
     )
     numerics: str = knob(
@@ -31,18 +47,21 @@ class ModelConfig:
         choices=("fast", "exact"),
     )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
+    model_folder: str = knob(
+        "~/.cache/headrace", "where a model that Headrace fetches by itself is kept", metavar="FOLDER"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How much runs at once. `None` means that a value is chosen from the model and the machine."""
 
-    max_num_seqs: int = knob(32, "sequences that decode at the same time", metavar="N")
+    max_num_seqs: int = knob(32, "sequences that decode at the same time", metavar="N", minimum=1)
     max_model_len: int | None = knob(
-        None, "context in tokens, prompt and answer together; automatic: the model's own", metavar="N"
+        None, "context in tokens, prompt and answer together; automatic: the model's own", metavar="N", minimum=2
     )
     prefill_chunk: int | None = knob(
-        None, "prompt tokens computed per step; automatic: 512 on a CPU, 2048 on a GPU", metavar="N"
+        None, "prompt tokens computed per step; automatic: 512 on a CPU, 2048 on a GPU", metavar="N", minimum=1
     )
 
 
@@ -51,15 +70,17 @@ class ServerConfig:
     """How the server is reached."""
 
     host: str = knob("127.0.0.1", "address to listen on; a public one needs --api-key", metavar="ADDRESS")
-    port: int = knob(8080, "port to listen on", metavar="N")
+    port: int = knob(8080, "port to listen on, 0 for any free one", metavar="N", minimum=0, maximum=65535)
     api_key: str | None = knob(None, "key that clients must send as a Bearer token", metavar="KEY")
     served_model_name: tuple[str, ...] = knob(
         (), "name to answer under, repeatable; automatic: the model's own", metavar="NAME"
     )
     strict_model_name: bool = knob(False, "refuse requests for any other model name")
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
-    max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES")
-    ping_interval_s: float = knob(8.0, "seconds between signs of life while a prompt is computed", metavar="S")
+    max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)
+    ping_interval_s: float = knob(
+        8.0, "seconds between signs of life while a prompt is computed", metavar="S", minimum=0.01
+    )
     reasoning_field: str = knob(
         "reasoning_content",
         "name of the thinking text in chat answers",
@@ -71,7 +92,160 @@ class ServerConfig:
 class Config:
     """All of it."""
 
-    model: str = "smollm2"
+    model: str = DEFAULT_MODEL
     models: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+
+_SECTIONS: Mapping[str, type] = {"models": ModelConfig, "engine": EngineConfig, "server": ServerConfig}
+
+
+def load_config(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    program: str = "headrace",
+    about: str = "",
+    sections: Sequence[str] = tuple(_SECTIONS),
+    default_model: str = DEFAULT_MODEL,
+) -> Config:
+    """The configuration out of `[MODEL] [--flag value...]` and the environment.
+
+    sections: the fields of Config whose knobs the command has; other flags are unknown to it.
+    environ: None is the process's own.
+    default_model: what Config.model is when neither MODEL nor HEADRACE_MODEL is given.
+    Raises ConfigError that names the flag or the variable. `--help` prints and raises SystemExit.
+    """
+    environ = os.environ if environ is None else environ
+    knobs = {section: _knobs(_SECTIONS[section]) for section in sections}
+    given = vars(_parser(program, about, knobs, default_model).parse_args(list(argv)))
+    model = given.pop("model", None) or environ.get(f"{_ENVIRONMENT_PREFIX}MODEL") or default_model
+    built = {
+        section: _SECTIONS[section](**{each.name: each.value(given, environ) for each in members})
+        for section, members in knobs.items()
+    }
+    return Config(model=model, **built)
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """One field, as a flag and as a variable. `kind` is the type of one value."""
+
+    name: str
+    kind: type
+    repeatable: bool
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return _ENVIRONMENT_PREFIX + self.name.upper()
+
+    def value(self, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+        """The flag's value, else the variable's, else the default. An empty variable counts as absent."""
+        if self.name in given:
+            said, source = given[self.name], self.flag
+        elif environ.get(self.variable):
+            said, source = environ[self.variable], self.variable
+            said = said.split(",") if self.repeatable else said
+        else:
+            return self.default
+        if self.repeatable:
+            return tuple(self.parse(each, source) for each in said)
+        return self.parse(said, source)
+
+    def parse(self, said: str | bool, source: str) -> Any:
+        """One value out of its text. Raises ConfigError that names the source."""
+        if isinstance(said, bool):
+            return said
+        said = said.strip()
+        if self.kind is bool:
+            return _parse_bool(said, source)
+        if self.kind is str:
+            return self._parse_text(said, source)
+        return self._parse_number(said, source)
+
+    def _parse_text(self, said: str, source: str) -> str:
+        choices = self.metadata.get("choices", ())
+        if choices and said not in choices:
+            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {said!r}")
+        if not said:
+            raise ConfigError(f"{source} must not be empty")
+        return said
+
+    def _parse_number(self, said: str, source: str) -> float:
+        try:
+            number: float = self.kind(said)
+        except ValueError as error:
+            wanted = "a whole number" if self.kind is int else "a number"
+            raise ConfigError(f"{source} must be {wanted}, not {said!r}") from error
+        low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
+        if low is not None and not number >= low:
+            raise ConfigError(f"{source} must be at least {low}, not {said}")
+        if high is not None and not number <= high:
+            raise ConfigError(f"{source} must be at most {high}, not {said}")
+        if not math.isfinite(number):
+            raise ConfigError(f"{source} must be finite, not {said}")
+        return number
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Adds the flag to a parser, without a default: what was not given must stay visible."""
+        options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self._help()}
+        if self.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = self.metadata.get("metavar") or "|".join(self.metadata.get("choices", ())) or None
+            options["action"] = "append" if self.repeatable else "store"
+        group.add_argument(self.flag, **options)
+
+    def _help(self) -> str:
+        shown = {None: "none", (): "none", True: "yes", False: "no"}.get(self.default, self.default)
+        text = self.metadata["help"]
+        default = "" if "automatic" in text else f" (default: {shown})"
+        return f"{text}{default} [{self.variable}]".replace("%", "%%")
+
+
+def _parse_bool(said: str, source: str) -> bool:
+    if said.lower() in _TRUE:
+        return True
+    if said.lower() in _FALSE:
+        return False
+    raise ConfigError(f"{source} must be yes or no, not {said!r}")
+
+
+def _knobs(section: type) -> tuple[_Knob, ...]:
+    hints = get_type_hints(section)
+    found = []
+    for each in fields(section):
+        hint = hints[each.name]
+        repeatable = get_origin(hint) is tuple
+        # `X | None` and `tuple[X, ...]` both hold the type of one value first.
+        kind = (get_args(hint) or (hint,))[0]
+        found.append(_Knob(each.name, kind, repeatable, each.default, each.metadata))
+    return tuple(found)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser(
+    program: str, about: str, knobs: Mapping[str, Sequence[_Knob]], default_model: str
+) -> argparse.ArgumentParser:
+    parser = _Parser(prog=program, description=about, allow_abbrev=False)
+    shown = f" (default: {default_model})" if default_model else ""
+    help = f"folder or Hugging Face id{shown} [{_ENVIRONMENT_PREFIX}MODEL]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)
+    for section, members in knobs.items():
+        group = parser.add_argument_group(f"{section.removesuffix('s')} options")
+        for each in members:
+            each.add_to(group)
+    return parser

@@ -1,20 +1,21 @@
 """Every error that Headrace raises on purpose.
 
-    HeadraceError
-    ├── RequestError              the request can't be served as it stands
-    │   ├── InvalidRequest        400  a field is wrong; `param` names it
-    │   │   ├── UnsupportedField  400  a known field that can't be honoured
-    │   │   └── ContextTooLong    400  prompt and answer don't fit the context
-    │   ├── AuthenticationFailed  401
-    │   ├── OriginRefused         403  a browser page that was not allowed
-    │   ├── NotFound              404  a model, a request or a route
-    │   ├── MethodNotAllowed      405
-    │   ├── BodyTooLarge          413
-    │   └── Overloaded            429  `retry_after_s` says when to come back
-    ├── GenerationFailed          500  one request's work raised; the engine goes on
-    ├── EngineDead                503  the engine's thread is gone
-    ├── ConfigError                    a flag or an environment value is wrong
-    └── ModelError                     a model can't be loaded; says what is missing
+HeadraceError
+├── RequestError              the request can't be served as it stands
+│   ├── InvalidRequest        400  a field is wrong; `param` names it
+│   │   ├── UnsupportedField  400  a known field that can't be honoured
+│   │   └── ContextTooLong    400  prompt and answer don't fit the context
+│   ├── AuthenticationFailed  401
+│   ├── OriginRefused         403  a browser page that was not allowed
+│   ├── NotFound              404  a request or a route
+│   │   └── ModelNotFound     404
+│   ├── MethodNotAllowed      405
+│   ├── BodyTooLarge          413
+│   └── Overloaded            429  `retry_after_s` says when to come back
+├── GenerationFailed          500  one request's work raised; the engine goes on
+├── EngineDead                503  the engine's thread is gone
+├── ConfigError                    a flag or an environment value is wrong
+└── ModelError                     a model can't be loaded; says what is missing
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RequestError(HeadraceError):
     """The request can't be served as it stands."""
 
     status = 400
-    code = None
+    code: str | None = None
 
 
 class InvalidRequest(RequestError):
@@ -72,10 +73,16 @@ class OriginRefused(RequestError):
 
 
 class NotFound(RequestError):
-    """No such model, request or route."""
+    """No such request or route."""
 
     status = 404
     code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """No such model."""
+
+    code = "model_not_found"
 
 
 class MethodNotAllowed(RequestError):

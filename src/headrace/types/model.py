@@ -18,7 +18,6 @@ class ModelDescription:
     generation_config: generation_config.json, empty if there is none.
     max_model_len: context in tokens, prompt and answer together, after the server's own limit.
     vocab_size: width of the logits. eos_token_ids: from generation_config, else config.
-    fingerprint: hex digest of the weights' identity; caches are keyed by it.
     report: lines for start-up: device, precision, level of each layer class.
     """
 
@@ -31,5 +30,4 @@ class ModelDescription:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    fingerprint: str
     report: tuple[str, ...] = field(default=())

@@ -1,0 +1,37 @@
+"""Which form of each computation runs here: the one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.backend.gated_delta import Form, choose
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The forms for one engine.
+
+    numerics: "exact" takes what is bit-equal to mlx-lm token by token, "fast" what is quickest.
+    device: "cpu", "cuda" or "metal".
+    """
+
+    numerics: str
+    device: str
+
+    def gated_delta(self, num_tokens: int) -> Form:
+        """Form of the gated delta rule for a scan of `num_tokens` per row."""
+        return choose(self.numerics, self.device, num_tokens)
+
+    @property
+    def goes_token_by_token(self) -> bool:
+        """Whether modules whose sums depend on the number of tokens see one at a time (windows, foreign modules)."""
+        return self.numerics == "exact"
+
+    @property
+    def folds_query_heads(self) -> bool:
+        """Whether attention makes the query heads of a key head rows of one matmul.
+
+        A CPU has no fused attention; folding asks a third less of its BLAS than the library's own fallback and
+        gives the same bits. GPUs have a fused kernel.
+        """
+        return self.device == "cpu"

@@ -1,0 +1,221 @@
+"""Choosing, for each class of mixer, how it takes part in packed steps, and putting that in place."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+
+from headrace.models.mixers.gated_delta import GatedDeltaMixer
+from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
+from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes
+from headrace.models.step import Windows
+from headrace.models.upstream import REPLACEMENTS
+
+GATED_DELTA_PARTS = ("A_log", "dt_bias", "conv1d", "out_proj", "norm")
+"""What a gated delta net has besides its projections; see `GatedDeltaMixer`."""
+
+FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "ln_f", "final_norm")
+"""Names that mlx-lm's models give the norm before their head."""
+
+
+class Level(StrEnum):
+    """How a class of modules takes part in a packed step, best first."""
+
+    SEAM = "seam"
+    """Its own forward, with our rope and our attention."""
+    PACKED = "packed"
+    """A mixer of our own around its projections."""
+    ROWS = "row by row"
+    """The module itself, one row at a time."""
+    WHOLE = "whole model row by row"
+    """The untouched model, one row at a time: for all classes or none."""
+
+
+Levels = Mapping[type[nn.Module], Level]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A mixer in the module tree."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+
+
+def mixers_of(model: Any) -> list[Place]:
+    """The modules that really use a cache: below those that only hand it on."""
+    return [place for layer in model.layers for place in _mixers_below(layer)]
+
+
+def _mixers_below(parent: nn.Module) -> Iterator[Place]:
+    for name, child in parent.children().items():
+        if not isinstance(child, nn.Module) or not takes(child, "cache"):
+            continue
+        if _hands_cache_on(type(child)):
+            yield from _mixers_below(child)
+        else:
+            yield Place(parent, name, child)
+
+
+@cache
+def _forward(module_class: type[nn.Module]) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(module_class.__call__)))
+
+
+@cache
+def _hands_cache_on(module_class: type[nn.Module]) -> bool:
+    """Whether the forward does nothing with its cache but pass it to a child."""
+    tree = _forward(module_class)
+    uses = sum(isinstance(node, ast.Name) and node.id == "cache" for node in ast.walk(tree))
+    passed = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            passed += sum(isinstance(argument, ast.Name) and argument.id == "cache" for argument in arguments)
+    return uses > 0 and uses == passed and not _calls(tree, "scaled_dot_product_attention")
+
+
+def _calls(tree: ast.AST, name: str) -> bool:
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        for node in ast.walk(tree)
+    )
+
+
+@cache
+def _fits_seams(module_class: type[nn.Module]) -> bool:
+    """Whether the forward uses its cache by the plain protocol only and attends by the one known name."""
+    tree = _forward(module_class)
+    for node in ast.walk(tree):
+        of_cache = isinstance(node, ast.Attribute | ast.Subscript) and _is_cache(node.value)
+        if of_cache and not (isinstance(node, ast.Attribute) and node.attr in ("offset", "update_and_fetch")):
+            return False
+    return _calls(tree, "scaled_dot_product_attention") and _hands_keys_on(tree)
+
+
+def _hands_keys_on(tree: ast.AST) -> bool:
+    """Whether what `update_and_fetch` gives is not read as an array: latent attention, for one, computes with it."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Assign) and _is_call_of(node.value, "update_and_fetch")):
+            continue
+        fetched = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        return not any(
+            isinstance(use, ast.Attribute)
+            and isinstance(use.value, ast.Name)
+            and use.value.id in fetched
+            and use.lineno > node.lineno
+            and use.attr not in ("shape", "dtype")
+            for use in ast.walk(tree)
+        )
+    return False
+
+
+def _is_call_of(node: ast.AST, method: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+
+
+def _is_cache(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "cache"
+
+
+def _is_gated_delta(module: nn.Module) -> bool:
+    fused = "in_proj_qkvz" in module and "in_proj_ba" in module
+    split = all(f"in_proj_{part}" in module for part in ("qkv", "z", "b", "a"))
+    return (fused or split) and all(part in module for part in GATED_DELTA_PARTS)
+
+
+def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
+    """The best level that each class of mixers promises to work at; the self-check has the last word."""
+    levels: dict[type[nn.Module], Level] = {}
+    for place in mixers_of(model):
+        module_class = type(place.module)
+        if _is_gated_delta(place.module):
+            levels[module_class] = Level.PACKED
+        else:
+            levels[module_class] = Level.SEAM if _fits_seams(module_class) else Level.ROWS
+    return levels
+
+
+def windows_of(model: Any) -> Windows:
+    """Sliding windows by entry of the model's cache list, read off the caches that it would make itself."""
+    return tuple(_window(entry) for entry in make_prompt_cache(model))
+
+
+def _window(entry: Any) -> Any:
+    if isinstance(entry, CacheList):
+        return tuple(_window(part) for part in entry.caches)
+    return entry.max_size if isinstance(entry, RotatingKVCache) else None
+
+
+class Installation:
+    """Replacements made on a loaded model, in the order they were made."""
+
+    def __init__(self, model: Any, levels: Levels) -> None:
+        self.tap = Tap()
+        self.is_tapped = False
+        self._undos: list[Undo] = []
+        if Level.WHOLE in levels.values():
+            return
+        fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
+        for place in mixers_of(model):
+            self._install(place, levels[type(place.module)], fresh_cache)
+        self._undos += [rebind(module, REPLACEMENTS) for module in _users_of(REPLACEMENTS, model)]
+        self._tap_final_norm(model)
+
+    def _install(self, place: Place, level: Level, fresh_cache: FreshCache) -> None:
+        if level is Level.SEAM:
+            replacements: dict[str, Callable[..., Any]] = {
+                "scaled_dot_product_attention": packed_attention,
+                **REPLACEMENTS,
+            }
+            self._undos += [wrap_ropes(place.module), rebind(place.module, replacements)]
+        elif level is Level.PACKED:
+            self._replace(place, GatedDeltaMixer(place.module))
+        else:
+            self._replace(place, RowwiseMixer(place.module, fresh_cache))
+
+    def _replace(self, place: Place, mixer: nn.Module) -> None:
+        setattr(place.parent, place.name, mixer)
+        self._undos.append(lambda: setattr(place.parent, place.name, place.module))
+
+    def _tap_final_norm(self, model: Any) -> None:
+        place = _final_norm(model)
+        if place is not None:
+            self._replace(place, TappedNorm(place.module, self.tap))
+            self.is_tapped = True
+
+    def undo(self) -> None:
+        """Leave the model as it was loaded."""
+        while self._undos:
+            self._undos.pop()()
+
+
+def _users_of(names: Mapping[str, Any], model: Any) -> list[nn.Module]:
+    """Modules around the mixers whose forward calls a function that is replaced."""
+    found = []
+    for _, module in model.named_modules():
+        code = getattr(type(module).__call__, "__code__", None)
+        if code is not None and any(name in code.co_names for name in names):
+            found.append(module)
+    return found
+
+
+def _final_norm(model: Any) -> Place | None:
+    first_layer = model.layers[0]
+    for _, module in model.named_modules():
+        layers = module.get("layers")
+        if isinstance(layers, list) and layers and layers[0] is first_layer:
+            for name in FINAL_NORMS:
+                if isinstance(module.get(name), nn.Module):
+                    return Place(module, name, module[name])
+    return None

@@ -1,0 +1,62 @@
+"""From a name to a model that is ready to serve."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.backend.device import Device
+from headrace.backend.kernels import Kernels
+from headrace.models.install import choose_levels
+from headrace.models.packed import PackedModel
+from headrace.models.selfcheck import Checked, check
+from headrace.models.source import ModelFiles
+from headrace.models.weights import hold, load_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that runs packed steps. report: lines about precision, levels and the self-check."""
+
+    packed: PackedModel
+    vocab_size: int
+    report: tuple[str, ...]
+
+
+def load(files: ModelFiles, *, dtype: str, numerics: str, self_check: bool, device: Device) -> LoadedModel:
+    """Read the weights, bring them into the precision wanted, put the seams in and check them.
+
+    Raises ModelError if the folder's weights can't be loaded.
+    """
+    started = time.monotonic()
+    loaded = load_weights(files)
+    precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
+    logits = _first_logits(loaded.model)
+    kernels = Kernels(numerics, device.kind)
+    if self_check:
+        checked = check(loaded.model, kernels, logits.shape[-1], str(logits.dtype).removeprefix("mlx.core."))
+    else:
+        checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
+    lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
+    if loaded.num_unused:
+        lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
+    return LoadedModel(checked.packed, logits.shape[-1], (*lines, *_level_lines(checked)))
+
+
+def _first_logits(model: Any) -> mx.array:
+    """Logits of one token: their width is the vocabulary's, their type the activations'."""
+    logits: mx.array = model(mx.array([[0]]))
+    mx.eval(logits)
+    return logits
+
+
+def _level_lines(checked: Checked) -> list[str]:
+    levels = ", ".join(f"{one.__name__}: {level.value}" for one, level in checked.packed.levels.items())
+    result = "self-check: off" if checked.margin is None else f"self-check: {checked.margin}"
+    return [f"layers: {levels}", *checked.lowered, result]

@@ -1,0 +1,78 @@
+"""Any module with any mlx-lm cache, row by row inside the packed step.
+
+The module sees one row at a time, with that row's own cache; everything around it stays packed. This serves latent
+attention, Mamba, short convolutions and whatever else does not fit the seams.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+
+from headrace.state.layer import LayerKey
+from headrace.state.module import Feed, ModuleState, token_by_token
+
+FreshCache = Callable[[LayerKey], Any]
+"""A new, empty mlx-lm cache for a layer."""
+
+
+class RowwiseMixer(nn.Module):
+    """Stands where a module with a `cache` parameter stood."""
+
+    def __init__(self, inner: nn.Module, fresh_cache: FreshCache) -> None:
+        super().__init__()
+        self.inner = inner
+        self._fresh_cache = fresh_cache
+        self._signature = inspect.signature(type(inner).__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        """Called like the module itself: its first argument is `[1, T, hidden]`, its `cache` is our view."""
+        bound = self._signature.bind(self.inner, *args, **kwargs)
+        arguments = dict(list(bound.arguments.items())[1:])
+        view = arguments.pop("cache")
+        arguments.pop("mask", None)
+        inputs_name = next(iter(arguments))
+        inputs = arguments.pop(inputs_name)
+        feed: Feed = partial(self._feed, inputs_name, arguments)
+        if view.step.kernels.goes_token_by_token:
+            feed = partial(token_by_token, feed)
+        outputs = []
+        for span in view.step.spans:
+            state = span.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
+            outputs.append(state.run(feed, inputs[:, span.lo : span.hi], span.num_certain))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+
+    def _feed(self, inputs_name: str, arguments: dict[str, Any], cache: Any, inputs: mx.array) -> mx.array:
+        if "mask" in self._signature.parameters:
+            arguments = dict(arguments, mask=_mask(cache, inputs))
+        output: mx.array = self.inner(**{inputs_name: inputs}, cache=cache, **arguments)
+        return output
+
+
+def _mask(cache: Any, inputs: mx.array) -> Any:
+    """The mask that a model makes for a cache of this kind; as an array, which every module understands."""
+    if isinstance(cache, ArraysCache):
+        return create_ssm_mask(inputs, cache)
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    return create_attention_mask(inputs, cache, window_size=window, return_array=True)
+
+
+def fresh_caches(make: Callable[[], list[Any]]) -> FreshCache:
+    """Empty caches by layer key, copied from one call of the model's own `make_cache`."""
+    prototypes = make()
+
+    def fresh(key: LayerKey) -> Any:
+        cache: Any = prototypes
+        for index in key:
+            cache = cache[index]
+        return copy.deepcopy(cache)
+
+    return fresh

@@ -1,0 +1,133 @@
+"""The places where Headrace enters mlx-lm's models.
+
+A step's tokens travel packed, `[1, T, hidden]`, all rows in one. Attention modules keep their own forward; what is
+not per-token in it is replaced on the loaded instance: the rope takes explicit positions, and the name
+`scaled_dot_product_attention` and the cache's `update_and_fetch` lead to our one `attend`. mlx-lm's modules and
+classes stay as they are; every replacement can be undone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base
+
+from headrace.models.mixers.attention import attend
+from headrace.models.step import KVReference, PackedStep, View, WindowMask
+
+Undo = Callable[[], None]
+
+
+class PackedRope(nn.Module):
+    """The loaded rope, whatever its kind, at one explicit position per packed token."""
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """x: `[1, num_heads, T, head_dim]`. A vector offset holds T positions, a scalar is the first of a run."""
+        if not isinstance(offset, mx.array) or offset.ndim == 0:
+            rotated: mx.array = self.rope(x, offset=offset)
+            return rotated
+        # tokens become the batch: mx.fast.rope takes one offset for each row of a batch
+        by_token = self.rope(x.transpose(2, 1, 0, 3), offset=offset)
+        packed: mx.array = by_token.transpose(2, 1, 0, 3)
+        return packed
+
+
+def packed_attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Stands where mlx-lm's `scaled_dot_product_attention` stood; calls without our cache pass through."""
+    if not isinstance(keys, KVReference):
+        untouched: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+        return untouched
+    view = keys.view
+    window = mask.window if isinstance(mask, WindowMask) else view.window
+    # a layer that shares another layer's keys hands on their reference: it reads what that layer wrote
+    shared = cache is not view
+    return attend(view, queries, None if shared else (keys.array, values.array), scale, sinks, window)
+
+
+def rebind(module: nn.Module, replacements: Mapping[str, Callable[..., Any]]) -> Undo:
+    """Let the module's forward see other functions under some global names.
+
+    The module gets a subclass of its own class; the class and its file stay untouched.
+    """
+    original = type(module)
+    call = original.__call__
+    names = {**call.__globals__, **replacements}
+    forward = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    forward.__kwdefaults__ = call.__kwdefaults__
+    module.__class__ = type(original.__name__, (original,), {"__call__": forward})
+
+    def undo() -> None:
+        module.__class__ = original
+
+    return undo
+
+
+def wrap_ropes(module: nn.Module) -> Undo:
+    """Put `PackedRope` around every direct child that takes an `offset`."""
+    wrapped = []
+    for name, child in module.children().items():
+        if isinstance(child, nn.Module) and takes(child, "offset"):
+            setattr(module, name, PackedRope(child))
+            wrapped.append((name, child))
+
+    def undo() -> None:
+        for name, child in wrapped:
+            setattr(module, name, child)
+
+    return undo
+
+
+def takes(module: nn.Module, parameter: str) -> bool:
+    """Whether the module's forward has a parameter of this name."""
+    try:
+        return parameter in inspect.signature(type(module).__call__).parameters
+    except (TypeError, ValueError):  # a forward without a readable signature, as some built-ins have
+        return False
+
+
+@dataclass(slots=True)
+class Tap:
+    """What the final norm's wrapper does in the step that runs now."""
+
+    picks: mx.array | None = None
+    """Indices of the packed tokens whose logits are wanted; None hands all on."""
+
+
+class TappedNorm(nn.Module):
+    """The model's final norm; hands on only the rows whose logits are wanted.
+
+    Without it a chunk of 2,048 tokens at a vocabulary of 150,000 makes 1.2 GB of logits.
+    """
+
+    def __init__(self, norm: nn.Module, tap: Tap) -> None:
+        super().__init__()
+        self.norm = norm
+        self._tap = tap
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[1, T, hidden]` gives `[1, num_picks, hidden]`."""
+        hidden: mx.array = self.norm(x)
+        return hidden if self._tap.picks is None else hidden[:, self._tap.picks]
+
+
+def views_of(step: PackedStep, windows: tuple[Any, ...]) -> list[View]:
+    """One view per entry of the model's list of caches, in its order; see `windows_of`."""
+    return [View(step, (index,), window) for index, window in enumerate(windows)]

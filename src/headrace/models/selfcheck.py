@@ -1,0 +1,152 @@
+"""Comparing a packed model with the untouched one before it serves.
+
+Seams are chosen by reading a module's source, which can be wrong without a sound (one of 84 tried was). So a few
+random tokens go through the untouched model first, then through packed steps that mix rows, chunk lengths and a rejected
+window. A class whose results differ drops a level, and the report says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from headrace.backend.kernels import Kernels
+from headrace.errors import ModelError
+from headrace.models.install import Level, Levels, choose_levels
+from headrace.models.packed import PackedModel, Row
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+
+logger = logging.getLogger(__name__)
+
+LENGTH = 12
+"""Tokens per row."""
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
+"""Largest difference of a logit, relative to the largest logit, by precision: what summation orders make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Rows of token ids and the untouched model's logits `[LENGTH, vocab_size]` for each, token by token."""
+
+    rows: tuple[tuple[int, ...], ...]
+    logits: tuple[mx.array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """Largest difference of a logit, and the largest logit that it is measured against."""
+
+    difference: float
+    scale: float
+
+    def within(self, precision: str) -> bool:
+        """Whether the difference is one of rounding."""
+        return self.difference <= TOLERANCE[precision] * max(1.0, self.scale)
+
+    def __str__(self) -> str:
+        return f"largest difference {self.difference:.1e} at logits up to {self.scale:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A model that passed. margin is None if the check was switched off."""
+
+    packed: PackedModel
+    margin: Margin | None
+    lowered: tuple[str, ...]
+    """One line per class that had to drop a level."""
+
+
+def run_reference(model: Any, vocab_size: int) -> Reference:
+    """Two rows of random tokens through the untouched model."""
+    random = np.random.default_rng(0)
+    rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, LENGTH)) for _ in range(2))
+    logits = []
+    for row in rows:
+        cache = make_prompt_cache(model)
+        logits.append(mx.concatenate([model(mx.array([[token]]), cache=cache)[0] for token in row]))
+    mx.eval(logits)
+    return Reference(rows, tuple(logits))
+
+
+def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Checked:
+    """Install at the best levels that give the untouched model's logits. The model must be untouched.
+
+    precision: of the activations, a key of TOLERANCE. Raises ModelError if not even the untouched model runs.
+    """
+    reference = run_reference(model, vocab_size)
+    chosen = choose_levels(model)
+    for levels, note in _candidates(chosen):
+        packed = PackedModel(model, levels, kernels)
+        margin = _compare(packed, reference)
+        if margin is not None and margin.within(precision):
+            return Checked(packed, margin, note)
+        logger.info("%s: %s", note or "chosen levels", margin or "the step raised")
+        if margin is not None and Level.WHOLE in levels.values():
+            # nothing of ours takes part at this level: the model disagrees with itself
+            return Checked(packed, margin, (*note, "the model's own results depend on how its input is cut"))
+        packed.undo()
+    raise ModelError("the model can't be run: see the log for what it raised")
+
+
+def _candidates(chosen: Levels) -> Iterator[tuple[Levels, tuple[str, ...]]]:
+    """Levels to try, best first: as chosen, one class lowered, all of them lowered, the whole model."""
+    yield chosen, ()
+    high = [module_class for module_class, level in chosen.items() if level is not Level.ROWS]
+    lines = {one: f"{one.__name__} differs {_as(chosen[one])}: {_as(Level.ROWS)} instead" for one in high}
+    for one in high:
+        yield {**chosen, one: Level.ROWS}, (lines[one],)
+    if len(high) > 1:
+        yield dict.fromkeys(chosen, Level.ROWS), tuple(lines.values())
+    whole = dict.fromkeys(chosen or {nn.Module: Level.WHOLE}, Level.WHOLE)
+    yield whole, ("no packed form agrees with the untouched model: it runs a row at a time",)
+
+
+def _as(level: Level) -> str:
+    return f"as {level.value}" if level in (Level.SEAM, Level.PACKED) else level.value
+
+
+def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
+    """Run the reference's rows in mixed steps; None if a step raised."""
+    pool = SlabPool()
+    states = [SequenceState(pool) for _ in reference.rows]
+    junk = [reference.rows[1][0], reference.rows[0][0]]
+    difference = 0.0
+    # per step and row: tokens of the row, then junk drafts that are rejected
+    for step in (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0))):
+        rows: list[Row] = []
+        picks: list[int] = []
+        wanted: list[mx.array] = []
+        total = 0
+        for state, ids, logits, counts in zip(states, reference.rows, reference.logits, step, strict=True):
+            num_kept, num_junk = counts
+            if num_kept + num_junk == 0:
+                continue
+            start, end = state.length, state.length + num_kept
+            state.begin(num_kept + num_junk, 1 if num_junk else None)
+            rows.append(Row(state, (*ids[start:end], *junk[:num_junk])))
+            picks += range(total, total + num_kept)
+            wanted.append(logits[start:end])
+            total += num_kept + num_junk
+        try:
+            got = packed.forward(rows, picks)
+            apart = mx.abs(got.astype(mx.float32) - mx.concatenate(wanted).astype(mx.float32)).max()
+            mx.eval(apart, [row.state.arrays() for row in rows])
+        except Exception:  # an outer wall: foreign code meets our view, and any way to fail means "doesn't fit"
+            logger.debug("packed step raised", exc_info=True)
+            return None
+        difference = max(difference, float(apart))
+        for state, (num_kept, num_junk) in zip(states, step, strict=True):
+            if num_kept + num_junk:
+                state.rollback(num_junk)
+    scale = max(float(mx.abs(logits).max()) for logits in reference.logits)
+    # NaN compares false with everything: make it the worst difference there is
+    return Margin(difference if difference == difference else float("inf"), scale)

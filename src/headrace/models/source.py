@@ -1,0 +1,121 @@
+"""Where a model comes from and what its files say, before any weight is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from headrace.errors import ModelError
+
+DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+"""What a snapshot is restricted to; no code."""
+
+NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_config")
+"""Where vision-language checkpoints keep the text model's part of config.json."""
+
+CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length", "n_ctx")
+DEFAULT_CONTEXT = 4096
+"""For configs that name no length (recurrent models without a limit of their own)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint's folder and its parsed JSON files.
+
+    config: as stored, but with the `model_type` that mlx-lm knows. text_config: the text model's part of it.
+    """
+
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
+    text_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """Of the text model."""
+        return str(self.text_config.get("model_type", self.config["model_type"])).removesuffix("_text")
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence that the checkpoint was made for, in tokens."""
+        for config in (self.text_config, self.config):
+            for field in CONTEXT_FIELDS:
+                if isinstance(config.get(field), int):
+                    return int(config[field])
+        return DEFAULT_CONTEXT
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an output: of generation_config.json, else of config.json."""
+        for config in (self.generation_config, self.config, self.text_config):
+            ids = config.get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        return ()
+
+
+def locate(name: str) -> Path:
+    """The folder of a model: a local directory, or a snapshot of a Hugging Face repository (downloaded if need be).
+
+    Raises ModelError if there is neither, saying what was tried.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or name.startswith((".", "~")):
+        raise ModelError(f"there is no folder {path}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED_FILES)))
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} is neither a folder nor a Hugging Face id such as owner/name") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{name!r} is not a folder here, not in the local Hugging Face cache, and Hugging Face can't be reached"
+        ) from error
+
+
+def read_files(name: str, directory: Path) -> ModelFiles:
+    """Parse the folder's JSON files. Raises ModelError if config.json is missing or unusable."""
+    config = _read_json(directory / "config.json")
+    if config is None:
+        raise ModelError(f"{directory} holds no config.json: it is not a model folder")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{directory / 'config.json'} names no model_type")
+    config["model_type"] = _known_model_type(config["model_type"])
+    text_config = next((config[key] for key in NESTED_TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
+    generation_config = _read_json(directory / "generation_config.json") or {}
+    return ModelFiles(name, directory, config, text_config, generation_config)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return parsed
+
+
+def _known_model_type(model_type: str) -> str:
+    """`qwen3_5_text` at the root is Qwen3.5's text part on its own: mlx-lm knows it without the suffix."""
+    bare = model_type.removesuffix("_text")
+    if bare != model_type and not _has_module(model_type) and _has_module(bare):
+        return bare
+    return model_type
+
+
+def _has_module(model_type: str) -> bool:
+    return model_type.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{model_type}") is not None

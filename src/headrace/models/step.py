@@ -1,0 +1,103 @@
+"""One packed step as the layers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.backend.kernels import Kernels
+from headrace.state.layer import LayerKey
+from headrace.state.sequence import SequenceState
+
+Windows = tuple[Any, ...]
+"""Per entry of the model's cache list: window in tokens, None for the rest, or a tuple where an entry has parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """The tokens `lo` to `hi` of the step belong to one sequence and stand at `start` in it."""
+
+    state: SequenceState
+    lo: int
+    hi: int
+    start: int
+    num_certain: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this row in the step."""
+        return self.hi - self.lo
+
+    @property
+    def end(self) -> int:
+        """The sequence's length if all are kept."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """All rows of a step. positions: int32 `[T]`, what the ropes turn by."""
+
+    spans: tuple[RowSpan, ...]
+    positions: mx.array
+    kernels: Kernels
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.spans[-1].hi
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMask:
+    """What a model gets when it asks for a sliding mask; it reaches `attend` with the layer's call."""
+
+    window: int
+
+
+class View:
+    """What a layer gets as its `cache`: the step, and the layer's place in it."""
+
+    def __init__(self, step: PackedStep, layer: LayerKey, window: Any) -> None:
+        self.step = step
+        self.layer = layer
+        self.window = window
+
+    @property
+    def offset(self) -> mx.array:
+        """Positions of all tokens; models hand it to their rope untouched."""
+        return self.step.positions
+
+    def make_mask(self, num_tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """No mask array: `attend` knows the rows. A window asked for by size travels as a `WindowMask`."""
+        return None if window_size is None else WindowMask(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVReference, KVReference]:
+        """References that lead to `attend`, which writes and reads."""
+        return KVReference(self, keys), KVReference(self, values)
+
+    def __getitem__(self, index: int) -> View:
+        """The part of an entry that holds several caches."""
+        if not isinstance(self.window, tuple):
+            raise TypeError(f"layer {self.layer} reads its cache by index, which no packed mixer here does")
+        return View(self.step, (*self.layer, index), self.window[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVReference:
+    """The step's new keys or values `[1, num_kv_heads, T, head_dim]`, and the layer that owns them."""
+
+    view: View
+    array: mx.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the new tokens."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the new tokens."""
+        return self.array.dtype

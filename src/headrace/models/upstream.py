@@ -1,0 +1,25 @@
+"""What packed steps need to be different in mlx-lm, one function per case.
+
+Each names the versions it is for; a test fails once mlx-lm no longer needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+
+def query_scale_by_position(size: int, offset: Any, beta: float, max_position_embeddings: int) -> mx.array:
+    """Ministral 3's query scale for packed tokens (mlx-lm 0.32: one offset per batch row, counted up from there).
+
+    offset: positions `[T]` of the packed tokens, or the first position of a run of `size` tokens. Gives `[T, 1]`.
+    """
+    is_packed = isinstance(offset, mx.array) and offset.ndim == 1
+    positions = offset if is_packed else offset + mx.arange(size)
+    return (1 + beta * mx.log(1 + mx.floor(positions / max_position_embeddings)))[:, None]
+
+
+REPLACEMENTS: dict[str, Callable[..., Any]] = {"_get_llama_4_attn_scale": query_scale_by_position}
+"""Global names in mlx-lm's forwards, and what packed steps put there."""

@@ -1,0 +1,1 @@
+"""What a sequence has computed, and the four operations that may change it."""

@@ -1,0 +1,128 @@
+"""State of attention layers: full attention in a slab's slot, sliding attention in a buffer that moves along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from headrace.state.layer import LayerKey
+from headrace.state.slabs import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class KVRecord:
+    """Keys and values `[1, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write."""
+
+    start: int
+    keys: mx.array | None
+    values: mx.array | None
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Both arrays, or none."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class FullAttentionState:
+    """Sliceable: any prefix of what was written is valid, so rollback moves a length and nothing else."""
+
+    def __init__(self, layer: LayerKey, slot: Slot) -> None:
+        self.layer = layer
+        self.slot = slot
+
+    def write(self, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put `[1, num_kv_heads, n, head_dim]` at token `start`."""
+        self.slot.write(self.layer, start, keys, values)
+
+    def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of the tokens `start` to `end`."""
+        return self.slot.read(self.layer, start, end)
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Nothing to do: dropped tokens are overwritten by the next ones."""
+
+    def checkpoint(self, length: int) -> KVRecord:
+        """A copy of the first `length` tokens."""
+        if not length or not self.slot.has(self.layer):
+            return KVRecord(0, None, None)
+        keys, values = self.read(0, length)
+        return KVRecord(0, mx.contiguous(keys), mx.contiguous(values))
+
+    def restore(self, record: KVRecord, length: int) -> None:
+        """Write the record's first `length` tokens back."""
+        if record.keys is not None and record.values is not None:
+            self.write(0, record.keys[:, :, :length], record.values[:, :, :length])
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The slab's arrays of this layer."""
+        slab = self.slot.slab
+        return (slab.keys[self.layer], slab.values[self.layer]) if self.slot.has(self.layer) else ()
+
+
+class SlidingAttentionState:
+    """Windowed: the last `window` tokens count. One buffer per row, in token order.
+
+    The buffer starts at token `base`. When a window of new tokens doesn't fit behind the old ones, the last
+    `window - 1` committed tokens move to its front: amortised O(1), reads stay contiguous, nothing wraps.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.base = 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def write(self, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put `[1, num_kv_heads, n, head_dim]` at token `start`, behind what is committed."""
+        end = start + keys.shape[2]
+        if self.keys is None or self.values is None or end - self.base > self.keys.shape[2]:
+            self._make_room(start, end, keys, values)
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, start - self.base : end - self.base] = keys
+        self.values[:, :, start - self.base : end - self.base] = values
+
+    def _make_room(self, start: int, end: int, keys: mx.array, values: mx.array) -> None:
+        oldest = max(self.base, start - self.window + 1)
+        # twice the window, so that a move happens once in a window of tokens
+        capacity = max(2 * self.window, end - oldest, 0 if self.keys is None else self.keys.shape[2])
+        moved = []
+        for old, new in ((self.keys, keys), (self.values, values)):
+            buffer = mx.zeros((1, new.shape[1], capacity, new.shape[3]), new.dtype)
+            if old is not None and start > oldest:
+                buffer[:, :, : start - oldest] = old[:, :, oldest - self.base : start - self.base]
+            moved.append(buffer)
+        self.keys, self.values = moved
+        self.base = oldest
+
+    def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of the tokens `start` to `end`; `start` is at most a window behind the last write."""
+        assert self.keys is not None and self.values is not None and start >= self.base
+        place = (slice(None), slice(None), slice(start - self.base, end - self.base))
+        return self.keys[place], self.values[place]
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Nothing to do: dropped tokens are overwritten by the next ones."""
+
+    def checkpoint(self, length: int) -> KVRecord:
+        """A copy of the last `window - 1` tokens before `length`: what the next token can see."""
+        if self.keys is None or not length:
+            return KVRecord(length, None, None)
+        start = max(self.base, length - self.window + 1)
+        keys, values = self.read(start, length)
+        return KVRecord(start, mx.contiguous(keys), mx.contiguous(values))
+
+    def restore(self, record: KVRecord, length: int) -> None:
+        """Start anew from the record."""
+        self.base, self.keys, self.values = record.start, None, None
+        if record.keys is not None and record.values is not None:
+            self.write(record.start, record.keys, record.values)
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The buffers."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)

@@ -1,0 +1,48 @@
+"""The border between a sequence and the state of one of its layers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+LayerKey = tuple[int, ...]
+"""A layer's place in the model's list of caches; a second number where one layer has several."""
+
+
+class LayerRecord(Protocol):
+    """Immutable copy of a layer's state at one length."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the record keeps alive."""
+        ...
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The record's arrays, to be evaluated before the live state is written again."""
+        ...
+
+
+class LayerState(Protocol):
+    """Live state of one layer of one sequence.
+
+    A mixer writes a window of tokens; until `commit` says how many of them are kept, the window's uncertain
+    tokens can still be dropped. Nothing but these operations edits state between steps.
+    """
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Keep the first `num_kept` of the window's `num_window` tokens."""
+        ...
+
+    def checkpoint(self, length: int) -> LayerRecord:
+        """An independent copy of the state at `length`, which is the committed length."""
+        ...
+
+    def restore(self, record: LayerRecord, length: int) -> None:
+        """Become what the record holds. A record may be restored any number of times."""
+        ...
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Arrays that the next step starts from; evaluated with each step so that no graph grows."""
+        ...

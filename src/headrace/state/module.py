@@ -1,0 +1,115 @@
+"""State of a module that runs row by row with its own mlx-lm cache.
+
+Rollback needs no knowledge of the module: the cache from before the window is kept, and the window's accepted
+inputs are fed again before the next step (deferred replay at the module's level). A cache that can be trimmed
+is trimmed instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+Feed = Callable[[Any, mx.array], mx.array]
+"""Run the module on inputs `[1, n, ...]` with a cache, which it advances; gives its outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRecord:
+    """A copy of the module's cache."""
+
+    cache: Any
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays of the cache."""
+        return cache_arrays(self.cache)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the cache's arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class ModuleState:
+    """Opaque: a cache, and while a window is open the cache from before it and the window's inputs."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._before: Any = None
+        self._inputs: mx.array | None = None
+        self._feed: Feed | None = None
+
+    def run(self, feed: Feed, inputs: mx.array, num_certain: int) -> mx.array:
+        """Feed a window `[1, n, ...]`, of which the first `num_certain` tokens can't be dropped."""
+        self._settle()
+        if num_certain < inputs.shape[1]:
+            self._before, self._inputs, self._feed = copy.deepcopy(self._cache), inputs, feed
+        return feed(self._cache, inputs)
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Keep the first `num_kept` tokens of the window."""
+        num_dropped = num_window - num_kept
+        if num_dropped == 0:
+            self._forget_window()
+        elif trims(self._cache):
+            trim(self._cache, num_dropped)
+            self._forget_window()
+        else:
+            assert self._inputs is not None
+            self._inputs = self._inputs[:, :num_kept]
+
+    def _forget_window(self) -> None:
+        self._before = self._inputs = self._feed = None
+
+    def _settle(self) -> None:
+        """Replay the accepted part of a window that was cut."""
+        if self._inputs is not None and self._feed is not None:
+            self._cache = self._before
+            if self._inputs.shape[1]:
+                self._feed(self._cache, self._inputs)
+            self._forget_window()
+
+    def checkpoint(self, length: int) -> ModuleRecord:
+        """Replay, then copy."""
+        self._settle()
+        return ModuleRecord(copy.deepcopy(self._cache))
+
+    def restore(self, record: ModuleRecord, length: int) -> None:
+        """Go on from a copy of the record."""
+        self._cache = copy.deepcopy(record.cache)
+        self._forget_window()
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays of the caches and the stashed inputs."""
+        stashed = (*cache_arrays(self._before), self._inputs) if self._inputs is not None else ()
+        return (*cache_arrays(self._cache), *stashed)
+
+
+def token_by_token(feed: Feed, cache: Any, inputs: mx.array) -> mx.array:
+    """Feed the tokens of a window one by one: for modules whose results depend on how many come at once."""
+    return mx.concatenate([feed(cache, inputs[:, token : token + 1]) for token in range(inputs.shape[1])], axis=1)
+
+
+def cache_arrays(cache: Any) -> tuple[mx.array, ...]:
+    """All arrays of an mlx-lm cache or of a list of them."""
+    caches = cache if isinstance(cache, list) else [cache]
+    leaves: Any = tree_flatten([one.state for one in caches])
+    return tuple(leaf for _, leaf in leaves if isinstance(leaf, mx.array))
+
+
+def trims(cache: Any) -> bool:
+    """Whether the last tokens of an mlx-lm cache, or of all in a list, can be dropped."""
+    caches = cache if isinstance(cache, list) else [cache]
+    return all(one.is_trimmable() for one in caches)
+
+
+def trim(cache: Any, num_tokens: int) -> None:
+    """Drop the last `num_tokens` tokens."""
+    for one in cache if isinstance(cache, list) else [cache]:
+        one.trim(num_tokens)

@@ -1,0 +1,113 @@
+"""Where keys and values of full attention live.
+
+A slab holds a few slots of one capacity: per layer an array `[num_slots, num_kv_heads, capacity, head_dim]`, head-major
+because matmuls read it so. A row owns a slot of the smallest capacity that fits it and moves up a class when
+it outgrows the slot: memory stays under twice what the rows hold, rows join and leave without copying others.
+
+The in-place contract (a broken one costs a copy of one slab, which a test of peak memory would show):
+per layer and step all rows write before any row reads; a read takes the newest version; no view of a slab
+survives a step; a slab's arrays have one Python owner, `Slab.keys` and `Slab.values`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from headrace.state.layer import LayerKey
+
+SMALLEST_CAPACITY = 256
+"""Tokens in the smallest slot."""
+SLAB_TOKENS = 1024
+"""Slots per slab are chosen so that small slots share an array of about this many tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """A few slots of equal capacity. Arrays of a layer are made at its first write."""
+
+    capacity: int
+    num_slots: int
+    keys: dict[LayerKey, mx.array] = field(default_factory=dict)
+    values: dict[LayerKey, mx.array] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers' arrays."""
+        return sum(array.nbytes for part in (self.keys, self.values) for array in part.values())
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A row's place in a slab; `SlabPool.grow` moves it."""
+
+    slab: Slab
+    index: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        return self.slab.capacity
+
+    def write(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values `[1, num_kv_heads, n, head_dim]` at tokens `start` to `start + n`."""
+        for stored, new in ((self.slab.keys, keys), (self.slab.values, values)):
+            if layer not in stored:
+                _, num_heads, _, head_dim = new.shape
+                stored[layer] = mx.zeros((self.slab.num_slots, num_heads, self.slab.capacity, head_dim), new.dtype)
+            stored[layer][self.index : self.index + 1, :, start : start + new.shape[2]] = new
+
+    def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""
+        place = (slice(self.index, self.index + 1), slice(None), slice(start, end))
+        return self.slab.keys[layer][place], self.slab.values[layer][place]
+
+    def has(self, layer: LayerKey) -> bool:
+        """Whether any row of the slab has written this layer."""
+        return layer in self.slab.keys
+
+
+class SlabPool:
+    """All slabs of an engine."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[int, list[Slab]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs, used slots or not."""
+        return sum(slab.num_bytes for slabs in self._slabs.values() for slab in slabs)
+
+    def allocate(self, num_tokens: int) -> Slot:
+        """A free slot for at least `num_tokens` tokens; its content is undefined."""
+        capacity = max(SMALLEST_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        slabs = self._slabs.setdefault(capacity, [])
+        for slab in slabs:
+            if slab.free:
+                return Slot(slab, slab.free.pop())
+        num_slots = max(1, SLAB_TOKENS // capacity)
+        slab = Slab(capacity, num_slots, free=list(range(num_slots - 1, 0, -1)))
+        slabs.append(slab)
+        return Slot(slab, 0)
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back; a slab without used slots is dropped, and its memory with it."""
+        slab = slot.slab
+        slab.free.append(slot.index)
+        if len(slab.free) == slab.num_slots:
+            self._slabs[slab.capacity].remove(slab)
+
+    def grow(self, slot: Slot, num_tokens: int, num_used: int) -> None:
+        """Move a slot's first `num_used` tokens to a larger place, for `num_tokens`; the slot then points there.
+
+        The copies are evaluated here: a later write to the old slab must not find a reader.
+        """
+        larger = self.allocate(num_tokens)
+        if num_used:
+            for layer in list(slot.slab.keys):
+                larger.write(layer, 0, *slot.read(layer, 0, num_used))
+            mx.eval(list(larger.slab.keys.values()), list(larger.slab.values.values()))
+        self.free(slot)
+        slot.slab, slot.index = larger.slab, larger.index

@@ -1,0 +1,107 @@
+"""Slots hold what was written, grow without losing it, and give their memory back."""
+
+import mlx.core as mx
+import pytest
+
+from headrace.state.attention import SlidingAttentionState
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SMALLEST_CAPACITY, SlabPool
+
+LAYER = (0,)
+
+
+def tokens(start: int, end: int, num_heads: int = 2, head_dim: int = 4) -> tuple[mx.array, mx.array]:
+    """Keys whose every element is the token's index, values its negative."""
+    index = mx.arange(start, end, dtype=mx.float32)[None, None, :, None]
+    keys = mx.broadcast_to(index, (1, num_heads, end - start, head_dim))
+    return keys, -keys
+
+
+def test_rows_of_one_slab_do_not_see_each_other() -> None:
+    pool = SlabPool()
+    first, second = pool.allocate(10), pool.allocate(10)
+    assert first.slab is second.slab
+    first.write(LAYER, 0, *tokens(0, 5))
+    second.write(LAYER, 0, *tokens(100, 103))
+    assert mx.array_equal(first.read(LAYER, 0, 5)[0], tokens(0, 5)[0])
+    assert mx.array_equal(second.read(LAYER, 1, 3)[1], tokens(101, 103)[1])
+
+
+def test_a_row_that_outgrows_its_slot_keeps_its_tokens() -> None:
+    pool = SlabPool()
+    slot = pool.allocate(SMALLEST_CAPACITY)
+    slot.write(LAYER, 0, *tokens(0, SMALLEST_CAPACITY))
+    pool.grow(slot, SMALLEST_CAPACITY + 1, SMALLEST_CAPACITY)
+    assert slot.capacity == 2 * SMALLEST_CAPACITY
+    slot.write(LAYER, SMALLEST_CAPACITY, *tokens(SMALLEST_CAPACITY, SMALLEST_CAPACITY + 1))
+    keys, values = slot.read(LAYER, 0, SMALLEST_CAPACITY + 1)
+    assert mx.array_equal(keys, tokens(0, SMALLEST_CAPACITY + 1)[0])
+    assert mx.array_equal(values, tokens(0, SMALLEST_CAPACITY + 1)[1])
+
+
+def test_a_pool_without_rows_holds_no_memory() -> None:
+    pool = SlabPool()
+    slots = [pool.allocate(size) for size in (5, 5, 5, 5, 5, 600, 3000)]
+    for slot in slots:
+        slot.write(LAYER, 0, *tokens(0, 3))
+    assert pool.num_bytes > 0
+    for slot in slots:
+        pool.free(slot)
+    assert pool.num_bytes == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1025, 1500, 2049, 5000, 8192])
+def test_a_long_row_takes_at_most_twice_its_tokens(num_tokens: int) -> None:
+    pool = SlabPool()
+    slot = pool.allocate(num_tokens)
+    slot.write(LAYER, 0, *tokens(0, num_tokens))
+    used = sum(array.nbytes for array in tokens(0, num_tokens))
+    assert pool.num_bytes < 2 * used
+
+
+def test_a_freed_slot_is_used_again() -> None:
+    pool = SlabPool()
+    kept, freed = pool.allocate(10), pool.allocate(10)
+    pool.free(freed)
+    again = pool.allocate(10)
+    assert (again.slab, again.index) == (kept.slab, freed.index)
+
+
+def test_a_sliding_buffer_holds_the_window_through_moves() -> None:
+    window = 6
+    state = SlidingAttentionState(window)
+    length = 0
+    for num_tokens in [4, 1, 1, 1, 9, 1, 3, 1, 1, 1, 1, 1, 1, 7, 1, 1, 20, 1]:
+        state.write(length, *tokens(length, length + num_tokens))
+        oldest, length = max(0, length - window + 1), length + num_tokens
+        keys, values = state.read(oldest, length)
+        assert mx.array_equal(keys, tokens(oldest, length)[0])
+        assert mx.array_equal(values, tokens(oldest, length)[1])
+    buffer = state.arrays()[0]
+    assert buffer.shape[2] <= 2 * window + 20
+
+
+def test_dropped_tokens_of_a_sliding_buffer_are_overwritten() -> None:
+    state = SlidingAttentionState(4)
+    state.write(0, *tokens(0, 7))
+    state.write(7, *tokens(900, 904))  # three of them are dropped
+    state.write(8, *tokens(8, 9))
+    keys, _ = state.read(5, 9)
+    assert mx.array_equal(keys[0, 0, :, 0], mx.array([5, 6, 900, 8]))
+
+
+def test_a_window_that_is_open_blocks_the_next_one_and_a_checkpoint() -> None:
+    state = SequenceState(SlabPool())
+    state.begin(3)
+    with pytest.raises(RuntimeError, match="still open"):
+        state.begin(1)
+    with pytest.raises(RuntimeError, match="is open"):
+        state.checkpoint()
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 1, 5])
+def test_only_uncertain_tokens_of_the_open_window_can_be_dropped(num_tokens: int) -> None:
+    state = SequenceState(SlabPool())
+    state.begin(4, num_certain=2)
+    with pytest.raises(ValueError, match="window of 4 with 2 certain"):
+        state.commit(num_tokens)
