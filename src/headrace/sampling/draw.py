@@ -1,0 +1,47 @@
+"""Draw one token per row by inverting the cumulative distribution."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+NO_TOKEN = -1
+"""Stands in for a token id where a row has no distribution to draw from."""
+
+_BLOCK = 512
+_COARSE = 2.0**24
+"""Numbers in [0, 1) with this many steps are exact in float32."""
+
+
+def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
+    """Token ids, [R] int32, drawn in proportion to `weights`.
+
+    weights: [R, V] float32, not negative; they need not sum to 1. A row that sums to 0 or holds a NaN gives NO_TOKEN.
+    uniforms: [R] in [0, 1), one for each row.
+
+    Tokens are laid out in the order of their ids, not by rank: that needs no sort and is the same for every setting.
+    The search takes two levels, blocks and then tokens, because one running sum in float32 over a large vocabulary
+    loses the tail.
+    """
+    num_rows, num_tokens = weights.shape
+    block = min(_BLOCK, num_tokens)
+    num_blocks = -(-num_tokens // block)
+    padded = mx.pad(weights, [(0, 0), (0, num_blocks * block - num_tokens)])
+    blocks = padded.reshape(num_rows, num_blocks, block)
+    borders = mx.cumsum(mx.sum(blocks, axis=-1), axis=-1)
+    total = borders[:, -1:]
+
+    # A float32 can't hold the draw: its first 24 bits choose the block, the rest refines the place inside it.
+    coarse = np.floor(uniforms * _COARSE) / _COARSE
+    target = mx.array(coarse.astype(np.float32))[:, None] * total
+    rest = mx.array((uniforms - coarse).astype(np.float32))[:, None] * total
+
+    chosen = mx.minimum(mx.sum(borders <= target, axis=-1, keepdims=True), num_blocks - 1)
+    start = mx.where(chosen > 0, mx.take_along_axis(borders, mx.maximum(chosen - 1, 0), axis=-1), 0)
+    inside = mx.take_along_axis(blocks, chosen[:, :, None], axis=1).squeeze(1)
+    passed = mx.sum(mx.cumsum(inside, axis=-1) <= (target - start) + rest, axis=-1, keepdims=True)
+    # Both sums are rounded; a place past the block's end means its last token that can be drawn at all.
+    last = mx.max(mx.where(inside > 0, mx.arange(block), 0), axis=-1, keepdims=True)
+    ids = chosen * block + mx.minimum(passed, last)
+    return mx.where(total > 0, ids, NO_TOKEN).squeeze(-1).astype(mx.int32)

@@ -1,0 +1,115 @@
+"""The next token of each row, drawn as that row's request asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from headrace.sampling.draw import NO_TOKEN, draw
+from headrace.sampling.random_stream import uniforms
+from headrace.sampling.rows import in_order, pick
+from headrace.sampling.truncation import Candidates, truncate
+from headrace.types.request import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Under this temperature the most likely token is taken."""
+
+_HOTTEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How one row of logits is drawn; `output_index` counts the request's output tokens before it."""
+
+    params: SamplingParams
+    output_index: int
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is left to chance."""
+        return self.params.temperature < GREEDY_BELOW
+
+
+def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Token ids, [R] int32, of logits [R, V] in any float type.
+
+    A random row is drawn exactly from its `distribution` with the number that belongs to its seed and output index; a
+    greedy row gets its most likely token, of equals the lowest id. A row with a NaN, with +inf or with nothing but
+    -inf gets NO_TOKEN and harms no other; -inf beside finite logits means a token that can't come.
+    Raises ValueError if there is not one row of settings for each row of logits.
+    """
+    greedy, random = _split(logits, rows)
+    groups: list[tuple[Sequence[int], mx.array]] = []
+    if greedy:
+        groups.append((greedy, _most_likely(pick(logits, greedy))))
+    if random:
+        chosen = [rows[row] for row in random]
+        places = uniforms([row.params.seed for row in chosen], [row.output_index for row in chosen])
+        groups.append((random, draw(_random_distribution(pick(logits, random), chosen), places)))
+    return in_order(groups) if groups else mx.zeros((0,), dtype=mx.int32)
+
+
+def distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """What each row is drawn from, [R, V] float32: temperature, then min_p, top_k and top_p, summing to 1.
+
+    A greedy row has 1 at its most likely token. A row that `sample` answers with NO_TOKEN is NaN throughout.
+    Raises ValueError if there is not one row of settings for each row of logits.
+    """
+    greedy, random = _split(logits, rows)
+    groups: list[tuple[Sequence[int], mx.array]] = []
+    if greedy:
+        ids = _most_likely(pick(logits, greedy))[:, None]
+        certain = (mx.arange(logits.shape[-1]) == ids).astype(mx.float32)
+        groups.append((greedy, mx.where(ids == NO_TOKEN, mx.nan, certain)))
+    if random:
+        chosen = [rows[row] for row in random]
+        groups.append((random, _random_distribution(pick(logits, random), chosen)))
+    return in_order(groups) if groups else mx.zeros(logits.shape, dtype=mx.float32)
+
+
+def _split(logits: mx.array, rows: Sequence[SamplingRow]) -> tuple[list[int], list[int]]:
+    """Numbers of the greedy and of the random rows."""
+    if logits.ndim != 2 or logits.shape[0] != len(rows):
+        raise ValueError(f"logits of shape {logits.shape} do not fit {len(rows)} rows of sampling settings")
+    greedy = [number for number, row in enumerate(rows) if row.is_greedy]
+    random = [number for number, row in enumerate(rows) if not row.is_greedy]
+    return greedy, random
+
+
+def _most_likely(logits: mx.array) -> mx.array:
+    """Ids of the first highest logits, [R] int32; NO_TOKEN for rows that are not fit to be drawn from.
+
+    The sum finds a NaN on every device, whichever way its argmax treats one.
+    """
+    ids = mx.argmax(logits, axis=-1, keepdims=True)
+    highest = mx.take_along_axis(logits, ids, axis=-1)
+    has_nan = mx.isnan(mx.sum(logits.astype(mx.float32), axis=-1, keepdims=True))
+    return mx.where(mx.isfinite(highest) & ~has_nan, ids.astype(mx.int32), NO_TOKEN).squeeze(-1)
+
+
+def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """`distribution` of random rows only. NaN spreads over its row by arithmetic and is never compared away."""
+    logits = logits.astype(mx.float32)
+    num_tokens = logits.shape[-1]
+    highest = mx.max(logits, axis=-1, keepdims=True)
+    temperature = mx.array([min(row.params.temperature, _HOTTEST) for row in rows])[:, None]
+    if any(row.params.min_p > 0 for row in rows):
+        least = mx.array([math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf for row in rows])[:, None]
+        logits = mx.where((logits - highest) / temperature < least, -mx.inf, logits)
+    top_k = [row.params.top_k if 0 < row.params.top_k < num_tokens else num_tokens for row in rows]
+    top_p = [row.params.top_p for row in rows]
+    is_cut = [k < num_tokens or p < 1 for k, p in zip(top_k, top_p, strict=True)]
+    cut = [number for number, cuts in enumerate(is_cut) if cuts]
+    if cut:
+        whole = [number for number, cuts in enumerate(is_cut) if not cuts]
+        every = Candidates(logits, temperature, tuple(top_k), tuple(top_p))
+        groups: list[tuple[Sequence[int], mx.array]] = [(cut, truncate(every.pick(cut)))]
+        if whole:
+            groups.append((whole, pick(logits, whole)))
+        logits = in_order(groups)
+    masses = mx.exp((logits - highest) / temperature)
+    return masses / mx.sum(masses, axis=-1, keepdims=True)

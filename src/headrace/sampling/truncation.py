@@ -1,0 +1,120 @@
+"""Which tokens top_k and top_p leave in play.
+
+Both rules keep the front of the list of tokens by falling logit, ties by rising id, so together they are one cut: a
+least logit, and how many of the tokens that equal it are kept. Found as these two numbers, the cut depends neither on
+the order in which a device sorts equals nor on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from headrace.sampling.rows import in_order, pick
+
+HEAD = 1024
+"""Most likely tokens that are looked at before a whole vocabulary is sorted.
+
+On a CPU, for 150,000 tokens, finding them takes a tenth of the time of the sort (1.3 against 14 ms a row).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Rows to be cut.
+
+    logits: [R, V] float32. temperature: [R, 1]; it shapes the masses that top_p adds up.
+    top_k: tokens kept at most, from 1; V or more is off. top_p: share of the mass to keep, in (0, 1]; 1 is off.
+    """
+
+    logits: mx.array
+    temperature: mx.array
+    top_k: tuple[int, ...]
+    top_p: tuple[float, ...]
+
+    def pick(self, rows: Sequence[int]) -> Candidates:
+        """The given rows only."""
+        return Candidates(
+            logits=pick(self.logits, rows),
+            temperature=pick(self.temperature, rows),
+            top_k=tuple(self.top_k[row] for row in rows),
+            top_p=tuple(self.top_p[row] for row in rows),
+        )
+
+
+def truncate(candidates: Candidates) -> mx.array:
+    """The logits, [R, V], with -inf for the tokens outside top_k and then top_p.
+
+    top_p keeps a token if the mass before it is under top_p of the mass that top_k left; the first token always stays.
+    NaN is kept, for the caller to find.
+    """
+    num_rows, num_tokens = candidates.logits.shape
+    short = [row for row, k in enumerate(candidates.top_k) if num_tokens > HEAD and (k <= HEAD or k >= num_tokens)]
+    groups: list[tuple[Sequence[int], mx.array]] = []
+    if short:
+        settled, logits = _truncate_by_head(candidates.pick(short))
+        short = [short[place] for place in settled]
+        groups.append((short, logits))
+    rest = sorted(set(range(num_rows)) - set(short))
+    if rest:
+        chosen = candidates.pick(rest)
+        nothing = mx.zeros((len(rest), 1))
+        groups.append((rest, _cut(chosen, mx.sort(chosen.logits, axis=-1), nothing)))
+    return in_order(groups)
+
+
+def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
+    """Cut the rows whose cut lies within their HEAD most likely tokens; which rows these are, and their logits.
+
+    top_k up to HEAD always does. A row without top_k does if what lies beyond the head is less than top_p gives up,
+    which holds for all but very flat distributions; to know it, the host has to wait for the device.
+    """
+    logits, temperature = candidates.logits, candidates.temperature
+    num_rows, num_tokens = logits.shape
+    head = mx.sort(mx.topk(logits, HEAD, axis=-1), axis=-1)
+    is_open = [k >= num_tokens for k in candidates.top_k]
+    beyond = mx.zeros((num_rows, 1))
+    settled = list(range(num_rows))
+    if any(is_open):
+        all_mass = mx.sum(_masses(logits, head[:, -1:], temperature), axis=-1, keepdims=True)
+        head_mass = mx.sum(_masses(head, head[:, -1:], temperature), axis=-1, keepdims=True)
+        beyond = mx.where(_column(is_open), mx.maximum(all_mass - head_mass, 0), 0)
+        fits = beyond <= _given_up(candidates) * all_mass
+        settled = [row for row, within in enumerate(np.array(fits).ravel()) if within or not is_open[row]]
+    return settled, _cut(candidates.pick(settled), pick(head, settled), pick(beyond, settled))
+
+
+def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array) -> mx.array:
+    """Apply the cut, found among `rising`: the W most likely logits, [R, W]; `beyond`, [R, 1], is the mass of the rest.
+
+    Masses are added up from the small end, where float32 loses nothing: a token's own and all smaller ones are more
+    than top_p gives up exactly if the mass before it is less than top_p.
+    """
+    logits = candidates.logits
+    width = rising.shape[-1]
+    is_in_top_k = mx.arange(width) >= width - _column([min(k, width) for k in candidates.top_k])
+    masses = mx.where(is_in_top_k, _masses(rising, rising[:, -1:], candidates.temperature), 0)
+    from_end = mx.cumsum(masses, axis=-1) + beyond
+    is_kept = from_end > _given_up(candidates) * from_end[:, -1:]
+    num_kept = mx.maximum(mx.sum(is_kept, axis=-1, keepdims=True), 1)
+    least = mx.take_along_axis(rising, width - num_kept, axis=-1)
+    num_equal_kept = num_kept - mx.sum(rising > least, axis=-1, keepdims=True)
+    is_equal = logits == least
+    is_dropped = (logits < least) | (is_equal & (mx.cumsum(is_equal.astype(mx.int32), axis=-1) > num_equal_kept))
+    return mx.where(is_dropped, -mx.inf, logits)
+
+
+def _masses(logits: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
+    return mx.exp((logits - highest) / temperature)
+
+
+def _given_up(candidates: Candidates) -> mx.array:
+    """1 - top_p, [R, 1], subtracted before it is rounded to float32."""
+    return _column([1.0 - p for p in candidates.top_p])
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values))[:, None]
