@@ -1,0 +1,125 @@
+"""Messages of a chat body, in all the shapes in which clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatMessage, Role, TextPart, ToolCall
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_MEDIA_PARTS = frozenset(
+    {"image_url", "input_image", "image", "video_url", "video", "input_audio", "audio_url", "audio", "file"}
+)
+
+# Marks for caches and notes of other servers; they say nothing that a template could render.
+_WITHOUT_EFFECT = frozenset({"cache_control", "annotations"})
+
+
+class PartBody(BaseModel):
+    """A part of a message's content; which other fields it has depends on its type."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCallBody(BaseModel):
+    """Name and arguments of a call; the arguments are kept as they came, valid JSON or not."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(BaseModel):
+    """A call in the history."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallBody
+
+
+class MessageBody(BaseModel):
+    """One turn. `reasoning_content` and `reasoning` are two names of one thing."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[PartBody] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+def chat_message(message: MessageBody, index: int) -> ChatMessage:
+    """The turn without its dialect. Raises InvalidRequest, UnsupportedField with a path under `messages[index]`."""
+    path = f"messages[{index}]"
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
+            raise UnsupportedField(f"{path}.{name} is not supported", param=f"{path}.{name}")
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{path}.tool_calls: only an assistant makes calls", param=f"{path}.tool_calls")
+    return ChatMessage(
+        role=_ROLES[message.role],
+        content=_content(message, path),
+        reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        tool_calls=tuple(
+            ToolCall(call.id or "", call.function.name, call.function.arguments) for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def unknown_message_fields(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Fields of messages that nobody knows, as `messages[].name`, sorted."""
+    sent = {name for message in messages for name in message}
+    return tuple(f"messages[].{name}" for name in sorted(sent - MessageBody.model_fields.keys() - _WITHOUT_EFFECT))
+
+
+def _content(message: MessageBody, path: str) -> tuple[TextPart, ...]:
+    content = message.content
+    if content is None:
+        # An assistant that refused has its words in another field.
+        content = message.refusal or ""
+    if isinstance(content, str):
+        return (TextPart(content),) if content else ()
+    return tuple(_text_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+
+
+def _text_part(part: PartBody, path: str) -> TextPart:
+    if part.type in _MEDIA_PARTS:
+        raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
+    if part.type == "refusal":
+        return TextPart(_required(part.refusal, f"{path}.refusal"))
+    if part.type in _TEXT_PARTS:
+        return TextPart(_required(part.text, f"{path}.text"))
+    raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
+
+
+def _required(text: str | None, path: str) -> str:
+    if text is None:
+        raise InvalidRequest(f"{path} is missing", param=path)
+    return text

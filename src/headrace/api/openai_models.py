@@ -1,0 +1,44 @@
+"""GET /v1/models: the loaded model under the names that it answers to.
+
+A request may ask for any model name: the one loaded model serves it, unless the server is strict about names. The
+answer then carries the name that was asked for if it is a served one, else the first served name, so that nobody
+takes the answer for another model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.errors import InvalidRequest, ModelNotFound
+
+
+def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
+    """All served names."""
+    return {"object": "list", "data": [_model(name, created, max_model_len) for name in names]}
+
+
+def one_model(asked: str, names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
+    """One served name. Raises ModelNotFound."""
+    return _model(answer_name(asked, names, strict=True), created, max_model_len)
+
+
+def answer_name(asked: str | None, names: Sequence[str], *, strict: bool) -> str:
+    """The name that an answer carries. Raises ModelNotFound, or InvalidRequest if a strict server is asked for none."""
+    if asked in names:
+        return str(asked)
+    if not strict:
+        return names[0]
+    if asked is None:
+        raise InvalidRequest("model is missing", param="model")
+    raise ModelNotFound(f"The model `{asked}` does not exist; served: {', '.join(names)}", param="model")
+
+
+def _model(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "headrace",
+        "max_model_len": max_model_len,
+    }

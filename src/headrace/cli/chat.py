@@ -1,0 +1,166 @@
+"""`headrace chat [MODEL]`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import TextIO
+
+from headrace.config import load_config
+from headrace.engine.engine import Engine
+from headrace.errors import HeadraceError
+from headrace.session import Session
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.events import Finished, Reasoning, Text
+
+with suppress(ImportError):
+    # Only its import is wanted: it gives input() line editing and a history. Not every Python is built with it.
+    import readline  # noqa: F401
+
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
+_PROMPT = "> "
+
+# A model may say anything, also what moves a terminal's cursor or changes its title.
+_CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def run(argv: Sequence[str]) -> None:
+    """Loads the model and talks until /exit or the end of input. Raises ConfigError and ModelError."""
+    config = load_config(
+        argv,
+        program="headrace chat",
+        about="Chat with a model in the terminal. /reset starts over, /exit ends, Ctrl-C stops an answer.",
+        sections=("models", "engine"),
+    )
+    engine = Engine.launch(config)
+    try:
+        session = Session.over(engine)
+        for line in (*engine.model.report, *session.notes):
+            print(line)
+        print("/reset starts over, /exit ends, Ctrl-C stops an answer")
+        # One loop for all turns: the engine's answers come back to the loop that asked.
+        with asyncio.Runner() as runner:
+            converse(Conversation(session, sys.stdout), runner, input)
+    finally:
+        engine.stop()
+
+
+class Conversation:
+    """The turns so far, and how the next one is shown."""
+
+    def __init__(self, session: Session, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._out = out
+        self._clock = clock
+        self._messages: list[ChatMessage] = []
+        self._colored = out.isatty()
+
+    def reset(self) -> None:
+        """Forgets all turns."""
+        self._messages.clear()
+
+    async def say(self, text: str) -> None:
+        """One turn: streams the answer, then says how fast it came.
+
+        An answer that is cut off by cancellation stays in the history as far as it came. A turn that fails or that is
+        cut off before it says anything leaves no trace: an empty answer would confuse the model, and what one turn
+        was refused for would be refused again.
+        """
+        messages = (*self._messages, ChatMessage("user", (TextPart(text),)))
+        turn = _Turn(self._clock)
+        try:
+            events = self._session.chat(ChatRequest(f"chat-{secrets.token_hex(8)}", messages))
+            async with aclosing(events):
+                async for event in events:
+                    turn.take(event)
+                    self._show(event)
+        except asyncio.CancelledError:
+            self._write("\n[stopped]\n")
+            if turn.message().content:
+                self._messages = [*messages, turn.message()]
+            raise
+        except HeadraceError as error:
+            self._write(f"\nheadrace: {error.message}\n")
+            return
+        self._messages = [*messages, turn.message()]
+        self._write(f"\n{self._dimmed(turn.speed())}\n")
+
+    def _show(self, event: object) -> None:
+        match event:
+            case Reasoning(text):
+                self._write(self._dimmed(text.translate(_CONTROL_CHARACTERS)))
+            case Text(text):
+                self._write(text.translate(_CONTROL_CHARACTERS))
+
+    def _dimmed(self, text: str) -> str:
+        return f"{_DIM}{text}{_PLAIN}" if self._colored else text
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class _Turn:
+    """What one answer said, and when."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._first: float | None = None
+        self._finished: Finished | None = None
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    def take(self, event: object) -> None:
+        """Notes one event."""
+        if isinstance(event, Finished):
+            self._finished = event
+        if isinstance(event, Text | Reasoning):
+            self._first = self._clock() if self._first is None else self._first
+        if isinstance(event, Text):
+            self._content.append(event.text)
+        if isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+
+    def message(self) -> ChatMessage:
+        """The answer as the history keeps it."""
+        content = (TextPart("".join(self._content)),) if self._content else ()
+        return ChatMessage("assistant", content, reasoning="".join(self._reasoning) or None)
+
+    def speed(self) -> str:
+        """Number of tokens, time to the first, tokens per second after it, and the reason if the answer was cut."""
+        if self._finished is None or self._first is None:
+            return "[no text]"
+        num_tokens = self._finished.usage.num_output_tokens
+        seconds = self._clock() - self._first
+        line = f"{num_tokens} tokens, first after {self._first - self._started:.2f} s"
+        if num_tokens > 1 and seconds > 0:
+            line += f", {(num_tokens - 1) / seconds:.1f} tokens/s"
+        return f"[{line}]" if self._finished.reason == "stop" else f"[{line}, cut: {self._finished.reason}]"
+
+
+def converse(conversation: Conversation, runner: asyncio.Runner, ask: Callable[[str], str]) -> None:
+    """Turns until /exit or the end of input. Ctrl-C stops an answer, and at the prompt only the line."""
+    while True:
+        try:
+            said = ask(_PROMPT).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if said == "/exit":
+            return
+        if said == "/reset":
+            conversation.reset()
+        elif said:
+            try:
+                # The runner turns Ctrl-C into a cancellation of the turn, and that into KeyboardInterrupt here.
+                runner.run(conversation.say(said))
+            except KeyboardInterrupt:
+                continue

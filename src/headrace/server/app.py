@@ -1,0 +1,77 @@
+"""The routes and what stands around them, as one ASGI application."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace.api.openai_models import model_list, one_model
+from headrace.config import ServerConfig
+from headrace.errors import EngineDead, HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
+from headrace.server.chat import ChatRoute
+from headrace.server.guard import Guard
+from headrace.server.responses import error_response
+from headrace.session import Session
+
+
+def build_app(session: Session, config: ServerConfig) -> Starlette:
+    """The application that serves one session."""
+    names = config.served_model_name or (session.model.name,)
+    created = int(time.time())
+    chat = ChatRoute(session, config, names)
+
+    async def chat_completions(request: Request) -> Response:
+        return await chat(request)
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(model_list(names, created, session.model.max_model_len))
+
+    async def model(request: Request) -> Response:
+        asked = request.path_params["name"]
+        return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
+
+    async def health(request: Request) -> Response:
+        if (reason := session.health()) is not None:
+            raise EngineDead(f"the engine is not running: {reason}")
+        return JSONResponse({"status": "ok"})
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/models", models),
+            # Names may be hub ids with a slash in them.
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+        ],
+        middleware=[Middleware(Guard, config)],
+        exception_handlers={HeadraceError: _on_error, HTTPException: _on_http_error},
+    )
+    # A redirect to the path without its last slash would lose the body of a POST in some clients.
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadraceError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(_translated(request, error))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _translated(request: Request, error: HTTPException) -> HeadraceError:
+    if error.status_code == 404:
+        return NotFound(f"there is no route {request.url.path}")
+    if error.status_code == 405:
+        return MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+    return InvalidRequest(error.detail)

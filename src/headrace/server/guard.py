@@ -1,0 +1,138 @@
+"""Everything that happens to a request before its route: its id, its origin, its key; and the log line after it.
+
+Also the outer wall: whatever a route lets through becomes a 500 in the API's shape. Logs hold the method, the path,
+the status and the time, never what was said.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.config import ServerConfig
+from headrace.errors import AuthenticationFailed, GenerationFailed, HeadraceError, OriginRefused
+from headrace.server.responses import error_response
+
+log = logging.getLogger("headrace.server")
+
+_CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+# Probes of a supervisor carry no key, and health says nothing about anyone.
+_OPEN_PATHS = frozenset({"/health"})
+
+_EXPOSED_HEADERS = "x-request-id, x-headrace-ignored, retry-after"
+
+
+class Guard:
+    """ASGI middleware around the routes."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._key = config.api_key.encode() if config.api_key is not None else None
+        self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or passes a lifespan through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        exchange = _Exchange(send, _request_id(headers), self._allowed(headers.get("origin")))
+        try:
+            await self._admit(scope, headers)(scope, receive, exchange.send)
+        except Exception as error:
+            log.exception("request %s failed", exchange.request_id)
+            if exchange.status is not None:
+                # The status is on its way: only a broken connection tells the client that the body is not whole.
+                raise
+            failure = GenerationFailed("the server failed; its log has the reason under this request's id")
+            failure.__cause__ = error
+            await error_response(failure)(scope, receive, exchange.send)
+        finally:
+            exchange.log_line(scope)
+
+    def _admit(self, scope: Scope, headers: Headers) -> ASGIApp:
+        """What answers the request: the routes, or a refusal."""
+        origin = headers.get("origin")
+        allowed = self._allowed(origin)
+        if origin is not None and allowed is None:
+            message = "requests from this browser origin are refused; --allowed-origin lets it in"
+            return error_response(OriginRefused(message))
+        if allowed and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            return _preflight(headers)
+        if scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
+            return error_response(_key_error(headers))
+        return self._app
+
+    def _allowed(self, origin: str | None) -> str | None:
+        """The origin, if it may use the server."""
+        listed = origin in self._allowed_origins or "*" in self._allowed_origins
+        return origin if listed else None
+
+    def _has_key(self, headers: Headers) -> bool:
+        if self._key is None:
+            return True
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        # Headers are latin-1 on the wire; a key is whatever bytes its client sent.
+        by_bearer = hmac.compare_digest(bearer.encode("latin-1"), self._key)
+        by_header = hmac.compare_digest(headers.get("x-api-key", "").encode("latin-1"), self._key)
+        return by_bearer or by_header
+
+
+class _Exchange:
+    """The way back of one request: adds the headers that every answer has and remembers the status."""
+
+    def __init__(self, send: Send, request_id: str, origin: str | None) -> None:
+        self.request_id = request_id
+        self.status: int | None = None
+        self._send = send
+        self._origin = origin
+        self._started = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        """Passes a message on."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.request_id
+            if self._origin is not None:
+                headers["access-control-allow-origin"] = self._origin
+                headers["access-control-expose-headers"] = _EXPOSED_HEADERS
+                headers.add_vary_header("Origin")
+        await self._send(message)
+
+    def log_line(self, scope: Scope) -> None:
+        """One line for the finished request."""
+        path = scope.get("raw_path", b"").decode("ascii", "replace")
+        seconds = time.monotonic() - self._started
+        log.info("%s %s %s %.3fs %s", scope["method"], path, self.status or "-", seconds, self.request_id)
+
+
+def _request_id(headers: Headers) -> str:
+    sent = headers.get("x-request-id", "")
+    return sent if _CLIENT_REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
+
+
+def _key_error(headers: Headers) -> HeadraceError:
+    if "authorization" in headers or "x-api-key" in headers:
+        return AuthenticationFailed("the API key is wrong")
+    return AuthenticationFailed("an API key is needed: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
+
+
+def _preflight(headers: Headers) -> Response:
+    return Response(
+        status_code=204,
+        headers={
+            "access-control-allow-methods": "GET, POST, OPTIONS",
+            "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
+            "access-control-max-age": "600",
+        },
+    )

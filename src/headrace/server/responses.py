@@ -1,0 +1,61 @@
+"""Answers that any route may give."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.api.openai_errors import error_body
+from headrace.errors import BodyTooLarge, HeadraceError, Overloaded
+
+IGNORED_HEADER = "x-headrace-ignored"
+
+# What may stand in a header; a field's name can be any text that a client thought of.
+_HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+_MAX_IGNORED = 32
+_MAX_NAME_LENGTH = 64
+
+# How much of a body that is too large is read to its end: a connection that is closed with unread data loses the
+# answer on the way, and some clients then retry what can never work.
+_MAX_DRAINED_BYTES = 256 * 1024 * 1024
+
+
+def error_response(error: HeadraceError) -> Response:
+    """The error as OpenAI writes it, with its status."""
+    headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def ignored_headers(names: Sequence[str]) -> dict[str, str]:
+    """The header that names the fields which had no effect, if there are any."""
+    if not names:
+        return {}
+    shown = [_HEADER_UNSAFE.sub("?", name)[:_MAX_NAME_LENGTH] for name in names[:_MAX_IGNORED]]
+    if len(names) > _MAX_IGNORED:
+        shown.append(f"...{len(names) - _MAX_IGNORED}-more")
+    return {IGNORED_HEADER: ", ".join(shown)}
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, announced or chunked. Raises BodyTooLarge; starlette's ClientDisconnect if the client goes away."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    async for piece in request.stream():
+        num_bytes += len(piece)
+        if num_bytes <= max_bytes:
+            pieces.append(piece)
+        elif num_bytes > max_bytes + _MAX_DRAINED_BYTES:
+            break
+        else:
+            pieces.clear()
+    if num_bytes > max_bytes:
+        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+    return b"".join(pieces)

@@ -1,0 +1,268 @@
+"""Bodies of chat completions: what is understood, what is refused, and under which name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace.api.openai_chat import ChatCompletionCall, read_chat_completion
+from headrace.api.openai_fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatMessage, RequestedSampling, RequestedStop, TextPart, ToolCall
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def read(messages: Any = HELLO, **fields: Any) -> ChatCompletionCall:
+    return read_chat_completion(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+def refusal(messages: Any = HELLO, **fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        read(messages, **fields)
+    return caught.value
+
+
+def test_a_plain_body_leaves_everything_to_the_server() -> None:
+    call = read()
+    assert call.request.messages == (ChatMessage("user", (TextPart("hello"),)),)
+    assert call.request.sampling == RequestedSampling()
+    assert call.request.stop == RequestedStop()
+    assert call.request.tools == ()
+    assert (call.model, call.stream, call.include_usage, call.ignored) == ("m", False, False, ())
+
+
+def test_ids_are_random_and_never_the_same() -> None:
+    ids = {read().request.request_id for _ in range(100)}
+    assert len(ids) == 100
+    assert all(each.startswith("chatcmpl-") for each in ids)
+
+
+def test_sampling_and_stop_fields_are_taken_over() -> None:
+    request = read(
+        temperature=1, top_p=0.5, top_k=-1, min_p=0, seed=-4, max_tokens=9, stop=["a", "b"], stop_token_ids=[3],
+        ignore_eos=True,
+    ).request  # fmt: skip
+    assert request.sampling == RequestedSampling(1.0, 0.5, -1, 0.0, -4)
+    assert request.stop == RequestedStop(9, ("a", "b"), (3,), True)
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert read(stop="END").request.stop.strings == ("END",)
+
+
+def test_both_names_of_max_tokens_are_taken_unless_they_differ() -> None:
+    assert read(max_completion_tokens=5).request.stop.max_tokens == 5
+    assert read(max_completion_tokens=5, max_tokens=5).request.stop.max_tokens == 5
+    assert refusal(max_completion_tokens=5, max_tokens=6).param == "max_tokens"
+
+
+def test_null_is_the_same_as_absent_for_every_field() -> None:
+    call = read(
+        **dict.fromkeys([*NEUTRAL_VALUES, *WITHOUT_EFFECT]),
+        **dict.fromkeys(["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"]),
+        **dict.fromkeys(["stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "reasoning_effort"]),
+        **dict.fromkeys(["enable_thinking", "chat_template_kwargs", "continue_final_message"]),
+    )
+    assert call.request.sampling == RequestedSampling()
+    assert call.ignored == ()
+
+
+def test_messages_come_in_all_shapes() -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}],
+         "name": "eve"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"broken'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "done"}]},
+        {"role": "assistant", "content": "", "reasoning": "well"},
+        {"role": "assistant", "refusal": "no"},
+        {"role": "user", "content": "", "cache_control": {"type": "ephemeral"}},
+    ]  # fmt: skip
+    call = read(messages)
+    assert call.request.messages == (
+        ChatMessage("system", (TextPart("be brief"),)),
+        ChatMessage("system", (TextPart("be kind"),)),
+        ChatMessage("user", (TextPart("a"), TextPart("b")), name="eve"),
+        ChatMessage("assistant", (), reasoning="hm", tool_calls=(ToolCall("call_1", "f", '{"broken'),)),
+        ChatMessage("tool", (TextPart("done"),), tool_call_id="call_1"),
+        ChatMessage("assistant", (), reasoning="well"),
+        ChatMessage("assistant", (TextPart("no"),)),
+        ChatMessage("user"),
+    )
+    assert call.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        (None, "messages"),
+        ([1], "messages[0]"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([{"role": "wizard", "content": "a"}], "messages[0].role"),
+        ([*HELLO, {"role": "user", "content": 5}], "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"text": "a"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+        ([{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+         "messages[0].tool_calls[0].function.arguments"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f", "arguments": ""}}]}],
+         "messages[0].tool_calls[0].type"),
+    ],
+)  # fmt: skip
+def test_a_wrong_message_is_named_by_its_path(messages: Any, param: str) -> None:
+    assert refusal(messages).param == param
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+def test_media_parts_are_refused_by_path(kind: str) -> None:
+    error = refusal([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}])
+    assert isinstance(error, UnsupportedField)
+    assert error.param == "messages[0].content[1]"
+    assert kind in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", True), ("temperature", "1"), ("temperature", -0.1), ("temperature", 2.1),
+        ("top_p", 0), ("top_p", 1.01), ("top_p", False),
+        ("top_k", 1.5), ("top_k", -2), ("top_k", True), ("top_k", 2**31),
+        ("min_p", -1), ("min_p", 2),
+        ("seed", "7"), ("seed", 2**63), ("seed", 1.0),
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", True), ("max_tokens", "8"),
+        ("max_completion_tokens", 0),
+        ("stop", 3), ("stop", ""), ("stop", ["x"] * 65),
+        ("stop_token_ids", 3), ("ignore_eos", 1), ("stream", "yes"), ("stream", 1),
+        ("model", 5), ("enable_thinking", "no"), ("reasoning_effort", "enormous"),
+        ("chat_template_kwargs", [1]), ("stream_options", True),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_or_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(**{field: value})
+    assert error.param == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": ["ok", ""]}, "stop[1]"),
+        ({"stop": ["ok", 1]}, "stop[1]"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"chat_template_kwargs": {"reasoning_effort": 5}}, "chat_template_kwargs.reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+    ],
+)
+def test_what_is_wrong_inside_a_field_is_named_by_its_path(fields: dict[str, Any], param: str) -> None:
+    assert refusal(**fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+        ("response_format", {"type": "json_object"}),
+        ("frequency_penalty", 0.1),
+        ("presence_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("n", 2),
+        ("n", True),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("structured_outputs", {"regex": "a"}),
+        ("guided_json", {}),
+        ("guided_regex", "a"),
+        ("min_tokens", 1),
+        ("thinking_token_budget", 100),
+        ("web_search_options", {}),
+        ("frequency_penalty", False),
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_built_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(**{field: value})
+    assert isinstance(error, UnsupportedField)
+    assert error.param == field
+
+
+def test_neutral_values_of_the_same_fields_are_welcome() -> None:
+    for field, neutrals in NEUTRAL_VALUES.items():
+        for neutral in neutrals:
+            assert read(**{field: neutral}).ignored == ()
+    assert read(frequency_penalty=0.0, n=1, response_format={"type": "text"}, tools=[], tool_choice="auto")
+
+
+def test_fields_without_effect_are_accepted_and_unknown_ones_are_named() -> None:
+    messages = [{"role": "user", "content": "a", "mood": "good"}]
+    call = read(messages, user="u", metadata={"a": "b"}, store=True, zeal=1, alpha=None)
+    assert call.ignored == ("alpha", "zeal", "messages[].mood")
+
+
+def test_usage_is_asked_for_in_stream_options_only() -> None:
+    assert read(stream=True, stream_options={"include_usage": True}).include_usage is True
+    assert read(stream=True, stream_options={"include_usage": None}).include_usage is False
+    assert read(stream=True).include_usage is False
+    assert refusal(stream_options={"include_usage": True}).param == "stream_options"
+    continuous = {"include_usage": True, "continuous_usage_stats": True}
+    assert refusal(stream=True, stream_options=continuous).param == "stream_options.continuous_usage_stats"
+
+
+def test_thinking_is_switched_by_any_of_its_names() -> None:
+    assert read(enable_thinking=False).request.enable_thinking is False
+    nested = read(chat_template_kwargs={"enable_thinking": True, "style": "short"}).request
+    assert nested.enable_thinking is True
+    assert nested.template_options == {"style": "short"}
+    high = read(reasoning_effort="high").request
+    assert (high.reasoning_effort, high.enable_thinking) == ("high", None)
+    assert read(chat_template_kwargs={"reasoning_effort": "low"}).request.reasoning_effort == "low"
+
+
+def test_a_switch_that_is_set_twice_and_differently_is_refused() -> None:
+    assert refusal(enable_thinking=True, chat_template_kwargs={"enable_thinking": False}).param == "enable_thinking"
+    nested = {"reasoning_effort": "high"}
+    assert refusal(reasoning_effort="low", chat_template_kwargs=nested).param == "reasoning_effort"
+
+
+def test_an_unfinished_assistant_turn_can_be_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "I am"}]
+    assert read(messages, continue_final_message=True, add_generation_prompt=False).request.continue_final_message
+    assert refusal(continue_final_message=True).param == "continue_final_message"
+    assert refusal(messages, continue_final_message=True, add_generation_prompt=True).param == "add_generation_prompt"
+    assert refusal(add_generation_prompt=False).param == "add_generation_prompt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"messages": NaN}', b'{"seed": Infinity}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"messages":[{"role":"user","content":"a"}],"temperature":1e999}',
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_chat_completion(body)
+
+
+def test_characters_outside_the_basic_plane_survive_both_ways_of_writing_them() -> None:
+    for text in ('"\\ud83d\\ude00"', '"😀"'):
+        call = read_chat_completion(f'{{"messages": [{{"role": "user", "content": {text}}}]}}'.encode())
+        assert call.request.messages[0].content == (TextPart("😀"),)

@@ -1,0 +1,148 @@
+"""`headrace chat`: turns, interruptions and what is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import signal
+from collections.abc import Callable
+
+import pytest
+from fakes import END, FakeEngine, PlainTemplate, Step, fake_session
+
+from headrace.cli import chat
+from headrace.cli.chat import Conversation, converse
+from headrace.errors import InvalidRequest
+from headrace.types.chat import ChatMessage, TextPart
+
+
+class Interrupted(FakeEngine):
+    """Its first answer is interrupted by Ctrl-C when the script is through."""
+
+    async def generate(self, request):
+        async for output in super().generate(request):
+            if len(self.requests) == 1 and not output.token_ids:
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.Event().wait()
+            yield output
+
+
+class Terminal(io.StringIO):
+    """An output that may be a terminal."""
+
+    def __init__(self, *, colored: bool = False) -> None:
+        super().__init__()
+        self._colored = colored
+
+    def isatty(self) -> bool:
+        return self._colored
+
+
+def person(*lines: str | BaseException) -> Callable[[str], str]:
+    """Someone who types these lines, or presses these keys, and then ends the input."""
+    typed = iter(lines)
+
+    def ask(prompt: str) -> str:
+        line = next(typed, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    return ask
+
+
+def talk(
+    engine: FakeEngine, *lines: str | BaseException, out: Terminal | None = None, template: PlainTemplate | None = None
+) -> str:
+    out = out or Terminal()
+    clock = itertools.count(0.0, 0.5).__next__
+    with asyncio.Runner() as runner:
+        converse(Conversation(fake_session(engine, template), out, clock), runner, person(*lines))
+    return out.getvalue()
+
+
+def prompts(engine: FakeEngine) -> list[str]:
+    return [bytes(request.prompt).decode() for request in engine.requests]
+
+
+def test_an_answer_is_followed_by_its_speed() -> None:
+    shown = talk(FakeEngine("abc", "de", (END,)), "hello")
+    # The clock ticks half a second a look: start, first text, end.
+    assert shown == "abcde\n[5 tokens, first after 0.50 s, 8.0 tokens/s]\n"
+
+
+def test_each_turn_sees_the_turns_before_it_until_a_reset() -> None:
+    engine = FakeEngine("A")
+    talk(engine, "one", "two", "/reset", "three")
+    assert prompts(engine) == ["user: one\n", "user: one\nassistant: A\nuser: two\n", "user: three\n"]
+
+
+def test_exit_ends_and_empty_lines_ask_nothing() -> None:
+    engine = FakeEngine("A")
+    talk(engine, "", "  ", "/exit", "never said")
+    assert engine.requests == []
+
+
+def test_thinking_is_dim_on_a_terminal_and_plain_elsewhere() -> None:
+    script: list[Step] = ["<think>hm</think>", "yes"]
+    assert talk(FakeEngine(*script), "q", out=Terminal(colored=True)).startswith("\x1b[2mhm\x1b[0myes\n\x1b[2m[")
+    assert talk(FakeEngine(*script), "q").startswith("hmyes\n[")
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    shown = talk(FakeEngine("a\x1b]0;title\x07b\n\tc"), "q", out=Terminal(colored=True))
+    assert shown.startswith("a\ufffd]0;title\ufffdb\n\tc\n")
+
+
+def test_thinking_goes_into_the_history_beside_the_answer() -> None:
+    template = PlainTemplate()
+    talk(FakeEngine("<think>hm</think>yes"), "q", "r", template=template)
+    assert template.requests[1].messages[1] == ChatMessage("assistant", (TextPart("yes"),), reasoning="hm")
+
+
+def test_ctrl_c_stops_the_answer_keeps_what_was_said_and_the_program_goes_on() -> None:
+    engine = Interrupted("so far")
+    shown = talk(engine, "one", "two")
+    assert shown.startswith("so far\n[stopped]\nso far\n[")
+    assert prompts(engine) == ["user: one\n", "user: one\nassistant: so far\nuser: two\n"]
+
+
+def test_a_turn_that_was_stopped_before_it_said_anything_is_forgotten() -> None:
+    engine = Interrupted()
+    talk(engine, "one", "two")
+    assert prompts(engine) == ["user: one\n", "user: two\n"]
+
+
+def test_ctrl_c_at_the_prompt_only_drops_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine("A")
+    talk(engine, KeyboardInterrupt(), "one")
+    assert prompts(engine) == ["user: one\n"]
+
+
+def test_a_turn_that_fails_says_why_and_leaves_no_trace() -> None:
+    engine = FakeEngine("A")
+    failing = PlainTemplate(error=InvalidRequest("no such role"))
+    out = Terminal()
+    conversation = Conversation(fake_session(engine, failing), out)
+    with asyncio.Runner() as runner:
+        converse(conversation, runner, person("one", "two"))
+    assert out.getvalue() == "\nheadrace: no such role\n" * 2
+    assert [len(request.messages) for request in failing.requests] == [1, 1]
+
+
+def test_an_answer_that_was_cut_says_so() -> None:
+    engine = FakeEngine("x" * 2000)
+    assert "cut: length]" in talk(engine, "go")
+
+
+def test_the_command_loads_the_model_talks_and_stops_the_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine("hello there")
+    monkeypatch.setattr(chat.Engine, "launch", lambda config: engine)
+    monkeypatch.setattr(chat.Session, "over", fake_session)
+    monkeypatch.setattr("builtins.input", person("hi"))
+    chat.run([])
+    assert "hello there" in capsys.readouterr().out
+    assert engine.stopped

@@ -1,0 +1,107 @@
+"""The command line: commands are found, errors are one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import headrace
+from headrace.cli import chat, doctor, serve
+from headrace.cli.main import main
+from headrace.config import Config
+from headrace.errors import ModelError
+
+
+def refuse_to_launch(config: Config) -> None:
+    raise AssertionError("no model may be loaded here")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"headrace {headrace.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"]])
+def test_help_lists_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("serve", "chat", "doctor", "--version"))
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor"])
+def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-num-seqs" in shown
+    assert ("--port" in shown) == (command == "serve")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "a command is missing"),
+        (["sevre"], "'sevre'"),
+        (["--vresion"], "'--vresion'"),
+        (["serve", "--prot", "80"], "--prot"),
+        (["serve", "--port", "eighty"], "--port must be a whole number"),
+        (["serve", "--host", "0.0.0.0", "--port", "0"], "--api-key"),
+        (["chat", "--port", "80"], "--port"),
+        (["doctor", "--dtype", "int3"], "--dtype"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (serve, chat):
+        monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("headrace: ")
+    assert shown.err.count("\n") == 1
+    assert said in shown.err
+    assert shown.out == ""
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(config: Config) -> None:
+        raise ModelError(f"{config.model} has no config.json")
+
+    monkeypatch.setattr(serve.Engine, "launch", launch)
+    assert main(["serve", "some/where", "--port", "0"]) == 2
+    assert capsys.readouterr().err == "headrace: some/where has no config.json\n"
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(config: Config) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.Engine, "launch", launch)
+    assert main(["chat"]) == 130
+    assert capsys.readouterr().err == "headrace: interrupted\n"
+
+
+def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
+    monkeypatch.setattr(doctor, "diagnose", lambda config: [f"the model {config.model}"])
+    monkeypatch.delenv("HEADRACE_MODEL", raising=False)
+    assert main(["doctor", "--numerics", "exact"]) == 0
+    assert capsys.readouterr().out == "the machine, exact\n"
+    assert main(["doctor", "some/where"]) == 0
+    assert capsys.readouterr().out == "the machine, fast\nthe model some/where\n"
+
+
+def test_simple_answers_do_not_wait_for_heavy_imports() -> None:
+    program = (
+        "import sys; from headrace.cli.main import main; main(['--version']); main(['--help']); main(['sevre']);"
+        "print(sorted({'mlx', 'transformers', 'starlette', 'pydantic'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"

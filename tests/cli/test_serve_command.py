@@ -1,0 +1,78 @@
+"""`headrace serve`: what it prints, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import socket
+
+import httpx
+import pytest
+from fakes import END, FakeEngine, describe, fake_session
+from loopback import serving
+
+from headrace.cli import serve
+from headrace.config import Config, ServerConfig
+from headrace.errors import ConfigError
+
+
+def test_the_curl_line_that_is_printed_works_as_it_stands() -> None:
+    async def scenario() -> httpx.Response:
+        async with serving(fake_session(FakeEngine("Paris", (END,)))) as url:
+            text = serve.ready_text(Config(), url, "fake-model")
+            words = shlex.split(next(line for line in text.splitlines() if line.startswith("curl ")))
+            assert words[1] == "-N"
+            name, _, value = words[words.index("-H") + 1].partition(": ")
+            async with httpx.AsyncClient() as client:
+                return await client.post(words[2], content=words[words.index("-d") + 1], headers={name: value})
+
+    response = asyncio.run(scenario())
+    assert response.status_code == 200
+    assert "Paris" in "".join(
+        json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+        for line in response.text.splitlines()
+        if line.startswith("data: {")
+    )
+
+
+def test_the_key_is_not_printed() -> None:
+    config = Config(server=ServerConfig(api_key="secret", served_model_name=("mine",)))
+    text = serve.ready_text(config, "http://127.0.0.1:1", "fake-model")
+    assert "secret" not in text
+    assert "Authorization: Bearer YOUR_KEY" in text
+    assert '"mine"' in text
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
+    monkeypatch.setattr(serve.Engine, "launch", lambda config: engine)
+    monkeypatch.setattr(serve.Session, "over", fake_session)
+    return engine
+
+
+def test_the_report_comes_first_and_the_address_only_once_the_server_listens(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(session: object, config: ServerConfig, listener: socket.socket, announce: object) -> None:
+        before = capsys.readouterr().out
+        assert "repetition_penalty 1.2" in before
+        assert "curl" not in before
+        announce()
+        port = listener.getsockname()[1]
+        assert f"http://127.0.0.1:{port}/v1" in capsys.readouterr().out
+
+    monkeypatch.setattr(serve, "serve", listen)
+    serve.run(["--port", "0"])
+    assert engine.stopped
+
+
+def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("can't listen")
+
+    monkeypatch.setattr(serve, "serve", fail)
+    with pytest.raises(ConfigError):
+        serve.run(["--port", "0"])
+    assert engine.stopped

@@ -1,0 +1,148 @@
+"""Bodies that nobody would write: every answer is a success or a refusal that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from typing import Any
+
+import httpx
+from fakes import END, FakeEngine, fake_session
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.api.openai_chat import ChatCompletionBody
+from headrace.api.openai_fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from headrace.api.openai_messages import MessageBody
+from headrace.config import ServerConfig
+from headrace.server.app import build_app
+
+CHAT = "/v1/chat/completions"
+GOOD = {"messages": [{"role": "user", "content": "hello"}]}
+
+FIELDS = sorted({*ChatCompletionBody.model_fields, *NEUTRAL_VALUES, *WITHOUT_EFFECT})
+NAMES = st.sampled_from(FIELDS) | st.text(max_size=8)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12)
+    | st.sampled_from(["user", "assistant", "text", "high", "none", "auto", "enable_thinking"])
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=8
+)
+PARTS = st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=8)}) | st.fixed_dictionaries(
+    {}, optional={"type": st.sampled_from(["text", "image_url", "refusal", ""]), "text": SCALARS}
+)
+# Mostly messages that are right, so that the fields beside them and the way back are reached too.
+GOOD_MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
+            "content": st.none() | st.text(max_size=10) | st.lists(st.builds(lambda: {"type": "text", "text": "a"})),
+        },
+        optional={"reasoning": st.text(max_size=4), "name": st.text(max_size=4), "mood": VALUES},
+    ),
+    min_size=1,
+    max_size=3,
+)
+ODD_MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(MessageBody.model_fields, VALUES),
+            "role": st.sampled_from(["user", "assistant", "tool", "function"]),
+            "content": st.text(max_size=10) | st.lists(PARTS, max_size=3) | VALUES,
+        },
+    ),
+    max_size=3,
+)
+# Values that a field may well have, beside any others.
+LIKELY = {
+    "temperature": st.floats(-0.5, 2.5),
+    "top_p": st.floats(-0.5, 1.5),
+    "max_tokens": st.integers(-1, 2000),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=4),
+    "stop_token_ids": st.lists(st.integers(-1, 300), max_size=3),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "chat_template_kwargs": st.dictionaries(NAMES, SCALARS, max_size=2),
+    **{name: st.sampled_from(neutrals) for name, neutrals in NEUTRAL_VALUES.items() if neutrals},
+}
+FEW_FIELDS = st.lists(
+    st.sampled_from(sorted(LIKELY)).flatmap(lambda name: st.tuples(st.just(name), LIKELY[name]))
+    | st.tuples(NAMES, VALUES),
+    max_size=3,
+).map(dict)
+BODIES = st.builds(
+    lambda messages, fields: {"messages": messages, **fields}, GOOD_MESSAGES | ODD_MESSAGES, FEW_FIELDS
+) | st.dictionaries(NAMES, VALUES, max_size=3)
+
+
+class Wire:
+    """One application for all examples of a test, and the loop it runs in."""
+
+    def __init__(self) -> None:
+        engine = FakeEngine("<think>a</think>", "b", (END,))
+        # A server with few bytes to spare also meets the refusal of large bodies.
+        self._app = build_app(fake_session(engine), ServerConfig(max_body_bytes=100_000))
+
+    def post(self, content: bytes) -> httpx.Response:
+        async def exchange() -> httpx.Response:
+            # What the application lets through would be raised here and fail the test.
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post(CHAT, content=content)
+
+        return asyncio.run(exchange())
+
+    def check_alive(self) -> None:
+        assert self.post(json.dumps(GOOD).encode()).status_code == 200
+
+
+def check_answer(response: httpx.Response, body: Any) -> None:
+    if response.status_code == 200:
+        if isinstance(body, dict) and body.get("stream") is True:
+            assert response.text.endswith("data: [DONE]\n\n")
+            assert "error" not in response.text
+        else:
+            assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
+        return
+    error = response.json()["error"]
+    assert 400 <= response.status_code < 500, error
+    if isinstance(body, dict):
+        name = error["param"].split(".")[0].split("[")[0]
+        # The field stands in the body, or it is the one that must.
+        assert name in body or name == "messages"
+        assert name in error["message"] or error["param"] in error["message"]
+
+
+@given(BODIES)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_fields_with_any_values_are_served_or_refused_by_name(body: dict[str, Any]) -> None:
+    wire = Wire()
+    check_answer(wire.post(json.dumps(body).encode()), body)
+    wire.check_alive()
+
+
+@given(st.sampled_from(FIELDS), VALUES)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_one_odd_field_in_a_good_body_is_served_or_refused_by_its_name(name: str, value: Any) -> None:
+    body = {**GOOD, name: value}
+    response = Wire().post(json.dumps(body).encode())
+    check_answer(response, body)
+    if response.status_code != 200 and name != "messages":
+        assert response.json()["error"]["param"].startswith(name)
+
+
+@given(st.binary(max_size=200) | st.text(string.printable, max_size=100).map(str.encode))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_are_refused_and_the_server_lives(content: bytes) -> None:
+    wire = Wire()
+    response = wire.post(content)
+    assert response.status_code == 400
+    assert "error" in response.json()
+    wire.check_alive()

@@ -1,0 +1,124 @@
+"""Flags and variables, as they are generated from the fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig, load_config
+from headrace.errors import ConfigError
+
+
+def test_without_a_word_everything_is_at_its_default() -> None:
+    assert load_config([], {}) == Config()
+
+
+def test_flags_set_their_fields() -> None:
+    config = load_config(
+        ["some/model", "--port", "9", "--no-self-check", "--max-model-len=4096", "--ping-interval-s", "2.5"], {}
+    )
+    assert config.model == "some/model"
+    assert config.server.port == 9
+    assert config.models.self_check is False
+    assert config.engine.max_model_len == 4096
+    assert config.server.ping_interval_s == 2.5
+
+
+def test_a_flag_that_may_be_repeated_collects_its_values() -> None:
+    config = load_config(["--served-model-name", "a", "--served-model-name", "b"], {})
+    assert config.server.served_model_name == ("a", "b")
+
+
+def test_variables_set_the_same_fields_and_flags_win_over_them() -> None:
+    environ = {
+        "HEADRACE_MODEL": "from/environment",
+        "HEADRACE_PORT": "7",
+        "HEADRACE_STRICT_MODEL_NAME": "yes",
+        "HEADRACE_ALLOWED_ORIGIN": "http://a, http://b",
+    }
+    config = load_config(["--port", "9"], environ)
+    assert config.model == "from/environment"
+    assert config.server.port == 9
+    assert config.server.strict_model_name is True
+    assert config.server.allowed_origin == ("http://a", "http://b")
+    assert load_config(["named"], environ).model == "named"
+
+
+def test_an_empty_variable_counts_as_absent() -> None:
+    assert load_config([], {"HEADRACE_API_KEY": "", "HEADRACE_PORT": ""}) == Config()
+
+
+@pytest.mark.parametrize("section", [ModelConfig, EngineConfig, ServerConfig])
+def test_every_knob_has_a_flag_and_a_line_of_help(section: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(["--help"], {})
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for knob in fields(section):
+        assert "--" + knob.name.replace("_", "-") in shown
+        assert f"HEADRACE_{knob.name.upper()}" in shown
+
+
+def test_help_says_what_an_automatic_value_is_chosen_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"], {})
+    assert "automatic: the model's own" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "80a"], "--port"),
+        (["--port", "65536"], "--port"),
+        (["--port", "-1"], "--port"),
+        (["--port"], "--port"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-seqs", "2.5"], "--max-num-seqs"),
+        (["--max-model-len", "1"], "--max-model-len"),
+        (["--prefill-chunk", "0"], "--prefill-chunk"),
+        (["--ping-interval-s", "nan"], "--ping-interval-s"),
+        (["--ping-interval-s", "inf"], "--ping-interval-s"),
+        (["--ping-interval-s", "0"], "--ping-interval-s"),
+        (["--max-body-bytes", "0"], "--max-body-bytes"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--reasoning-field", "thoughts"], "--reasoning-field"),
+        (["--api-key", ""], "--api-key"),
+        (["--prot", "80"], "--prot"),
+        (["one", "two"], "two"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_refused_by_name(flags: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags, {})
+    assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HEADRACE_PORT", "eighty"),
+        ("HEADRACE_MAX_NUM_SEQS", "0"),
+        ("HEADRACE_SELF_CHECK", "perhaps"),
+        ("HEADRACE_NUMERICS", "sloppy"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_refused_by_name(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        load_config([], {variable: value})
+
+
+def test_flags_are_never_guessed_from_their_beginning() -> None:
+    with pytest.raises(ConfigError):
+        load_config(["--max-num", "3"], {})
+
+
+def test_a_command_has_no_flags_of_sections_that_it_does_not_use() -> None:
+    with pytest.raises(ConfigError, match="--port"):
+        load_config(["--port", "80"], {}, sections=("models", "engine"))
+    # Its variables may be set for another command.
+    assert load_config([], {"HEADRACE_PORT": "eighty"}, sections=("models", "engine")) == Config()
+
+
+def test_a_command_may_have_no_default_model() -> None:
+    assert load_config([], {}, default_model="").model == ""
