@@ -101,6 +101,11 @@ class Config:
 _SECTIONS: Mapping[str, type] = {"models": ModelConfig, "engine": EngineConfig, "server": ServerConfig}
 
 
+def quiet_libraries() -> None:
+    """Keep transformers from advising at its import that PyTorch is absent: only its tokenizers are used here."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def load_config(
     argv: Sequence[str],
     environ: Mapping[str, str] | None = None,

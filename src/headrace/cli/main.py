@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from headrace import __version__
+from headrace.config import quiet_libraries
 from headrace.errors import HeadraceError
 
 # Modules, not functions: importing a command imports MLX and the web framework, a second or more that `--version`,
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Our own log in full, of the libraries only what went wrong.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("headrace").setLevel(logging.INFO)
+    quiet_libraries()
     try:
         import_module(module).run(words[1:])
     except HeadraceError as error:

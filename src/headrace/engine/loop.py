@@ -55,9 +55,11 @@ class Loop:
 
     def run(self) -> None:
         """Work until a Stop arrives. Whatever raises here ends the thread; see `fail_all`."""
-        while not self._is_stopping:
+        while True:
             self._receive()
             self._runner.free(self._scheduler.released())
+            if self._is_stopping:
+                break
             plan = self._scheduler.schedule()
             if plan.chunks:
                 result = self._runner.execute(plan, self._requests)

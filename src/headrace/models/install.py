@@ -23,7 +23,16 @@ from headrace.models.upstream import REPLACEMENTS
 GATED_DELTA_PARTS = ("A_log", "dt_bias", "conv1d", "out_proj", "norm")
 """What a gated delta net has besides its projections; see `GatedDeltaMixer`."""
 
-FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "ln_f", "final_norm")
+FINAL_NORMS = (
+    "norm",
+    "norm_f",
+    "final_layernorm",
+    "embedding_norm",
+    "ln_f",
+    "final_norm",
+    "output_norm",
+    "final_layer_norm",
+)
 """Names that mlx-lm's models give the norm before their head."""
 
 

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from headrace.errors import ModelError
 
@@ -70,17 +75,24 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.is_file():
+        raise ModelError(f"{path} is a file, not a model folder")
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(f"there is no folder {path}")
     try:
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED_FILES)))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a Hugging Face id such as owner/name") from error
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name!r} is gated: accept its terms on its Hugging Face page and log in with a token of that account"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face") from error
     except (LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{name!r} is not a folder here, not in the local Hugging Face cache, and Hugging Face can't be reached"
+            f"{name!r} is not a folder here, not (or not all of it) in the local Hugging Face cache, "
+            f"and Hugging Face can't be reached: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
@@ -104,6 +116,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
     if not isinstance(parsed, dict):
         raise ModelError(f"{path} holds no JSON object")
     return parsed

@@ -61,7 +61,8 @@ def load_weights(files: ModelFiles) -> Loaded:
         raise
     except FileNotFoundError as error:
         raise ModelError(f"{files.directory} holds no model*.safetensors") from error
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, SystemExit) as error:
+        # SystemExit: a model file of mlx-lm that wants a package which is not there ends the process
         raise ModelError(f"{files.name} can't be loaded: {error}") from error
     model.eval()
     return Loaded(model, num_unused)

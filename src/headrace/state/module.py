@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache
 
 Feed = Callable[[Any, mx.array], mx.array]
 """Run the module on inputs `[1, n, ...]` with a cache, which it advances; gives its outputs."""
@@ -57,8 +58,8 @@ class ModuleState:
         num_dropped = num_window - num_kept
         if num_dropped == 0:
             self._forget_window()
-        elif trims(self._cache):
-            trim(self._cache, num_dropped)
+        elif _trims(self._cache):
+            _trim(self._cache, num_dropped)
             self._forget_window()
         else:
             assert self._inputs is not None
@@ -103,13 +104,19 @@ def cache_arrays(cache: Any) -> tuple[mx.array, ...]:
     return tuple(leaf for _, leaf in leaves if isinstance(leaf, mx.array))
 
 
-def trims(cache: Any) -> bool:
-    """Whether the last tokens of an mlx-lm cache, or of all in a list, can be dropped."""
-    caches = cache if isinstance(cache, list) else [cache]
-    return all(one.is_trimmable() for one in caches)
+def _trims(cache: Any) -> bool:
+    """Whether the last tokens of an mlx-lm cache, or of all in a list, can be dropped.
+
+    Only caches that keep every token: others say so too (`is_trimmable`), but may have let old tokens go by then.
+    """
+    if isinstance(cache, list):
+        return all(_trims(one) for one in cache)
+    if isinstance(cache, CacheList):
+        return all(_trims(one) for one in cache.caches)
+    return type(cache) in (KVCache, ConcatenateKVCache)
 
 
-def trim(cache: Any, num_tokens: int) -> None:
+def _trim(cache: Any, num_tokens: int) -> None:
     """Drop the last `num_tokens` tokens."""
     for one in cache if isinstance(cache, list) else [cache]:
         one.trim(num_tokens)

@@ -1,0 +1,1 @@
+"""Which device, which BLAS, which form of a kernel."""

@@ -1,0 +1,111 @@
+"""What arrays run on, and how much of the machine this process may use."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+
+DeviceKind = Literal["cpu", "cuda", "metal"]
+
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_MOUNT = Path("/sys/fs/cgroup")
+
+_MEMORY_FILES = {"unified": ("memory.max",), "split": ("memory.limit_in_bytes",)}
+_CPU_FILES = {"unified": ("cpu.max",), "split": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
+"""Names under version 2 of control groups (one tree) and version 1 (a tree for each controller)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """MLX's default device.
+
+    memory_bytes: what arrays and everything else share: a GPU's own memory on CUDA, else the machine's, or the
+    container's limit where that is lower. num_cores: CPU cores that this process may use.
+    """
+
+    kind: DeviceKind
+    name: str
+    memory_bytes: int
+    num_cores: int
+
+
+def current() -> Device:
+    """The device that MLX computes on by default."""
+    kind = device_kind()
+    info = mx.device_info(mx.default_device())
+    memory_bytes = host_memory_bytes()
+    if kind == "cuda":
+        memory_bytes = int(info["total_memory"])
+    return Device(kind, str(info.get("device_name", platform.machine())), memory_bytes, num_usable_cores())
+
+
+def device_kind() -> DeviceKind:
+    """cpu, cuda or metal."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def host_memory_bytes(cgroups: Path = _PROCESS_CGROUPS, mount: Path = _CGROUP_MOUNT) -> int:
+    """The machine's memory, or the lowest limit of the control groups that this process is in."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [int(text) for text in _cgroup_values(cgroups, mount, "memory", _MEMORY_FILES) if text.isdecimal()]
+    return min([physical, *limits])
+
+
+def num_usable_cores(cgroups: Path = _PROCESS_CGROUPS, mount: Path = _CGROUP_MOUNT) -> int:
+    """Cores in this process's affinity mask, or fewer if a control group grants less processor time than that."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_cores_granted(text) for text in _cgroup_values(cgroups, mount, "cpu", _CPU_FILES)]
+    return max(1, min([cores, *(quota for quota in quotas if quota is not None)]))
+
+
+def _cores_granted(quota_and_period: str) -> int | None:
+    """`200000 100000` means two cores; `max 100000` and `-1 100000` mean no limit."""
+    quota, _, period = quota_and_period.partition(" ")
+    if not (quota.isdecimal() and period.isdecimal() and int(period) > 0):
+        return None
+    return math.ceil(int(quota) / int(period))
+
+
+def _cgroup_values(cgroups: Path, mount: Path, controller: str, files: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """The contents of a controller's files, joined, in each group from this process's own up to the root.
+
+    A container often sees the host's group names but its own group at the mount's root, so that folders on the way
+    may be missing; and where there are no control groups (macOS) there is nothing at all.
+    """
+    for folder, names in _cgroup_folders(cgroups, mount, controller, files):
+        try:
+            yield " ".join((folder / name).read_text().strip() for name in names)
+        except OSError:
+            continue
+
+
+def _cgroup_folders(
+    cgroups: Path, mount: Path, controller: str, files: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    try:
+        lines = cgroups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            root, names = mount, files["unified"]
+        elif controller in controllers.split(","):
+            root, names = mount / controller, files["split"]
+        else:
+            continue
+        own = root / group.lstrip("/")
+        for folder in (own, *own.parents):
+            yield folder, names
+            if folder == root:
+                break

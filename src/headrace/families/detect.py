@@ -1,0 +1,45 @@
+"""Read a family's traits out of the source of its chat template."""
+
+from __future__ import annotations
+
+import re
+
+# Openers and closers in the order in which they are looked for: a longer spelling before one that it contains.
+THINK_MARKERS: tuple[tuple[str, str], ...] = (
+    ("<think:opensource>", "</think:opensource>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<think>", "</think>"),
+)
+
+# Variables that templates read as a switch for thinking.
+SWITCHES = ("enable_thinking", "thinking")
+
+_CODE = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
+_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+def detect_think_markers(chat_template: str) -> tuple[str, str] | None:
+    """The pair of markers that the template writes or looks for, None if there is none.
+
+    The closer decides: templates whose prompt always opens the block may build the opener from pieces.
+    """
+    for opener, closer in THINK_MARKERS:
+        if closer in chat_template:
+            return opener, closer
+    return None
+
+
+def detect_thinking_key(chat_template: str) -> str | None:
+    """The variable that switches thinking, None if the template reads none that is known."""
+    code = _STRING.sub("''", " ".join(_CODE.findall(chat_template)))
+    return next((name for name in SWITCHES if _reads_variable(code, name)), None)
+
+
+def _reads_variable(code: str, name: str) -> bool:
+    """Whether the code reads a variable of this name before it sets one; a field of something else is none."""
+    first = re.search(rf"(?<![\w.]){name}\b(?P<assigned>\s*=(?!=))?", code)
+    return first is not None and first["assigned"] is None

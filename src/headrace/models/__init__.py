@@ -1,0 +1,1 @@
+"""Which model, loaded how: mlx-lm's models with our seams."""

@@ -1,0 +1,246 @@
+"""How a tokenizer's pieces become text: which decoder its file names, and one incremental form of each.
+
+Each form takes tokens one at a time and gives back the text that no later token can change. Joined, that is
+what the tokenizer library gives for all tokens at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+# Bytes of byte-fallback tokens are only valid or not as a whole run, so a run is held until it ends. Longer
+# ones than this are decoded as they come: text of a script without tokens must not wait for its end.
+MAX_HELD_BYTES = 64
+
+# Tokens whose text ends in half a character are held, this many at most: four are enough for any character.
+_MAX_HELD_TOKENS = 8
+
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class PieceDecoder(Protocol):
+    """State of one stream."""
+
+    def push(self, token_id: int, piece: str) -> str:
+        """Take the next token; returns text that is final."""
+
+    def finish(self) -> str:
+        """Return what was held back."""
+
+
+class TokenPieces:
+    """Pieces of a vocabulary, and the decoder that turns them into text."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._pieces: dict[int, str | None] = {}
+        self.new_decoder: Callable[[], PieceDecoder] = _decoder_factory(backend)
+
+    def piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, None if there is no such token."""
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = self._backend.id_to_token(token_id) if token_id >= 0 else None
+            self._pieces[token_id] = piece
+            return piece
+
+
+def _decoder_factory(backend: Backend) -> Callable[[], PieceDecoder]:
+    # The decoder's own description; the tokenizer's would copy the whole vocabulary.
+    description = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    steps = _steps(description)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteLevelDecoder
+    if kinds == ["Metaspace"] and steps[0]["replacement"] == _SPACE_MARK:
+        drops_first = steps[0].get("prepend_scheme", "always") != "never"
+        return lambda: MetaspaceDecoder(drops_first_mark=drops_first)
+    if (rule := _byte_fallback_rule(steps)) is not None:
+        return lambda: ByteFallbackDecoder(rule)
+    return lambda: WindowDecoder(backend)
+
+
+def _steps(description: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if description is None:
+        return []
+    if description["type"] == "Sequence":
+        return [step for inner in description["decoders"] for step in _steps(inner)]
+    return [description]
+
+
+def _byte_table() -> dict[str, int]:
+    """Characters that byte-level vocabularies write for bytes.
+
+    A byte that is a visible Latin-1 character stands for itself; the others are numbered from U+0100 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(visible)]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_table()
+
+
+class ByteLevelDecoder:
+    """Pieces spell bytes, one character each; the bytes of all tokens together are UTF-8."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int, piece: str) -> str:
+        """Take a token; at most three bytes of an unfinished character are held."""
+        try:
+            spelled = bytes([_BYTE_OF[character] for character in piece])
+        except KeyError:  # an added token with characters of its own is its text
+            spelled = piece.encode()
+        return self._utf8.decode(spelled)
+
+    def finish(self) -> str:
+        """Half a character at the end is a replacement character."""
+        return self._utf8.decode(b"", final=True)
+
+
+class MetaspaceDecoder:
+    """Pieces spell text with a mark for each space; the first token's marks may be an artefact."""
+
+    def __init__(self, *, drops_first_mark: bool) -> None:
+        self._drops_marks = drops_first_mark
+
+    def push(self, token_id: int, piece: str) -> str:
+        """Take a token; nothing is ever held."""
+        text = piece.replace(_SPACE_MARK, "" if self._drops_marks else " ")
+        self._drops_marks = False
+        return text
+
+    def finish(self) -> str:
+        """Nothing was held."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteFallbackRule:
+    """replacements: text to be put for text in each piece. num_stripped: spaces taken off the very front."""
+
+    replacements: tuple[tuple[str, str], ...]
+    num_stripped: int
+
+
+def _byte_fallback_rule(steps: list[dict[str, Any]]) -> ByteFallbackRule | None:
+    """Read `Replace… ByteFallback Fuse? Strip?`; None if the steps are others."""
+    steps = list(steps)
+    replacements = []
+    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
+        step = steps.pop(0)
+        replacements.append((str(step["pattern"]["String"]), str(step["content"])))
+    if not steps or steps.pop(0)["type"] != "ByteFallback":
+        return None
+    if not steps:
+        return ByteFallbackRule(tuple(replacements), 0)
+    if steps.pop(0)["type"] != "Fuse":
+        return None
+    if not steps:
+        return ByteFallbackRule(tuple(replacements), 0)
+    strip = steps.pop(0)
+    if steps or strip["type"] != "Strip" or strip["content"] != " " or strip["stop"] != 0:
+        return None
+    return ByteFallbackRule(tuple(replacements), int(strip["start"]))
+
+
+class ByteFallbackDecoder:
+    """Pieces spell text, and `<0xNN>` spells a byte of a character that has no piece.
+
+    A run of bytes that is not UTF-8 is one replacement character for each of its bytes.
+    """
+
+    def __init__(self, rule: ByteFallbackRule) -> None:
+        self._rule = rule
+        self._num_to_strip = rule.num_stripped
+        self._run = bytearray()
+        self._long_run: codecs.IncrementalDecoder | None = None
+
+    def push(self, token_id: int, piece: str) -> str:
+        """Take a token; at most MAX_HELD_BYTES bytes are held."""
+        for old, new in self._rule.replacements:
+            piece = piece.replace(old, new)
+        byte = _byte_of_fallback(piece)
+        if byte is None:
+            return self._strip(self._end_run() + piece)
+        if self._long_run is not None:
+            return self._strip(self._long_run.decode(bytes([byte])))
+        self._run.append(byte)
+        if len(self._run) <= MAX_HELD_BYTES:
+            return ""
+        self._long_run = codecs.getincrementaldecoder("utf-8")("replace")
+        held, self._run = bytes(self._run), bytearray()
+        return self._strip(self._long_run.decode(held))
+
+    def finish(self) -> str:
+        """The last run ends here."""
+        return self._strip(self._end_run())
+
+    def _end_run(self) -> str:
+        if self._long_run is not None:
+            text, self._long_run = self._long_run.decode(b"", final=True), None
+            return text
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return _REPLACEMENT * len(run)
+
+    def _strip(self, text: str) -> str:
+        while self._num_to_strip and text:
+            if not text.startswith(" "):
+                self._num_to_strip = 0
+                break
+            text = text[1:]
+            self._num_to_strip -= 1
+        return text
+
+
+def _byte_of_fallback(piece: str) -> int | None:
+    if len(piece) != 6 or not piece.startswith("<0x") or not piece.endswith(">"):
+        return None
+    try:
+        return int(piece[3:5], 16)
+    except ValueError:
+        return None
+
+
+class WindowDecoder:
+    """Any other decoder: the library decodes a few tokens with and without the new one.
+
+    Right for decoders that look at neighbours only, which all known ones do.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int, piece: str) -> str:
+        """Take a token; held while the text ends in half a character, for a few tokens at most."""
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_HELD_TOKENS:
+            return ""
+        self._context, self._pending = (self._context + self._pending)[-_MAX_HELD_TOKENS:], []
+        return text
+
+    def finish(self) -> str:
+        """Give out the held tokens as they are."""
+        text, self._pending = self._new_text(), []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._backend.decode(self._context, skip_special_tokens=False)
+        return str(self._backend.decode(self._context + self._pending, skip_special_tokens=False))[len(before) :]

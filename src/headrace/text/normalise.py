@@ -1,0 +1,162 @@
+"""Bring a conversation into the one form that a template is given, for probes and prompts alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatMessage, MediaPart, TextPart, ToolCall, ToolDefinition
+
+SystemNotes = Literal["keep", "hoist"]
+
+# Claude Code puts this line first. It differs in every session, so it would void the cache of all that follows.
+_VOLATILE_LINE = "x-anthropic-billing-header:"
+
+# How a system message that can't be one looks as a part of the user's side.
+_NOTE = "<system-note>\n{text}\n</system-note>"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What a chat template takes.
+
+    takes_system: a system message at the top is rendered. single_system: one there and none later.
+    alternates_roles: user and assistant must take turns.
+    """
+
+    takes_system: bool = True
+    single_system: bool = False
+    alternates_roles: bool = False
+
+
+def normalise(
+    messages: tuple[ChatMessage, ...], traits: TemplateTraits, system_notes: SystemNotes
+) -> tuple[ChatMessage, ...]:
+    """The conversation as the template takes it; every content is one text part or empty.
+
+    Raises InvalidRequest for an empty conversation, UnsupportedField for media.
+    """
+    joined = tuple(replace(message, content=_as_text_part(content_text(message))) for message in messages)
+    said = _without_volatile_line(joined)
+    if not said:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    placed = _place_system_messages(said, traits, system_notes)
+    return _merge_turns(placed) if traits.alternates_roles else placed
+
+
+def content_text(message: ChatMessage) -> str:
+    """The text of a message; parts are joined by a newline, absent content is empty."""
+    texts = []
+    for part in message.content:
+        if isinstance(part, MediaPart):
+            raise UnsupportedField(f"{part.kind} parts are not supported by this server", param="messages")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
+    """How many system messages stand at the top."""
+    roles = [message.role for message in messages]
+    return next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+
+
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates know them: a mapping in the shape of OpenAI's chat API."""
+    fields: dict[str, Any] = {"role": message.role, "content": content_text(message)}
+    if message.reasoning is not None:
+        fields["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        fields["name"] = message.name
+    return fields
+
+
+def template_tool(tool: ToolDefinition) -> dict[str, Any]:
+    """A tool as templates know them."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.parameters
+    return {"type": "function", "function": function}
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> Any:
+    """Arguments as a mapping; as the text itself when they are no JSON object. No text is no arguments."""
+    if not text.strip():
+        return {}
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    return parsed if isinstance(parsed, dict) else text
+
+
+def _as_text_part(text: str) -> tuple[TextPart, ...]:
+    return (TextPart(text),) if text else ()
+
+
+def _without_volatile_line(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    if not messages or messages[0].role != "system":
+        return messages
+    first, *others = messages
+    text = content_text(first)
+    if not text.startswith(_VOLATILE_LINE):
+        return messages
+    rest = text.partition("\n")[2]
+    return (replace(first, content=_as_text_part(rest)), *others) if rest else tuple(others)
+
+
+def _place_system_messages(
+    messages: tuple[ChatMessage, ...], traits: TemplateTraits, system_notes: SystemNotes
+) -> tuple[ChatMessage, ...]:
+    if traits.takes_system and not traits.single_system:
+        return messages
+    num_leading = num_leading_system(messages)
+    leading, rest = messages[:num_leading], messages[num_leading:]
+    if system_notes == "hoist":
+        leading += tuple(message for message in rest if message.role == "system")
+        rest = tuple(message for message in rest if message.role != "system")
+    # A note stays in its place: moving it to the top would change the bytes before it with every new one.
+    rest = tuple(_as_note(message) if message.role == "system" else message for message in rest)
+    if not leading:
+        return rest
+    top = replace(leading[0], content=_as_text_part(_joined(leading)))
+    return (top if traits.takes_system else _as_note(top), *rest)
+
+
+def _as_note(message: ChatMessage) -> ChatMessage:
+    return replace(message, role="user", content=_as_text_part(_NOTE.format(text=content_text(message))))
+
+
+def _merge_turns(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    merged: list[ChatMessage] = []
+    for message in messages:
+        if merged and message.role in ("user", "assistant") and merged[-1].role == message.role:
+            merged[-1] = _merge(merged[-1], message)
+        else:
+            merged.append(message)
+    return tuple(merged)
+
+
+def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    reasoning = "\n\n".join(text for text in (first.reasoning, second.reasoning) if text)
+    return replace(
+        first,
+        content=_as_text_part(_joined((first, second))),
+        reasoning=reasoning or None,
+        tool_calls=first.tool_calls + second.tool_calls,
+    )
+
+
+def _joined(messages: tuple[ChatMessage, ...]) -> str:
+    return "\n\n".join(text for text in map(content_text, messages) if text)

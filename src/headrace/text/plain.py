@@ -1,0 +1,73 @@
+"""Encode text in which the spelling of a special token is text and nothing more.
+
+Tokenizers look for added tokens before anything else, wherever the text came from, so a user who types
+`<|im_end|>` could end a turn. Here is a second tokenizer in which every added token has a name that nobody can
+type. Tokens that the template wrote are given under that name; whatever is spelled the old way is text. One
+encoding sees all of it, so merges and white space at the seams come out as usual.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer as Backend
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class PlainTextEncoder:
+    """The second tokenizer. Ids are those of the first."""
+
+    def __init__(self, backend: Backend) -> None:
+        specification = json.loads(backend.to_str())
+        original_ids = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
+        # Byte tokens keep their spelling: the model looks them up by it.
+        texts = [text for text in original_ids if not _BYTE_TOKEN.fullmatch(text)]
+        # A noncharacter and a number drawn at start: text from outside can't contain it but by guessing 64 bits.
+        nonce = secrets.token_hex(8)
+        self._names = {text: f"\ufdd3{nonce}:{index}\ufdd4" for index, text in enumerate(texts)}
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._added_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        _rename(specification, self._names)
+        self._backend = Backend.from_str(json.dumps(specification))
+        self._original_ids = {self._backend.token_to_id(name): original_ids[text] for text, name in self._names.items()}
+
+    def encode(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
+        """Token ids of the runs as one text; in runs marked true the spelling of an added token is text."""
+        text = "".join(run if is_plain else self._with_names(run) for run, is_plain in runs)
+        encoded = self._backend.encode(text, add_special_tokens=False).ids
+        return [self._original_ids.get(token_id, token_id) for token_id in encoded]
+
+    def _with_names(self, text: str) -> str:
+        return self._added_text.sub(lambda match: self._names[match[0]], text)
+
+
+def _rename(specification: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give added tokens other names in a tokenizer file, so that no text leads to them."""
+    for token in specification["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = specification["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in map(_pair, model["merges"]) if not _touches(merge, names)]
+
+
+def _pair(merge: str | list[str]) -> list[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _touches(merge: list[str], names: Mapping[str, str]) -> bool:
+    left, right = merge
+    return left in names or right in names or left + right in names

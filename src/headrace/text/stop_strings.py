@@ -1,0 +1,48 @@
+"""Cut text before the first stop string, however the text arrives."""
+
+from __future__ import annotations
+
+
+class StopCutter:
+    """Looks for stop strings in one run of text; holds back only what may be the beginning of one.
+
+    The string that is complete first wins; of several that end together, the one that begins first.
+    """
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._strings = tuple(string for string in strings if string)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Take text; returns what is certain to stand before any stop string."""
+        if self.stopped:
+            return ""
+        if not self._strings:
+            return text
+        text, self._held = self._held + text, ""
+        cut = self._first_match(text)
+        if cut is not None:
+            self.stopped = True
+            return text[:cut]
+        num_held = max(overlap(text, string) for string in self._strings)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """End the run: what was held is text after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> int | None:
+        starts = ((text.find(string), string) for string in self._strings)
+        found = [(start + len(string), start) for start, string in starts if start >= 0]
+        return min(found)[1] if found else None
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

@@ -1,0 +1,175 @@
+"""The one place where a conversation becomes a prompt."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.families.family import ModelFamily
+from headrace.text.boundaries import TextBoundary, common_length, find_boundaries
+from headrace.text.control_text import CUT, ControlText, find_control_tokens
+from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool
+from headrace.text.template_source import RequestRenderer, TemplateSource
+from headrace.text.tokenizer import Tokenizer, well_formed
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.request import Boundary
+
+# Variables of a template that are the server's to set, or arguments of the function that renders.
+_RESERVED_OPTIONS = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the model reads it.
+
+    boundaries: rising; the first `num_tokens` of token_ids stay when the conversation goes on differently.
+    thinking_open: the prompt ends inside a think block. text: what token_ids spell.
+    """
+
+    token_ids: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+    thinking_open: bool
+    text: str
+
+
+class ChatTemplate:
+    """Renders requests for one model. Safe to share between threads.
+
+    system_notes: what becomes of a system message in mid-conversation where the template takes only one at the
+    top. "keep" leaves it in its place as a marked note of the user's side, so that nothing before it changes;
+    "hoist" moves it to the top.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, family: ModelFamily, *, system_notes: SystemNotes = "keep") -> None:
+        self._tokenizer = tokenizer
+        self._family = family
+        self._system_notes: SystemNotes = system_notes
+        source = tokenizer.chat_template or ""
+        controls = find_control_tokens(tokenizer.added_tokens, tokenizer.special_ids, source)
+        # A token that only matches as a whole word is no sure border: what follows decides whether it stands.
+        self._border_ids = frozenset(controls.values())
+        self._has_unsure_borders = bool(self._border_ids & tokenizer.word_bound_ids)
+        self._control_text = ControlText(frozenset(controls))
+        self._source = (
+            TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
+        )
+
+    def render(self, request: ChatRequest) -> RenderedPrompt:
+        """The prompt of a request.
+
+        Raises InvalidRequest if the model has no template or the template refuses the conversation, and
+        UnsupportedField for media and for a thinking switch that the model doesn't have.
+        """
+        source = self._source
+        if source is None:
+            raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
+        messages = normalise(request.messages, source.traits, self._system_notes)
+        renderer = RequestRenderer(source, self._variables(request))
+        if request.continue_final_message:
+            settled = messages[:-1]
+            rendered = _render_unfinished(renderer, messages)
+        else:
+            settled = messages
+            rendered = renderer.render(messages, add_generation_prompt=True)
+        found = find_boundaries(rendered, messages, settled, renderer.try_render, has_tools=bool(request.tools))
+        token_ids, text = self._encode(rendered)
+        return RenderedPrompt(
+            token_ids=token_ids,
+            boundaries=self._token_boundaries(rendered, token_ids, found),
+            thinking_open=self._is_thinking_open(rendered, renderer, settled),
+            text=text,
+        )
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        """What the template is given beside the messages."""
+        for name in request.template_options:
+            if name in _RESERVED_OPTIONS:
+                raise InvalidRequest(f"{name} can't be set by a template option", param="chat_template_kwargs")
+        variables: dict[str, Any] = dict(self._control_text.wrap(request.template_options))
+        if request.tools:
+            variables["tools"] = self._control_text.wrap([template_tool(tool) for tool in request.tools])
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = self._control_text.wrap(request.reasoning_effort)
+        thinking = self._thinking_switch(request)
+        if thinking is not None and self._family.thinking_key is not None:
+            variables[self._family.thinking_key] = thinking
+        return variables
+
+    def _thinking_switch(self, request: ChatRequest) -> bool | None:
+        """Whether thinking was switched; raises UnsupportedField if the model can't do what was asked."""
+        thinking = request.enable_thinking
+        if thinking is None:
+            # Effort is a hint, and "none" is only more than that where there is something to switch off.
+            return False if request.reasoning_effort == "none" else None
+        thinks = self._family.think_close is not None
+        if self._family.thinking_key is None and thinking != thinks:
+            why = "always thinks" if thinks else "does not think"
+            raise UnsupportedField(f"the model {why}, its chat template has no switch", param="enable_thinking")
+        return thinking
+
+    def _encode(self, rendered: str) -> tuple[tuple[int, ...], str]:
+        runs = self._control_text.runs(rendered)
+        text = well_formed("".join(run.text for run in runs))
+        if len(runs) > 1:  # somebody typed the spelling of a control token
+            return tuple(self._tokenizer.encode_mixed((run.text, run.typed) for run in runs)), text
+        return tuple(self._tokenizer.encode(text)), text
+
+    def _token_boundaries(
+        self, rendered: str, token_ids: tuple[int, ...], found: list[TextBoundary]
+    ) -> tuple[Boundary, ...]:
+        """Move boundaries in the text back to control tokens and count tokens up to there."""
+        ends = self._control_text.control_ends(rendered)
+        num_tokens = [index + 1 for index, token_id in enumerate(token_ids) if token_id in self._border_ids]
+        if len(ends) != len(num_tokens) or self._has_unsure_borders:
+            return ()  # the tokenizer found others than the text shows: nothing is certain
+        boundaries: list[Boundary] = []
+        for boundary in found:
+            num_controls = bisect_right(ends, boundary.length)
+            last = boundaries[-1].num_tokens if boundaries else 0
+            if num_controls and num_tokens[num_controls - 1] > last:
+                boundaries.append(Boundary(num_tokens[num_controls - 1], boundary.kind))
+        return tuple(boundaries)
+
+    def _is_thinking_open(self, rendered: str, renderer: RequestRenderer, settled: tuple[ChatMessage, ...]) -> bool:
+        """Whether the text after the last finished message opens a think block and does not close it."""
+        if self._family.think_open is None or self._family.think_close is None:
+            return False
+        opener = self._family.think_open.rstrip()
+        if rendered.rstrip().endswith(opener):
+            return True
+        history = renderer.try_render(settled) if settled else None
+        tail = rendered[common_length(rendered, history or "") :]
+        return tail.rfind(opener) > tail.rfind(self._family.think_close)
+
+
+def _render_unfinished(renderer: RequestRenderer, messages: tuple[ChatMessage, ...]) -> str:
+    """The text up to the end of the last message's content, or of its thinking if it has no content."""
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not (last.content or last.reasoning):
+        raise InvalidRequest(
+            "only an assistant's message that has text can be continued", param="continue_final_message"
+        )
+    if last.content:
+        marked = replace(last, content=(TextPart(content_text(last) + CUT),))
+    else:
+        marked = replace(last, reasoning=f"{last.reasoning}{CUT}")
+    rendered = renderer.render((*messages[:-1], marked), add_generation_prompt=False)
+    text, found, _ = rendered.rpartition(CUT)
+    if not found:
+        raise InvalidRequest(
+            "the model's chat template does not show the message to be continued", param="continue_final_message"
+        )
+    return text

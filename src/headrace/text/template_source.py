@@ -1,0 +1,113 @@
+"""A model's own chat template: run it, and ask it what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from headrace.errors import InvalidRequest
+from headrace.families.family import ModelFamily
+from headrace.text.control_text import ControlText
+from headrace.text.normalise import TemplateTraits, template_message
+from headrace.types.chat import ChatMessage, Role, TextPart
+
+_PROBE_NOTE = "probe of a system message"
+
+
+class TemplateSource:
+    """A template with what it may use in every rendering.
+
+    variables: names that the template knows beside the conversation, the same for all requests.
+    Rendered text still has the wrappers of `control_text` in it.
+    """
+
+    def __init__(
+        self, source: str, variables: Mapping[str, Any], control_text: ControlText, family: ModelFamily
+    ) -> None:
+        self._source = source
+        self._variables = dict(variables)
+        self._control_text = control_text
+        self._think_markers = frozenset(marker for marker in (family.think_open, family.think_close) if marker)
+        self.traits = self._find_traits(family)
+
+    def prepare(self, message: ChatMessage) -> dict[str, Any]:
+        """A message as the template is given it, with what people typed wrapped."""
+        fields = template_message(message)
+        wrapped: dict[str, Any] = self._control_text.wrap(fields)
+        if message.role == "assistant":
+            # In its own history a model's think markers are what they were, even inside the content.
+            wrapped["content"] = self._control_text.wrap(fields["content"], meant=self._think_markers)
+        return wrapped
+
+    def run(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        """The template's text. Raises InvalidRequest with the template's own message if it refuses."""
+        try:
+            rendered: Any = render_jinja_template(
+                [messages],
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._variables, **variables},
+            )
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
+        except Exception as error:  # a template is somebody else's program and may fail in any way
+            reason = f"{type(error).__name__}: {error}"
+            raise InvalidRequest(f"the model's chat template failed on this: {reason}", param="messages") from error
+        return str(rendered[0][0])
+
+    def _find_traits(self, family: ModelFamily) -> TemplateTraits:
+        """Try what the family's record leaves open on conversations of a few words."""
+        takes_system = self._shows_note(("system", "user"))
+        single_system = family.single_system
+        if single_system is None:
+            single_system = not self._shows_note(("user", "assistant", "system", "user"))
+        alternates_roles = family.alternates_roles
+        if alternates_roles is None:
+            alternates_roles = self._takes(("user",)) and not self._takes(("user", "user"))
+        return TemplateTraits(takes_system, single_system, alternates_roles)
+
+    def _takes(self, roles: tuple[Role, ...]) -> bool:
+        return RequestRenderer(self, {}).try_render(_probes(roles)) is not None
+
+    def _shows_note(self, roles: tuple[Role, ...]) -> bool:
+        """Whether a system message among these roles is rendered, and not refused or left out."""
+        rendered = RequestRenderer(self, {}).try_render(_probes(roles))
+        return rendered is not None and _PROBE_NOTE in rendered
+
+
+class RequestRenderer:
+    """Renders beginnings of one conversation, each message prepared and each beginning rendered only once."""
+
+    def __init__(self, source: TemplateSource, variables: Mapping[str, Any]) -> None:
+        self._source = source
+        self._variables = variables
+        self._prepared: dict[ChatMessage, dict[str, Any]] = {}
+        self._rendered: dict[tuple[ChatMessage, ...], str | None] = {}
+
+    def render(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool) -> str:
+        """The text. Raises InvalidRequest if the template refuses."""
+        prepared = [self._prepare(message) for message in messages]
+        return self._source.run(prepared, self._variables, add_generation_prompt=add_generation_prompt)
+
+    def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
+        """The text without a generation prompt; None if the template refuses."""
+        if messages not in self._rendered:
+            try:
+                self._rendered[messages] = self.render(messages, add_generation_prompt=False)
+            except InvalidRequest:
+                self._rendered[messages] = None
+        return self._rendered[messages]
+
+    def _prepare(self, message: ChatMessage) -> dict[str, Any]:
+        if message not in self._prepared:
+            self._prepared[message] = self._source.prepare(message)
+        return self._prepared[message]
+
+
+def _probes(roles: tuple[Role, ...]) -> tuple[ChatMessage, ...]:
+    return tuple(
+        ChatMessage(role=role, content=(TextPart(_PROBE_NOTE if role == "system" else "?"),)) for role in roles
+    )

@@ -1,0 +1,144 @@
+"""The model's tokenizer, loaded from its folder and narrowed to what this room needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from headrace.errors import ModelError
+from headrace.text.decoding import TokenPieces
+from headrace.text.detokenize import Detokenizer
+from headrace.text.plain import PlainTextEncoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+
+class Tokenizer:
+    """Encodes and decodes text. Safe to share between threads: nothing changes after loading."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        chat_template: str | None = None,
+        template_variables: dict[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._added = backend.get_added_tokens_decoder()
+        self._pieces = TokenPieces(backend)
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.chat_template = chat_template
+        self.template_variables = template_variables or {}
+        """Texts of the named special tokens (`bos_token`, ...), which chat templates write out."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Load from a model's folder: local files only, and no code out of the folder is run.
+
+        Raises ModelError if there is no tokenizer, or none that works without such code.
+        """
+        try:
+            loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the Rust library raises bare Exception, and the files come from anywhere
+            raise ModelError(f"no tokenizer could be loaded from {directory}: {error}") from error
+        if not isinstance(loaded, PreTrainedTokenizerFast):
+            raise ModelError(
+                f"the tokenizer in {directory} ({type(loaded).__name__}) has no tokenizer.json, which is needed"
+            )
+        return cls(
+            loaded.backend_tokenizer,
+            bos_token_id=loaded.bos_token_id,
+            eos_token_id=loaded.eos_token_id,
+            chat_template=_default_template(loaded.chat_template) or _processor_template(directory),
+            template_variables={name: str(text) for name, text in loaded.special_tokens_map.items()},
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's logits may be wider."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return frozenset(token_id for token_id, token in self._added.items() if token.special)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that are found in text before anything else is done with it, special or not."""
+        return {token.content: token_id for token_id, token in self._added.items()}
+
+    @cached_property
+    def word_bound_ids(self) -> frozenset[int]:
+        """Ids of added tokens that only match as a whole word: what follows them decides whether they stand."""
+        return frozenset(token_id for token_id, token in self._added.items() if token.single_word)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text. No token is put in front or behind.
+
+        special: whether the text of an added token becomes that token; if not, it is text like any other.
+        """
+        if not special:
+            return self.encode_mixed([(text, True)])
+        return list(self._backend.encode(well_formed(text), add_special_tokens=False).ids)
+
+    def encode_mixed(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
+        """Token ids of runs of text that belong together; in those marked true, added tokens stay text."""
+        return self._plain_encoder.encode((well_formed(text), is_plain) for text, is_plain in runs)
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
+        """Text of token ids. Special tokens are left out unless kept; unknown ids are nothing."""
+        detokenizer = self.detokenizer(keep_special)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, keep_special: frozenset[str] = frozenset()) -> Detokenizer:
+        """A decoder for one stream of token ids; special tokens are left out unless their text is kept."""
+        kept = {self.added_tokens[text] for text in keep_special if text in self.added_tokens}
+        return Detokenizer(self._pieces, skipped_ids=self.special_ids - kept)
+
+    @cached_property
+    def _plain_encoder(self) -> PlainTextEncoder:
+        # Copies the whole vocabulary: made when a text first spells out an added token.
+        return PlainTextEncoder(self._backend)
+
+
+def well_formed(text: str) -> str:
+    """The text with a replacement character for each half of a surrogate pair, which no encoding can hold.
+
+    Clients that cut their strings by UTF-16 units send such halves.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _default_template(templates: str | dict[str, str] | None) -> str | None:
+    """The template for chat: a tokenizer may carry several under names."""
+    if isinstance(templates, dict):
+        return templates.get("default")
+    return templates
+
+
+def _processor_template(directory: Path) -> str | None:
+    """The template that older vision models keep with their processor instead of their tokenizer."""
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} holds no chat template: {error!r}") from error
+    return str(template)

@@ -1,0 +1,37 @@
+"""Which slow tests run, and settings for all tests."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import settings
+
+SAMPLE_ONE_IN = 5
+
+# Examples don't change from run to run, and a busy machine fails nothing: no test may depend on time.
+settings.register_profile("headrace", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("headrace")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow",
+        choices=("none", "sample", "all"),
+        default="sample",
+        help="which tests marked `slow` run; the sample is the same every time",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choice = config.getoption("--slow")
+    left_out = [item for item in items if item.get_closest_marker("slow") and not _chosen(item, choice)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _chosen(item: pytest.Item, choice: str) -> bool:
+    if choice == "sample":
+        return zlib.crc32(item.nodeid.encode()) % SAMPLE_ONE_IN == 0
+    return choice == "all"

@@ -1,0 +1,307 @@
+"""The engine on tiny models: every request gets what it would get alone, whatever its neighbours do."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from models import tiny
+
+from headrace.backend.kernels import Kernels
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.engine import Engine
+from headrace.engine.runner import Runner
+from headrace.errors import ConfigError, ContextTooLong, EngineDead, GenerationFailed, InvalidRequest, ModelError
+from headrace.models.install import choose_levels
+from headrace.models.packed import PackedModel
+from headrace.scheduler.scheduler import Scheduler
+from headrace.types.events import FinishReason
+from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.step import Chunk, StepPlan
+
+pytestmark = pytest.mark.anyio
+
+CHUNK = 32
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+
+
+def launch(folder: Path, numerics: str = "exact", **knobs: int) -> Engine:
+    engine = EngineConfig(**{"prefill_chunk": CHUNK, **knobs})
+    return Engine.launch(Config(model=str(folder), models=ModelConfig(numerics=numerics), engine=engine))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "gemma3", "nemotron_h"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(family, tmp_path_factory.mktemp("models") / family)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(folder: Path) -> Iterator[Engine]:
+    engine = launch(folder)
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny.save("llama", tmp_path / "llama")
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 97, length))
+
+
+def request(number: int, length: int, temperature: float = 0.0, max_tokens: int = 16) -> GenerationRequest:
+    sampling = SamplingParams(temperature, 0.95, 0, 0.02, seed=number) if temperature else GREEDY
+    return GenerationRequest(f"r{number}", prompt(number, length), sampling, max_tokens)
+
+
+async def collect(engine: Engine, wanted: GenerationRequest, delay_steps: int = 0) -> list[int]:
+    for _ in range(delay_steps):
+        await asyncio.sleep(0.001)
+    return [token async for output in engine.generate(wanted) for token in output.token_ids]
+
+
+REQUESTS = [
+    request(number, length, temperature=float(number % 2))
+    for number, length in enumerate([5, 100, 1, 33, 64, 17, 90, 31])
+]
+
+
+async def test_a_batch_gives_each_request_its_solo_output(shared_engine: Engine) -> None:
+    alone = [await collect(shared_engine, one) for one in REQUESTS]
+    together = await asyncio.gather(*(collect(shared_engine, one, 3 * i) for i, one in enumerate(REQUESTS)))
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(REQUESTS)
+
+
+async def test_greedy_output_is_that_of_the_untouched_model(shared_engine: Engine, family: str) -> None:
+    wanted = request(0, 40, max_tokens=24)
+    model, ids = tiny.build(family), list(wanted.prompt)
+    cache = make_prompt_cache(model)
+    for index in range(len(wanted.prompt) + wanted.max_tokens - 1):
+        logits = model(mx.array([[ids[index]]]), cache=cache)[0, -1]
+        if index >= len(wanted.prompt) - 1:
+            ids.append(int(mx.argmax(logits)))
+    assert await collect(shared_engine, wanted) == ids[len(wanted.prompt) :]
+
+
+async def test_an_aborted_request_leaves_the_others_alone(shared_engine: Engine) -> None:
+    alone = [await collect(shared_engine, one) for one in REQUESTS[:4]]
+    aborted = shared_engine.generate(request(77, 60, max_tokens=200))
+
+    async def give_up() -> None:
+        async for _ in aborted:
+            break
+        await aborted.aclose()
+
+    together = await asyncio.gather(give_up(), *(collect(shared_engine, one) for one in REQUESTS[:4]))
+    assert together[1:] == alone
+
+
+async def test_a_request_id_is_free_again_after_an_abort(shared_engine: Engine) -> None:
+    wanted = request(5, 50, max_tokens=300)
+    stream = shared_engine.generate(wanted)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    assert len(await collect(shared_engine, request(5, 50, max_tokens=3))) == 3
+
+
+async def test_a_row_that_raises_fails_alone(
+    shared_engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = [await collect(shared_engine, one) for one in REQUESTS[:4]]
+    begin = Runner._begin
+
+    def poisoned(self: Runner, chunk: Chunk, wanted: GenerationRequest):
+        if chunk.sequence_id == "r66" and chunk.start >= CHUNK:
+            raise ValueError("poison in the row")
+        return begin(self, chunk, wanted)
+
+    monkeypatch.setattr(Runner, "_begin", poisoned)
+    victim = collect(shared_engine, request(66, 2 * CHUNK + 3))
+    with caplog.at_level(logging.ERROR):
+        results = await asyncio.gather(
+            victim, *(collect(shared_engine, one) for one in REQUESTS[:4]), return_exceptions=True
+        )
+    assert isinstance(results[0], GenerationFailed)
+    assert isinstance(results[0].__cause__, ValueError)
+    assert results[1:] == alone
+    assert "poison in the row" in caplog.text
+
+
+async def test_a_row_without_finite_logits_fails_alone(shared_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = await collect(shared_engine, REQUESTS[0])
+    forward = PackedModel.forward
+
+    def nan_for_last_row(self: PackedModel, rows, picks):
+        logits = forward(self, rows, picks)
+        is_victim = [len(row.token_ids) == 7 for row in rows]
+        return mx.where(mx.array([is_victim[i] for i in range(len(picks))])[:, None], mx.nan, logits)
+
+    monkeypatch.setattr(PackedModel, "forward", nan_for_last_row)
+    victim, healthy = await asyncio.gather(
+        collect(shared_engine, request(50, 7)), collect(shared_engine, REQUESTS[0]), return_exceptions=True
+    )
+    assert isinstance(victim, GenerationFailed)
+    assert healthy == alone
+
+
+async def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(
+    shared_engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = await collect(shared_engine, REQUESTS[1])
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(PackedModel, "forward", lambda self, rows, picks: mx.array([1.0]) @ mx.zeros((7, 7)))
+        with pytest.raises(GenerationFailed):
+            await collect(shared_engine, REQUESTS[1])
+    assert "a step of 1 rows failed" in caplog.text
+    assert shared_engine.health() is None
+    assert await collect(shared_engine, REQUESTS[1]) == alone
+
+
+async def test_stop_tokens_and_max_tokens_end_an_output(shared_engine: Engine) -> None:
+    tokens = await collect(shared_engine, REQUESTS[0])
+    stop = tokens[5]
+    wanted = GenerationRequest("stopping", REQUESTS[0].prompt, GREEDY, 16, stop_token_ids=frozenset({stop}))
+    outputs = [output async for output in shared_engine.generate(wanted)]
+    assert [token for output in outputs for token in output.token_ids] == tokens[: tokens.index(stop)]
+    assert [output.finish_reason for output in outputs if output.finish_reason] == [FinishReason.STOP]
+    outputs = [output async for output in shared_engine.generate(REQUESTS[0])]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_requests_that_make_no_sense_are_refused(shared_engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        await collect(shared_engine, GenerationRequest("empty", (), GREEDY, 1))
+    length = shared_engine.model.max_model_len
+    with pytest.raises(ContextTooLong, match=str(length)):
+        await collect(shared_engine, GenerationRequest("long", (1,) * length, GREEDY, 1))
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
+    """The runners that engines make from here on."""
+    made: list[Runner] = []
+    init = Runner.__init__
+
+    def remember(self: Runner, model: PackedModel) -> None:
+        init(self, model)
+        made.append(self)
+
+    monkeypatch.setattr(Runner, "__init__", remember)
+    return made
+
+
+async def test_memory_of_ended_requests_is_given_back(llama: Path, runners: list[Runner]) -> None:
+    engine = launch(llama)
+    stream = engine.generate(request(1, 300, max_tokens=50))
+    await anext(stream)
+    await asyncio.gather(*(collect(engine, one) for one in REQUESTS))
+    assert runners[0].state_bytes > 0
+    await stream.aclose()
+    await collect(engine, REQUESTS[0])
+    engine.stop()
+    # the last request's rows are freed when the thread looks for work again, which it does before it stops
+    assert runners[0].state_bytes == 0
+
+
+async def test_a_long_prefill_holds_no_stream_longer_than_a_chunk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    plans: list[StepPlan] = []
+    execute = Runner.execute
+
+    def record(self: Runner, plan: StepPlan, requests):
+        plans.append(plan)
+        return execute(self, plan, requests)
+
+    monkeypatch.setattr(Runner, "execute", record)
+    engine = launch(llama, "fast", prefill_chunk=256)
+    streams = [engine.generate(request(number, 8, max_tokens=400)) for number in range(4)]
+    for stream in streams:
+        await anext(stream)
+    await collect(engine, request(9, 4000, max_tokens=1))
+    for stream in streams:
+        await stream.aclose()
+    engine.stop()
+    prefill = [number for number, plan in enumerate(plans) if any(chunk.sequence_id == "r9" for chunk in plan.chunks)]
+    assert len(prefill) >= 4000 // 256
+    for number in prefill:
+        chunks = {chunk.sequence_id: chunk for chunk in plans[number].chunks}
+        assert {"r0", "r1", "r2", "r3"} <= chunks.keys()
+        assert len(chunks["r9"].token_ids) <= 256
+
+
+async def test_a_dead_thread_turns_health_red_and_leaves_nobody_waiting(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = launch(llama)
+    stream = engine.generate(request(1, 8, max_tokens=400))
+    await anext(stream)
+
+    def die(self: Scheduler) -> StepPlan:
+        raise MemoryError("out of everything")
+
+    monkeypatch.setattr(Scheduler, "schedule", die)
+    with pytest.raises(EngineDead, match="out of everything"):
+        async for _ in stream:
+            pass
+    assert engine.health() == "MemoryError: out of everything"
+    with pytest.raises(EngineDead, match="out of everything"):
+        await collect(engine, REQUESTS[0])
+
+
+async def test_stopping_ends_what_still_runs(llama: Path) -> None:
+    engine = launch(llama)
+    stream = engine.generate(request(1, 8, max_tokens=400))
+    await anext(stream)
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDead, match="shutting down"):
+        async for _ in stream:
+            pass
+
+
+def test_a_context_over_the_models_own_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 999999"):
+        launch(llama, max_model_len=999_999)
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(ModelError, match="no/such/folder"):
+        launch(Path("./no/such/folder"))
+
+
+def test_a_decode_step_writes_keys_in_place() -> None:
+    llama = tiny.build("llama")
+    model = PackedModel(llama, choose_levels(llama), Kernels("fast", "cpu"))
+    runner = Runner(model)
+    num_rows, length = 4, 1500
+    requests = {f"r{i}": GenerationRequest(f"r{i}", prompt(i, length), GREEDY, 8) for i in range(num_rows)}
+    for name, one in requests.items():
+        runner.execute(StepPlan((Chunk(name, 0, one.prompt),)), requests)
+    decode = [StepPlan(tuple(Chunk(name, length + step, (5,)) for name in requests)) for step in range(3)]
+    runner.execute(decode[0], requests)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for plan in decode[1:]:
+        runner.execute(plan, requests)
+    one_array = runner.state_bytes // (2 * len(model.model.layers) * num_rows)
+    assert one_array > 200_000
+    assert mx.get_peak_memory() - before < one_array

@@ -1,0 +1,81 @@
+"""Families are found by model type, and completed from the chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.families.detect import THINK_MARKERS
+from headrace.families.registry import FAMILIES, explain, find_family
+
+
+def test_no_model_type_belongs_to_two_families() -> None:
+    model_types = [model_type for family in FAMILIES for model_type in family.model_types]
+    assert len(model_types) == len(set(model_types))
+
+
+def test_every_odd_field_has_a_reason() -> None:
+    for family in FAMILIES:
+        for name in ("think_open", "single_system", "alternates_roles", "answer_frames", "special_markers"):
+            if getattr(family, name):
+                assert family.why.get(name), f"{family.name}.{name}"
+
+
+def test_an_unknown_type_gets_the_generic_family() -> None:
+    family = find_family("never_heard_of")
+    assert (family.name, family.model_types) == ("generic", ("never_heard_of",))
+    assert family.think_open is None
+    assert family.keep_special_tokens == frozenset()
+
+
+@pytest.mark.parametrize(("opener", "closer"), THINK_MARKERS)
+def test_think_markers_are_read_from_the_template(opener: str, closer: str) -> None:
+    template = "{{- '<turn>' }}{% if '" + closer + "' in content %}{{ '" + opener + "' }}{% endif %}"
+    family = find_family("qwen2", template)
+    assert (family.think_open, family.think_close) == (opener, closer)
+    assert family.keep_special_tokens == {opener, closer}
+    assert family.why["think_open"]
+
+
+def test_a_template_that_only_closes_names_both_markers() -> None:
+    assert find_family("llama", "{{ content.split('</think>')[-1] }}").think_open == "<think>"
+
+
+def test_a_template_without_markers_means_no_thinking() -> None:
+    assert find_family("qwen3", "{{ messages[0].content }}").think_close is None
+
+
+def test_a_record_is_stronger_than_the_template() -> None:
+    family = find_family("gpt_oss", "{{ '</think>' }}")
+    assert family.think_close == "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "key"),
+    [
+        ("{% if enable_thinking is defined and enable_thinking is false %}x{% endif %}", "enable_thinking"),
+        ("{%- if not thinking is defined -%}x{%- endif -%}", "thinking"),
+        ("{%- if thinking %}x{% endif %}", "thinking"),
+        ("{%- if add_generation_prompt and thinking -%}x{%- endif -%}", "thinking"),
+        ("{% if message.thinking %}{{ message['thinking'] }}{% endif %}", None),
+        ("{% if thinking_budget %}x{% endif %}", None),
+        ("{% if message.enable_thinking %}x{% endif %}", None),
+        ("{{ '<think>' if enable_thinking else '' }}", "enable_thinking"),
+        ("{{ 'Now thinking hard' }} if thinking", None),
+        ("{% set thinking = message.content %}{% if thinking %}x{% endif %}", None),
+        ("{% set ns = namespace(enable_thinking=true) %}{% if ns.enable_thinking %}x{% endif %}", None),
+    ],
+)
+def test_the_thinking_switch_is_read_from_the_template(template: str, key: str | None) -> None:
+    assert find_family("never_heard_of", template).thinking_key == key
+
+
+def test_every_marker_of_harmony_survives_the_skipping_of_special_tokens() -> None:
+    kept = find_family("gpt_oss").keep_special_tokens
+    assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"} <= kept
+
+
+def test_explain_names_each_choice_and_its_reason() -> None:
+    text = "\n".join(explain(find_family("qwen3_5", "{% if enable_thinking %}</think>{% endif %}")))
+    for part in ("qwen3.5", "'<think>'", "'</think>'", "enable_thinking", "found in the chat template", "raises on"):
+        assert part in text
+    assert "thinking: none" in "\n".join(explain(find_family("llama", "")))

@@ -1,0 +1,202 @@
+"""The house's plan, tested: who may import whom, where MLX may live, who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "headrace"
+
+RULES: dict[str, set[str]] = {
+    "types": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "families": {"types"},
+    "prefix": {"types"},
+    "metrics": {"types"},
+    "scheduler": {"types", "prefix", "errors"},
+    "api": {"types", "errors"},
+    "grammar": {"types", "errors"},
+    "text": {"types", "families", "errors"},
+    "media": {"types", "families", "errors"},
+    "backend": set(),
+    "state": {"types", "prefix", "backend"},
+    "sampling": {"types"},
+    "models": {"types", "families", "state", "backend", "errors"},
+    "speculate": {"types", "models", "state", "sampling"},
+    "sparse": {"types", "models", "state"},
+    "engine": {
+        *("types", "errors", "config", "families", "prefix", "metrics", "scheduler", "grammar"),
+        *("backend", "state", "sampling", "models", "speculate", "sparse"),
+    },
+    "session": {"types", "errors", "engine", "text", "media", "grammar", "families"},
+    "server": {"types", "errors", "config", "session", "api", "engine", "metrics"},
+    "bench": {"types", "errors"},
+    "cli": {"types", "errors", "config", "server", "session", "engine", "models", "bench", "backend"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+"""What each room may import. A room may always import itself and the package's own `__init__` (the version)."""
+
+PURE = {"types", "families", "text", "media", "grammar", "prefix", "scheduler", "metrics", "api", "config", "errors"}
+
+OUTER = {"session", "server", "cli", "bench"}
+"""They use the engine by its facade, and arrays not at all."""
+
+ARRAYS = {"mlx", "mlx_lm", "mlx_vlm"}
+
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, with the file and line that import it."""
+
+    path: Path
+    line: int
+    module: str
+    is_type_only: bool
+
+    @property
+    def where(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def source_files() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py"))
+
+
+@functools.cache
+def imports_of(path: Path) -> list[Import]:
+    tree = ast.parse(path.read_text(), str(path))
+    type_only = {id(node) for block in ast.walk(tree) if is_type_block(block) for node in ast.walk(block)}
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} has a relative import"
+            # `from headrace import x` imports the module headrace.x, if there is one.
+            names = [joined(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call) and is_import_call(node):
+            names = [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+        found += [Import(path, node.lineno, name, id(node) in type_only) for name in names]
+    return found
+
+
+def is_type_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def is_import_call(node: ast.Call) -> bool:
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in {"import_module", "__import__"}
+
+
+def joined(module: str, name: str) -> str:
+    return f"headrace.{name}" if module == "headrace" and (SOURCE / name).with_suffix(".py").exists() else module
+
+
+def all_imports() -> Iterator[Import]:
+    for path in source_files():
+        yield from imports_of(path)
+
+
+def target_room(module: str) -> str | None:
+    """The room of a module of ours; None for others' modules and for the package itself."""
+    first, *rest = module.split(".")
+    return rest[0] if first == "headrace" and rest else None
+
+
+def test_every_room_is_on_the_plan() -> None:
+    assert {room_of(path) for path in source_files()} <= RULES.keys()
+
+
+@pytest.mark.parametrize("room", sorted(RULES))
+def test_a_room_imports_only_what_the_plan_allows(room: str) -> None:
+    strangers = [
+        found.where
+        for found in all_imports()
+        if room_of(found.path) == room and target_room(found.module) not in {None, room, *RULES[room]}
+    ]
+    assert strangers == []
+
+
+@pytest.mark.parametrize("room", sorted(PURE | OUTER))
+def test_no_room_outside_of_metal_imports_arrays(room: str) -> None:
+    strangers = [
+        found.where for found in all_imports() if room_of(found.path) == room and found.module.split(".")[0] in ARRAYS
+    ]
+    assert strangers == []
+
+
+@pytest.mark.parametrize("room", ["session", "server"])
+def test_the_engine_is_used_by_its_facade(room: str) -> None:
+    inside = [
+        found.where
+        for found in all_imports()
+        if room_of(found.path) == room
+        and target_room(found.module) == "engine"
+        and found.module != "headrace.engine.engine"
+    ]
+    assert inside == []
+
+
+def test_the_plan_has_no_cycle() -> None:
+    left = {room: set(allowed) for room, allowed in RULES.items()}
+    while free := {room for room, allowed in left.items() if not allowed & left.keys()}:
+        for room in free:
+            del left[room]
+    assert left == {}
+
+
+def test_modules_within_a_room_do_not_import_each_other_in_circles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in source_files():
+        module = ".".join(("headrace", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        graph[module] = {found.module for found in imports_of(path) if not found.is_type_only}
+    while free := {module for module, imported in graph.items() if not (imported - {module}) & graph.keys()}:
+        for module in free:
+            del graph[module]
+    assert graph == {}
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = []
+    for path in source_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_attribute = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"}
+            is_import = isinstance(node, ast.ImportFrom) and any(a.name in {"environ", "getenv"} for a in node.names)
+            if is_attribute or is_import:
+                readers.append(str(path.relative_to(SOURCE)))
+    assert set(readers) <= {"config.py"}
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    vague = [
+        str(path.relative_to(ROOT))
+        for path in (*source_files(), *(ROOT / "tests").rglob("*.py"))
+        if VAGUE_NAMES & {part.removesuffix(".py") for part in path.relative_to(ROOT).parts}
+    ]
+    assert vague == []
+
+
+def test_the_import_linter_contract_covers_every_pure_room_that_exists() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    wall = next(contract for contract in settings["contracts"] if contract["id"] == "wall")
+    existing = {f"headrace.{room}" for room in PURE & {room_of(path) for path in source_files()}}
+    assert set(wall["source_modules"]) == existing
+    assert set(wall["forbidden_modules"]) == ARRAYS
