@@ -66,6 +66,13 @@ class RequestedSampling:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,37 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the model's raw distribution: before bias, penalties and temperature.
+
+    top: the most likely (token id, log-probability), best first, as many as were asked for.
+    rank: 1 for the most likely token.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Tokens that one step of the engine added to one request.
+    """Tokens that one step of the engine added to one choice of a request.
 
     token_ids: new tokens in order, the stop token left out; may be empty at the finish.
-    finish_reason: set once, on the last output of the request.
+    finish_reason: set once, on the last output of the choice.
     num_cached_tokens: prompt tokens that were not computed for this request.
+    logprobs: one for each token if they were asked for.
+    prompt_logprobs: on the first output of choice 0 if asked for; None for the prompt's first token, which has none.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,20 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. All values are resolved: nothing is left to a default.
+    """How the next token is drawn. All values are resolved; the fields with a value here are off by it.
+
+    They take effect in this order: allowed_token_ids and banned_token_ids, bad_words; min_tokens, logit_bias;
+    repetition_penalty; frequency_penalty, presence_penalty; temperature, min_p, top_k, top_p.
 
     temperature: under 1e-5 the most likely token is taken.
     top_p: in (0, 1], 1 is off. top_k: 0 is off. min_p: in [0, 1], 0 is off.
     seed: the draw at output index i depends on (seed, i) and on nothing else but the logits.
+    repetition_penalty: over 0; divides positive and multiplies negative logits of tokens in prompt or output.
+    frequency_penalty, presence_penalty: in [-2, 2]; subtracted per occurrence, and once, for tokens in the output.
+    logit_bias: (token id, amount added to its logit).
+    allowed_token_ids: the only ids that may come; None is all. banned_token_ids: ids that may not.
+    bad_words: sequences of two or more ids whose last may not come after the others.
+    min_tokens: output tokens before a stop token may come.
     """
 
     temperature: float
@@ -39,14 +48,26 @@ class SamplingParams:
     top_k: int
     min_p: float
     seed: int
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: frozenset[int] | None = None
+    banned_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to be continued.
+    """One prompt to be continued, in one or several ways.
 
     prompt: token ids, not empty. max_tokens: at least 1; prompt + max_tokens fits the context.
     stop_token_ids: the first of these ends the output and is not part of it.
+    num_choices: continuations that share one prefill; choice i draws with seed + i.
+    num_logprobs: alternatives told with each output token, 0 for the token's own log-probability only, None for none.
+    num_prompt_logprobs: the same for each prompt token.
+    session: requests of one session share a turn in the queue. priority: lower goes first.
     """
 
     request_id: str
@@ -55,3 +76,8 @@ class GenerationRequest:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     boundaries: tuple[Boundary, ...] = ()
+    num_choices: int = 1
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    session: str = ""
+    priority: int = 0

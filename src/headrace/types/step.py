@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.types.events import TokenLogprobs
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -11,18 +13,24 @@ class Chunk:
 
     Decode is one token, verification one plus its drafts, prefill many: the runner sees no phases.
 
+    choice: which of its request's continuations the sequence is.
     start: how many tokens of the sequence were computed before; token_ids[0] stands at this index.
     num_drafts: how many of the last token_ids are guesses; the rest are certain.
     samples: whether the token after the chunk is wanted (false for all but a prompt's last chunk).
     output_index: index that the first sampled token has in the output; keys the draw.
+    forks: sequences (choices 1, 2, …) that begin with the state after this chunk. Each gets a first token of its own, drawn
+    from the chunk's last logits, and a ChunkResult that commits nothing.
     """
 
     sequence_id: str
+    request_id: str
     start: int
     token_ids: tuple[int, ...]
     num_drafts: int = 0
     samples: bool = True
     output_index: int = 0
+    choice: int = 0
+    forks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +51,16 @@ class ChunkResult:
 
     num_committed: how many of its tokens now belong to the sequence's state.
     token_ids: tokens gained: accepted drafts and the sampled one; empty if it did not sample.
+    logprobs: one for each token gained, if the request asked for them.
+    prompt_logprobs: of the prompt tokens start + 1 to start + num_committed that exist, if asked for: what the chunk's
+    tokens predicted.
     """
 
     sequence_id: str
     num_committed: int
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ class ChunkFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results and failures, one for each chunk of the plan."""
+    """Results and failures, one for each chunk of the plan and for each of its forks."""
 
     results: tuple[ChunkResult, ...]
     failures: tuple[ChunkFailure, ...] = ()

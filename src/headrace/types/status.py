@@ -1,0 +1,84 @@
+"""What the engine says about itself when it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """How far a request has come."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """One request that is being worked on.
+
+    num_output_tokens: over all its choices. age_s: since it was submitted.
+    tokens_per_s: output tokens since the first one, per second; 0 before the second.
+    """
+
+    request_id: str
+    phase: Phase
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    tokens_per_s: float
+    age_s: float
+    session: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatus:
+    """Bytes. reserved: what admission has promised to running sequences. state: what their states hold now.
+
+    device: what MLX reports as in use, all counted.
+    """
+
+    budget_bytes: int
+    weights_bytes: int
+    reserved_bytes: int
+    state_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """bounds: upper limits of the buckets, ascending, without infinity. counts: one more than bounds, not cumulative."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Since the start. finished: number of choices by finish reason, and by `abort` and `error`."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_steps: int
+    finished: tuple[tuple[str, int], ...]
+    time_to_first_token_s: Histogram
+    time_per_output_token_s: Histogram
+    request_s: Histogram
+    queue_s: Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A moment between two steps."""
+
+    num_running: int
+    num_waiting: int
+    requests: tuple[RequestStatus, ...]
+    memory: MemoryStatus
+    counters: Counters
