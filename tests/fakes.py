@@ -6,32 +6,55 @@ import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from headrace.errors import RequestCancelled
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
-from headrace.session import Session
+from headrace.session.session import Session
 from headrace.text.template import RenderedPrompt
 from headrace.types.chat import ChatRequest, TextPart
-from headrace.types.events import FinishReason, TokenOutput
+from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
+from headrace.types.status import Counters, EngineStatus, Histogram, MemoryStatus, Phase, RequestStatus
 
 END = 256
 """Token id that ends an answer; ids below it are bytes."""
+
+BEGIN = 257
+"""Token id that begins a document."""
+
+_SPECIAL = {END: "<end>", BEGIN: "<begin>"}
 
 THINKING_TEMPLATE = "{% if enable_thinking %}<think>\n{% endif %}{{ '</think>' }}"
 
 
 class ByteTokenizer:
-    """One token a byte, and END."""
+    """One token a byte, END, and BEGIN, which stands before every document."""
 
-    vocab_size = 257
+    vocab_size = 258
     eos_token_id = END
+    added_tokens = MappingProxyType({text: token_id for token_id, text in _SPECIAL.items()})
     chat_template = THINKING_TEMPLATE
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_document(self, text: str) -> list[int]:
+        return [BEGIN, *text.encode()]
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
+        texts = [bytes([each]) if each < END else _SPECIAL[each].encode() for each in token_ids]
+        assert keep_special == frozenset(_SPECIAL.values()), "nothing here decodes without them"
+        return b"".join(texts).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < END else None
+
+    def token_text(self, token_id: int) -> str:
+        return bytes([token_id]).decode(errors="replace") if token_id < END else _SPECIAL.get(token_id, "")
 
     def detokenizer(self, keep_special: frozenset[str] = frozenset()) -> ByteDetokenizer:
         return ByteDetokenizer()
@@ -76,22 +99,92 @@ Step = Sequence[int] | Exception | asyncio.Event | str
 """What a fake engine does next: give tokens (text is its bytes), raise, or wait until an event is set."""
 
 
-class FakeEngine:
-    """Plays a script for every request, one step an output, within the request's max_tokens and stop ids.
+def fake_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities that tell which token they belong to; the alternatives are the ids that follow it."""
+    top = tuple((token_id + index, -(token_id + index) / 64) for index in range(num_top))
+    return TokenLogprobs(token_id, -token_id / 64, rank=token_id + 1, top=top)
 
-    requests: all that were made. aborted: ids of those that were closed before their end.
+
+class FakeStream:
+    """Outputs of one request; ends early when it is closed, finished or cancelled."""
+
+    def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
+        self.request = request
+        self.is_over = False
+        self._engine = engine
+        self._outputs = engine.play(request)
+        self._num_open = request.num_choices
+        self._cancelled = asyncio.get_running_loop().create_future()
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        if self.is_over:
+            raise StopAsyncIteration
+        step = asyncio.ensure_future(self._next())
+        try:
+            await asyncio.wait({step, self._cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+        if self.is_cancelled:
+            self.is_over = True
+            raise RequestCancelled(f"request {self.request.request_id} was cancelled")
+        output = step.result()
+        if isinstance(output, Exception):
+            self.is_over = True
+            raise output
+        self._num_open -= output.finish_reason is not None
+        self.is_over = self._num_open == 0
+        return output
+
+    async def _next(self) -> TokenOutput | Exception:
+        try:
+            return await anext(self._outputs)
+        except Exception as error:
+            return error
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.done()
+
+    def cancel(self) -> None:
+        self._cancelled.set_result(None)
+
+    def finish(self, reason: FinishReason) -> None:
+        self.is_over = True
+        self._engine.finished.append((self.request.request_id, reason))
+
+    async def aclose(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._engine.aborted.append(self.request.request_id)
+            self._engine.on_abort()
+        await self._outputs.aclose()
+
+
+class FakeEngine:
+    """Plays a script for every choice of every request, one step an output, within max_tokens and stop ids.
+
+    requests: all that were made. aborted: ids of those that were closed before their end; finished: ids and reasons
+    of those that their reader ended; cancelled: ids that abort() ended. refusal: what every request is refused with.
     """
 
     def __init__(self, *script: Step, model: ModelDescription | None = None, num_cached_tokens: int = 0) -> None:
         self.model = model or describe()
         self.requests: list[GenerationRequest] = []
         self.aborted: list[str] = []
+        self.finished: list[tuple[str, FinishReason]] = []
+        self.cancelled: list[str] = []
+        self.refusal: Exception | None = None
         self.sick: str | None = None
         self.stopped = False
         self.on_start: Callable[[], None] = lambda: None
         self.on_abort: Callable[[], None] = lambda: None
         self._script = script
         self._num_cached_tokens = num_cached_tokens
+        self._streams: list[FakeStream] = []
 
     def health(self) -> str | None:
         return self.sick
@@ -99,37 +192,76 @@ class FakeEngine:
     def stop(self) -> None:
         self.stopped = True
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
+    async def submit(self, request: GenerationRequest) -> FakeStream:
+        await asyncio.sleep(0)
+        if self.refusal is not None:
+            raise self.refusal
         self.requests.append(request)
+        self._streams.append(FakeStream(self, request))
         self.on_start()
-        ended = False
-        try:
-            async for token_ids, reason in self._steps(request):
-                ended = reason is not None
-                yield TokenOutput(request.request_id, token_ids, reason, self._num_cached_tokens)
-                if ended:
-                    return
-        except Exception:
-            ended = True
-            raise
-        finally:
-            if not ended:
-                self.aborted.append(request.request_id)
-                self.on_abort()
+        return self._streams[-1]
 
-    async def _steps(self, request: GenerationRequest) -> AsyncGenerator[tuple[tuple[int, ...], FinishReason | None]]:
-        room = request.max_tokens
-        for step in self._script:
+    async def abort(self, request_id: str) -> bool:
+        found = [stream for stream in self._live() if stream.request.request_id == request_id]
+        for stream in found:
+            stream.cancel()
+            self.cancelled.append(request_id)
+        return bool(found)
+
+    async def status(self) -> EngineStatus:
+        histogram = Histogram((1.0,), (0, 0), 0.0)
+        return EngineStatus(
+            num_running=len(self._live()),
+            num_waiting=0,
+            requests=tuple(_status_of(stream.request) for stream in self._live()),
+            memory=MemoryStatus(1000, 500, 20, 10, 510),
+            counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), *[histogram] * 4),
+        )
+
+    def _live(self) -> list[FakeStream]:
+        return [stream for stream in self._streams if not (stream.is_over or stream.is_cancelled)]
+
+    async def play(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
+        rooms = dict.fromkeys(range(request.num_choices), request.max_tokens)
+        told = request.num_prompt_logprobs
+        prompt = None if told is None else (None, *(fake_logprobs(token_id, told) for token_id in request.prompt[1:]))
+        for step in (*self._script, None):
             await asyncio.sleep(0)
             if isinstance(step, Exception):
                 raise step
             if isinstance(step, asyncio.Event):
                 await step.wait()
                 continue
-            token_ids, reason = _cut(step.encode() if isinstance(step, str) else step, request, room)
-            room -= len(token_ids)
-            yield token_ids, reason
-        yield (), FinishReason.STOP
+            for choice, room in list(rooms.items()):
+                token_ids, reason = _end(step, request, room)
+                rooms[choice] -= len(token_ids)
+                if reason is not None:
+                    del rooms[choice]
+                scores = _scores(token_ids, request.num_logprobs)
+                cached, prompt_scores, prompt = self._num_cached_tokens, prompt, None
+                yield TokenOutput(request.request_id, token_ids, reason, cached, choice, scores, prompt_scores)
+
+
+def _end(
+    step: Sequence[int] | str | None, request: GenerationRequest, room: int
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    if step is None:
+        return (), FinishReason.STOP
+    return _cut(step.encode() if isinstance(step, str) else step, request, room)
+
+
+def _scores(token_ids: Iterable[int], num_logprobs: int | None) -> tuple[TokenLogprobs, ...]:
+    if num_logprobs is None:
+        return ()
+    return tuple(fake_logprobs(token_id, num_logprobs) for token_id in token_ids)
+
+
+def _status_of(request: GenerationRequest) -> RequestStatus:
+    num_prompt_tokens = len(request.prompt)
+    return RequestStatus(
+        request.request_id, Phase.DECODE, num_prompt_tokens, num_prompt_tokens, 0, 1, 0.0, 0.5, request.session,
+        request.priority,
+    )  # fmt: skip
 
 
 def _cut(

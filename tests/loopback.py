@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headrace.config import ServerConfig
 from headrace.server.run import HttpServer, base_url, open_listener
-from headrace.session import Session
+from headrace.session.session import Session
 
 
 @asynccontextmanager

@@ -1,5 +1,5 @@
 """`python -m headrace` is the same as the `headrace` command."""
 
-from headrace.cli.main import main
+from headrace.cli.main import command
 
-raise SystemExit(main())
+raise SystemExit(command())

@@ -61,7 +61,16 @@ class EngineConfig:
         None, "context in tokens, prompt and answer together; automatic: the model's own", metavar="N", minimum=2
     )
     prefill_chunk: int | None = knob(
-        None, "prompt tokens computed per step; automatic: 512 on a CPU, 2048 on a GPU", metavar="N", minimum=1
+        None, "prompt tokens computed per step; automatic: 256 on a CPU, 2048 on a GPU", metavar="N", minimum=1
+    )
+    prefix_cache: str = knob(
+        "on", "keep what prompts have computed, so that the next turn pays only for what is new", choices=("on", "off")
+    )
+    gpu_memory_utilization: float = knob(
+        0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
+    )
+    max_queue: int | None = knob(
+        None, "requests that may wait, more are told to come back; automatic: any number", metavar="N", minimum=0
     )
 
 
@@ -86,6 +95,7 @@ class ServerConfig:
         "name of the thinking text in chat answers",
         choices=("reasoning_content", "reasoning"),
     )
+    log_format: str = knob("text", "how log lines are written", choices=("text", "json"))
 
 
 @dataclass(frozen=True, slots=True)

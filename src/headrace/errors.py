@@ -11,6 +11,7 @@ HeadraceError
 │   │   └── ModelNotFound     404
 │   ├── MethodNotAllowed      405
 │   ├── BodyTooLarge          413
+│   ├── RequestCancelled      499  somebody cancelled the request by its id
 │   └── Overloaded            429  `retry_after_s` says when to come back
 ├── GenerationFailed          500  one request's work raised; the engine goes on
 ├── EngineDead                503  the engine's thread is gone
@@ -97,6 +98,13 @@ class BodyTooLarge(RequestError):
 
     status = 413
     code = "request_too_large"
+
+
+class RequestCancelled(RequestError):
+    """Somebody cancelled the request by its id."""
+
+    status = 499
+    code = "request_cancelled"
 
 
 class Overloaded(RequestError):

@@ -8,8 +8,20 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from headrace.api.openai_chat_answer import AnswerHeading, answer_chunks, ping_chunk, server_sent, whole_answer
-from headrace.types.events import Event, Finished, FinishReason, Reasoning, Started, Text, ToolCallStart, Usage
+from headrace.api.openai_answer import AnswerHeading, server_sent
+from headrace.api.openai_chat_answer import ChatAnswer
+from headrace.types.events import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptScores,
+    Reasoning,
+    Started,
+    Text,
+    TokenScore,
+    ToolCallStart,
+    Usage,
+)
 
 HEADING = AnswerHeading(id="chatcmpl-1", model="m")
 EVENTS: list[Event] = [
@@ -29,8 +41,13 @@ USAGE = {
 }
 
 
-def chunks(include_usage: bool = False, heading: AnswerHeading = HEADING) -> list[dict[str, Any]]:
-    return [chunk for event in EVENTS for chunk in answer_chunks(heading, event, include_usage)]
+def chunks(events: list[Event] = EVENTS, answer: ChatAnswer | None = None) -> list[dict[str, Any]]:
+    answer = answer or ChatAnswer(HEADING)
+    return [chunk for event in events for chunk in answer.chunks(event)]
+
+
+def score(token_id: int, data: bytes | None, *top: TokenScore, logprob: float = -0.5) -> TokenScore:
+    return TokenScore(token_id, (data or b"<end>").decode(errors="replace"), data, logprob, 1, top)
 
 
 def test_a_stream_says_the_role_then_the_text_then_the_reason() -> None:
@@ -45,51 +62,137 @@ def test_a_stream_says_the_role_then_the_text_then_the_reason() -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks()] == [None] * 5 + ["length"]
 
 
-def test_usage_stands_in_one_last_chunk_and_only_when_it_was_asked_for() -> None:
+def test_usage_stands_in_a_chunk_of_its_own_without_choices() -> None:
     assert all("usage" not in chunk for chunk in chunks())
-    *others, last = chunks(include_usage=True)
-    assert all("usage" not in chunk for chunk in others)
+    last = ChatAnswer(HEADING).usage_chunk(EVENTS[-1].usage)
     assert (last["choices"], last["usage"]) == ([], USAGE)
 
 
 def test_all_chunks_carry_one_id_and_satisfy_the_official_types() -> None:
-    for chunk in [*chunks(include_usage=True), ping_chunk(HEADING)]:
+    answer = ChatAnswer(HEADING)
+    for chunk in [answer.ping(), *chunks(answer=answer), answer.usage_chunk(EVENTS[-1].usage)]:
         parsed = ChatCompletionChunk.model_validate(chunk, strict=True)
         assert (parsed.id, parsed.model, parsed.created) == ("chatcmpl-1", "m", HEADING.created)
 
 
 def test_a_ping_is_a_chunk_that_says_nothing() -> None:
-    choice = ping_chunk(HEADING)["choices"][0]
+    choice = ChatAnswer(HEADING).ping()["choices"][0]
     assert (choice["delta"], choice["finish_reason"]) == ({}, None)
 
 
+def test_a_ping_never_belongs_to_a_choice_that_has_ended() -> None:
+    answer = ChatAnswer(HEADING, 3)
+    for choice, pinged in ((0, 1), (2, 1), (1, 0)):
+        list(answer.chunks(Finished(FinishReason.STOP, Usage(1, 1), choice)))
+        assert answer.ping()["choices"][0]["index"] == pinged
+
+
 def test_a_whole_answer_holds_what_the_stream_said() -> None:
-    answer = whole_answer(HEADING, EVENTS)
+    answer = ChatAnswer(HEADING).whole(EVENTS)
     ChatCompletion.model_validate(answer, strict=True)
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("\nyes", "hm so")
     assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["logprobs"] is None
     assert answer["usage"] == USAGE
+    assert "prompt_logprobs" not in answer
+
+
+def test_choices_are_told_apart_by_their_index() -> None:
+    events: list[Event] = [
+        Started(2),
+        Text("b", 1),
+        Reasoning("hm", 0),
+        Finished(FinishReason.STOP, Usage(2, 1), 1),
+        Text("a", 0),
+        Finished(FinishReason.LENGTH, Usage(2, 3), 0),
+    ]
+    streamed = chunks(events, ChatAnswer(HEADING, 2))
+    assert [chunk["choices"][0]["index"] for chunk in streamed] == [0, 1, 1, 0, 1, 0, 0]
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in streamed[:2]] == ["assistant", "assistant"]
+    whole = ChatAnswer(HEADING, 2).whole(events)
+    ChatCompletion.model_validate(whole, strict=True)
+    assert [(each["index"], each["message"]["content"], each["finish_reason"]) for each in whole["choices"]] == [
+        (0, "a", "length"),
+        (1, "b", "stop"),
+    ]
+    assert "reasoning_content" not in whole["choices"][1]["message"]
+    assert whole["usage"]["completion_tokens"] == 3
+
+
+def test_log_probabilities_stand_with_the_text_that_they_came_with() -> None:
+    smile = "😀".encode()
+    events: list[Event] = [
+        Started(1),
+        Text("a", scores=(score(1, b"a", score(1, b"a"), score(2, b"b", logprob=float("-inf"))),)),
+        Text("😀", scores=(score(3, smile[:1]), score(4, smile[1:]))),
+        Finished(FinishReason.STOP, Usage(1, 4), scores=(score(5, None),)),
+    ]
+    streamed = chunks(events)
+    for chunk in streamed:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    told = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    assert [each and len(each["content"]) for each in told] == [None, 1, 2, 1]
+    assert told[1]["content"][0] == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "b", "logprob": -9999.0, "bytes": [98]},
+        ],
+    }
+    assert sum((entry["bytes"] for entry in told[2]["content"]), []) == list(smile)
+    assert (told[3]["content"][0]["token"], told[3]["content"][0]["bytes"]) == ("<end>", None)
+    whole = ChatAnswer(HEADING, tells_logprobs=True).whole(events)
+    ChatCompletion.model_validate(whole, strict=True)
+    assert whole["choices"][0]["logprobs"]["content"] == sum((each["content"] for each in told[1:]), [])
+
+
+def test_log_probabilities_that_were_asked_for_are_a_list_even_without_tokens() -> None:
+    whole = ChatAnswer(HEADING, tells_logprobs=True).whole([Started(1), Finished(FinishReason.STOP, Usage(1, 0))])
+    assert whole["choices"][0]["logprobs"] == {"content": [], "refusal": None}
+
+
+def test_a_prompts_log_probabilities_are_told_by_token_id() -> None:
+    first = TokenScore(7, "<s>", None, None, None)
+    second = TokenScore(8, "x", b"x", -2.0, 3, (TokenScore(9, "y", b"y", -0.5, 1),))
+    whole = ChatAnswer(HEADING).whole([Started(2), PromptScores(0, (first, second)), *EVENTS[1:]])
+    ChatCompletion.model_validate(whole)
+    assert whole["prompt_logprobs"] == [
+        None,
+        {
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": "y"},
+            "8": {"logprob": -2.0, "rank": 3, "decoded_token": "x"},
+        },
+    ]
+
+
+def test_a_choice_that_did_not_finish_is_no_answer() -> None:
+    with pytest.raises(ValueError, match="Finished"):
+        ChatAnswer(HEADING, 2).whole(EVENTS)
+    with pytest.raises(ValueError, match="Finished"):
+        ChatAnswer(HEADING).whole(EVENTS[:-1])
 
 
 def test_an_answer_without_thinking_has_no_field_for_it() -> None:
-    message = whole_answer(HEADING, [Started(1), EVENTS[-1]])["choices"][0]["message"]
+    message = ChatAnswer(HEADING).whole([Started(1), EVENTS[-1]])["choices"][0]["message"]
     assert message["content"] == ""
     assert "reasoning_content" not in message
 
 
 def test_the_thinking_field_has_the_name_that_the_server_gives_it() -> None:
-    heading = AnswerHeading(id="x", model="m", reasoning_field="reasoning")
-    assert chunks(heading=heading)[1]["choices"][0]["delta"] == {"reasoning": "hm"}
-    assert whole_answer(heading, EVENTS)["choices"][0]["message"]["reasoning"] == "hm so"
+    answer = ChatAnswer(HEADING, reasoning_field="reasoning")
+    assert chunks(answer=answer)[1]["choices"][0]["delta"] == {"reasoning": "hm"}
+    assert answer.whole(EVENTS)["choices"][0]["message"]["reasoning"] == "hm so"
 
 
 def test_an_event_that_has_no_form_here_is_not_swallowed() -> None:
     call = ToolCallStart(0, "call_1", "f")
     with pytest.raises(TypeError):
-        list(answer_chunks(HEADING, call, False))
+        list(ChatAnswer(HEADING).chunks(call))
     with pytest.raises(TypeError):
-        whole_answer(HEADING, [call])
+        ChatAnswer(HEADING).whole([call])
 
 
 def test_no_character_of_a_text_can_end_a_line_of_the_stream() -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from headrace.api.openai_chat import ChatCompletionCall, read_chat_completion
-from headrace.api.openai_fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from headrace.api.openai_chat import ChatCompletionBody, read_chat_completion
+from headrace.api.openai_fields import CHAT_FIELDS
+from headrace.api.openai_sampling import Call
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import ChatMessage, RequestedSampling, RequestedStop, TextPart, ToolCall
+from headrace.types.chat import (
+    ChatMessage,
+    ChatRequest,
+    RequestedAnswers,
+    RequestedSampling,
+    RequestedStop,
+    TextPart,
+    ToolCall,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def read(messages: Any = HELLO, **fields: Any) -> ChatCompletionCall:
+def read(messages: Any = HELLO, **fields: Any) -> Call[ChatRequest]:
     return read_chat_completion(json.dumps({"model": "m", "messages": messages, **fields}).encode())
 
 
@@ -60,14 +70,47 @@ def test_both_names_of_max_tokens_are_taken_unless_they_differ() -> None:
 
 
 def test_null_is_the_same_as_absent_for_every_field() -> None:
-    call = read(
-        **dict.fromkeys([*NEUTRAL_VALUES, *WITHOUT_EFFECT]),
-        **dict.fromkeys(["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"]),
-        **dict.fromkeys(["stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "reasoning_effort"]),
-        **dict.fromkeys(["enable_thinking", "chat_template_kwargs", "continue_final_message"]),
-    )
-    assert call.request.sampling == RequestedSampling()
-    assert call.ignored == ()
+    fields = {*CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect, *ChatCompletionBody.model_fields}
+    nothing = dict.fromkeys(fields - {"messages", "model"})
+    call, plain = read(**nothing), read()
+    assert replace(call.request, request_id="") == replace(plain.request, request_id="")
+    assert (call.stream, call.include_usage, call.ignored) == (False, False, ())
+
+
+def test_every_control_is_taken_over() -> None:
+    request = read(
+        repetition_penalty=1.1, frequency_penalty=-2, presence_penalty=2, logit_bias={"5": -100, "07": 1.5},
+        allowed_token_ids=[5, 7], bad_words=["no", "never ever"], min_tokens=2,
+    ).request  # fmt: skip
+    assert request.sampling == RequestedSampling(
+        repetition_penalty=1.1, frequency_penalty=-2.0, presence_penalty=2.0, logit_bias=((5, -100.0), (7, 1.5)),
+        allowed_token_ids=(5, 7), bad_words=("no", "never ever"), min_tokens=2,
+    )  # fmt: skip
+
+
+def test_log_probabilities_are_asked_for_with_a_switch_and_a_number() -> None:
+    assert read().request.answers == RequestedAnswers()
+    assert read(logprobs=True).request.answers.num_logprobs == 0
+    assert read(logprobs=True, top_logprobs=20).request.answers.num_logprobs == 20
+    assert read(logprobs=False, top_logprobs=0).request.answers.num_logprobs is None
+    for fields in ({"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}):
+        assert refusal(**fields).param == "top_logprobs"
+
+
+def test_a_prompts_log_probabilities_are_told_with_whole_answers_only() -> None:
+    assert read(prompt_logprobs=0).request.answers.num_prompt_logprobs == 0
+    assert refusal(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
+
+
+def test_several_choices_and_a_priority_are_taken_over() -> None:
+    request = read(n=128, priority=-5).request
+    assert (request.answers.num_choices, request.priority) == (128, -5)
+
+
+def test_whose_turn_it_is_is_the_cache_key_else_the_user() -> None:
+    assert read(user="eve", prompt_cache_key="thread-1").request.session == "thread-1"
+    assert read(user="eve").request.session == "eve"
+    assert read().request.session == ""
 
 
 def test_messages_come_in_all_shapes() -> None:
@@ -145,6 +188,14 @@ def test_media_parts_are_refused_by_path(kind: str) -> None:
         ("stop_token_ids", 3), ("ignore_eos", 1), ("stream", "yes"), ("stream", 1),
         ("model", 5), ("enable_thinking", "no"), ("reasoning_effort", "enormous"),
         ("chat_template_kwargs", [1]), ("stream_options", True),
+        ("repetition_penalty", 0), ("repetition_penalty", True), ("repetition_penalty", 101),
+        ("frequency_penalty", 2.1), ("frequency_penalty", False), ("presence_penalty", "1"),
+        ("logit_bias", [5]), ("logit_bias", {"five": 1}), ("logit_bias", {"-5": 1}), ("logit_bias", {"5": 1, "05": 2}),
+        ("allowed_token_ids", []), ("allowed_token_ids", 5), ("bad_words", "no"),
+        ("min_tokens", -1), ("min_tokens", 1.5), ("n", 0), ("n", 129), ("n", True), ("n", "2"),
+        ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", True),
+        ("prompt_logprobs", -1), ("prompt_logprobs", True),
+        ("priority", "high"), ("priority", 2**31), ("user", 5), ("prompt_cache_key", ["a"]),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_or_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
@@ -159,6 +210,9 @@ def test_a_value_of_the_wrong_type_or_out_of_range_is_refused_by_name(field: str
         ({"stop": ["ok", ""]}, "stop[1]"),
         ({"stop": ["ok", 1]}, "stop[1]"),
         ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+        ({"allowed_token_ids": [1, "2"]}, "allowed_token_ids[1]"),
+        ({"bad_words": ["a", ""]}, "bad_words[1]"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"chat_template_kwargs": {"reasoning_effort": 5}}, "chat_template_kwargs.reasoning_effort"),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
@@ -177,24 +231,17 @@ def test_what_is_wrong_inside_a_field_is_named_by_its_path(fields: dict[str, Any
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 0.1),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
-        ("top_logprobs", 3),
-        ("n", 2),
-        ("n", True),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "x"}),
         ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
         ("guided_regex", "a"),
-        ("min_tokens", 1),
         ("thinking_token_budget", 100),
         ("web_search_options", {}),
-        ("frequency_penalty", False),
+        ("best_of", 2),
+        ("repeat_penalty", 1.1),
+        ("echo", True),
     ],
 )
 def test_what_would_change_the_answer_and_is_not_built_is_refused_by_name(field: str, value: Any) -> None:
@@ -204,15 +251,15 @@ def test_what_would_change_the_answer_and_is_not_built_is_refused_by_name(field:
 
 
 def test_neutral_values_of_the_same_fields_are_welcome() -> None:
-    for field, neutrals in NEUTRAL_VALUES.items():
+    for field, neutrals in CHAT_FIELDS.neutral_values.items():
         for neutral in neutrals:
             assert read(**{field: neutral}).ignored == ()
-    assert read(frequency_penalty=0.0, n=1, response_format={"type": "text"}, tools=[], tool_choice="auto")
+    assert read(response_format={"type": "text"}, tools=[], tool_choice="auto")
 
 
 def test_fields_without_effect_are_accepted_and_unknown_ones_are_named() -> None:
     messages = [{"role": "user", "content": "a", "mood": "good"}]
-    call = read(messages, user="u", metadata={"a": "b"}, store=True, zeal=1, alpha=None)
+    call = read(messages, service_tier="flex", metadata={"a": "b"}, store=True, zeal=1, alpha=None)
     assert call.ignored == ("alpha", "zeal", "messages[].mood")
 
 

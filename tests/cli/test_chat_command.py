@@ -20,8 +20,8 @@ from headrace.types.chat import ChatMessage, TextPart
 class Interrupted(FakeEngine):
     """Its first answer is interrupted by Ctrl-C when the script is through."""
 
-    async def generate(self, request):
-        async for output in super().generate(request):
+    async def play(self, request):
+        async for output in super().play(request):
             if len(self.requests) == 1 and not output.token_ids:
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.Event().wait()

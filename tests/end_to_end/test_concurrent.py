@@ -11,7 +11,7 @@ from loopback import serving
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.engine.runner import Runner
-from headrace.session import Session
+from headrace.session.session import Session
 from headrace.state.sequence import SequenceState
 from headrace.types.request import GenerationRequest
 from headrace.types.step import Chunk

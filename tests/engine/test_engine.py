@@ -74,7 +74,7 @@ def request(number: int, length: int, temperature: float = 0.0, max_tokens: int 
 async def collect(engine: Engine, wanted: GenerationRequest, delay_steps: int = 0) -> list[int]:
     for _ in range(delay_steps):
         await asyncio.sleep(0.001)
-    return [token async for output in engine.generate(wanted) for token in output.token_ids]
+    return [token async for output in await engine.submit(wanted) for token in output.token_ids]
 
 
 REQUESTS = [
@@ -103,7 +103,7 @@ async def test_greedy_output_is_that_of_the_untouched_model(shared_engine: Engin
 
 async def test_an_aborted_request_leaves_the_others_alone(shared_engine: Engine) -> None:
     alone = [await collect(shared_engine, one) for one in REQUESTS[:4]]
-    aborted = shared_engine.generate(request(77, 60, max_tokens=200))
+    aborted = await shared_engine.submit(request(77, 60, max_tokens=200))
 
     async def give_up() -> None:
         async for _ in aborted:
@@ -116,7 +116,7 @@ async def test_an_aborted_request_leaves_the_others_alone(shared_engine: Engine)
 
 async def test_a_request_id_is_free_again_after_an_abort(shared_engine: Engine) -> None:
     wanted = request(5, 50, max_tokens=300)
-    stream = shared_engine.generate(wanted)
+    stream = await shared_engine.submit(wanted)
     async for _ in stream:
         break
     await stream.aclose()
@@ -130,7 +130,7 @@ async def test_a_row_that_raises_fails_alone(
     begin = Runner._begin
 
     def poisoned(self: Runner, chunk: Chunk, wanted: GenerationRequest):
-        if chunk.sequence_id == "r66" and chunk.start >= CHUNK:
+        if chunk.request_id == "r66" and chunk.start >= CHUNK:
             raise ValueError("poison in the row")
         return begin(self, chunk, wanted)
 
@@ -180,10 +180,10 @@ async def test_stop_tokens_and_max_tokens_end_an_output(shared_engine: Engine) -
     tokens = await collect(shared_engine, REQUESTS[0])
     stop = tokens[5]
     wanted = GenerationRequest("stopping", REQUESTS[0].prompt, GREEDY, 16, stop_token_ids=frozenset({stop}))
-    outputs = [output async for output in shared_engine.generate(wanted)]
+    outputs = [output async for output in await shared_engine.submit(wanted)]
     assert [token for output in outputs for token in output.token_ids] == tokens[: tokens.index(stop)]
     assert [output.finish_reason for output in outputs if output.finish_reason] == [FinishReason.STOP]
-    outputs = [output async for output in shared_engine.generate(REQUESTS[0])]
+    outputs = [output async for output in await shared_engine.submit(REQUESTS[0])]
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
@@ -201,8 +201,8 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     made: list[Runner] = []
     init = Runner.__init__
 
-    def remember(self: Runner, model: PackedModel) -> None:
-        init(self, model)
+    def remember(self: Runner, *arguments) -> None:
+        init(self, *arguments)
         made.append(self)
 
     monkeypatch.setattr(Runner, "__init__", remember)
@@ -211,7 +211,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
 
 async def test_memory_of_ended_requests_is_given_back(llama: Path, runners: list[Runner]) -> None:
     engine = launch(llama)
-    stream = engine.generate(request(1, 300, max_tokens=50))
+    stream = await engine.submit(request(61, 300, max_tokens=50))
     await anext(stream)
     await asyncio.gather(*(collect(engine, one) for one in REQUESTS))
     assert runners[0].state_bytes > 0
@@ -234,7 +234,7 @@ async def test_a_long_prefill_holds_no_stream_longer_than_a_chunk(llama: Path, m
 
     monkeypatch.setattr(Runner, "execute", record)
     engine = launch(llama, "fast", prefill_chunk=256)
-    streams = [engine.generate(request(number, 8, max_tokens=400)) for number in range(4)]
+    streams = [await engine.submit(request(number, 8, max_tokens=400)) for number in range(4)]
     for stream in streams:
         await anext(stream)
     await collect(engine, request(9, 4000, max_tokens=1))
@@ -253,7 +253,7 @@ async def test_a_dead_thread_turns_health_red_and_leaves_nobody_waiting(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = launch(llama)
-    stream = engine.generate(request(1, 8, max_tokens=400))
+    stream = await engine.submit(request(1, 8, max_tokens=400))
     await anext(stream)
 
     def die(self: Scheduler) -> StepPlan:
@@ -270,7 +270,7 @@ async def test_a_dead_thread_turns_health_red_and_leaves_nobody_waiting(
 
 async def test_stopping_ends_what_still_runs(llama: Path) -> None:
     engine = launch(llama)
-    stream = engine.generate(request(1, 8, max_tokens=400))
+    stream = await engine.submit(request(1, 8, max_tokens=400))
     await anext(stream)
     await asyncio.to_thread(engine.stop)
     with pytest.raises(EngineDead, match="shutting down"):
@@ -291,12 +291,12 @@ def test_a_folder_that_is_not_there_is_named() -> None:
 def test_a_decode_step_writes_keys_in_place() -> None:
     llama = tiny.build("llama")
     model = PackedModel(llama, choose_levels(llama), Kernels("fast", "cpu"))
-    runner = Runner(model)
+    runner = Runner(model, 160)
     num_rows, length = 4, 1500
     requests = {f"r{i}": GenerationRequest(f"r{i}", prompt(i, length), GREEDY, 8) for i in range(num_rows)}
     for name, one in requests.items():
-        runner.execute(StepPlan((Chunk(name, 0, one.prompt),)), requests)
-    decode = [StepPlan(tuple(Chunk(name, length + step, (5,)) for name in requests)) for step in range(3)]
+        runner.execute(StepPlan((Chunk(name, name, 0, one.prompt),)), requests)
+    decode = [StepPlan(tuple(Chunk(name, name, length + step, (5,)) for name in requests)) for step in range(3)]
     runner.execute(decode[0], requests)
     before = mx.get_active_memory()
     mx.reset_peak_memory()

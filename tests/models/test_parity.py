@@ -1,7 +1,7 @@
 """Packed steps give what the untouched model gives token by token.
 
-Rows of different lengths travel in mixed steps with rejected windows. In exact numerics (stock BLAS, reference kernels) results
-are bit-equal, except where mlx-lm's rotating buffers add up a window's keys in another order than theirs.
+Rows of different lengths travel in mixed steps with rejected windows. In exact numerics (stock BLAS, reference kernels)
+results are bit-equal, except where mlx-lm's rotating buffers add up a window's keys in another order than theirs.
 """
 
 from collections.abc import Sequence

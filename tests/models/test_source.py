@@ -221,11 +221,13 @@ def test_a_root_of_the_text_part_gets_the_name_that_mlx_lm_knows(stored: str, kn
         ({"text_config": {"max_position_embeddings": 99}, "max_position_embeddings": 5}, 99),
         ({"text_config": {"vocab_size": 3}, "max_position_embeddings": 5}, 5),
         ({"seq_length": 33, "max_position_embeddings": 44}, 44),
-        ({}, source.DEFAULT_CONTEXT),
-        ({"max_position_embeddings": "many"}, source.DEFAULT_CONTEXT),
+        ({}, None),
+        ({"max_position_embeddings": "many"}, None),
     ],
 )
-def test_the_context_length_is_found_under_its_names(config: dict[str, Any], length: int, tmp_path: Path) -> None:
+def test_the_context_length_is_found_under_its_names(
+    config: dict[str, Any], length: int | None, tmp_path: Path
+) -> None:
     assert read(tmp_path, {"model_type": "llama", **config}).context_length == length
 
 

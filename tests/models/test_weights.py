@@ -27,7 +27,7 @@ ROOMY = 1 << 40
 """Bytes of a machine that everything fits into."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of a 4-bit float with two exponent bits and one mantissa bit (OCP microscaling formats); bit 3 is the sign."""
+"""Magnitudes of a 4-bit float of the OCP microscaling formats (exponent 2 bits, mantissa 1); bit 3 is the sign."""
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_a_truncated_file_is_named(share: float, tmp_path: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model-00002-of-00002.safetensors").write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors can't be read") as caught:
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors can't be loaded") as caught:
         load(folder)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -172,8 +172,11 @@ def stored_in(name: str, dtype: mx.Dtype, folder: Path) -> Path:
     return folder
 
 
-def quantised(name: str, folder: Path, mode: str = "affine", bits: int = 4) -> Path:
-    """A checkpoint as converters write it: bfloat16, and quantised where the group size divides."""
+def quantised(name: str, folder: Path, mode: str = "affine", bits: int = 4, global_scale: bool = False) -> Path:
+    """A checkpoint as converters write it: bfloat16, and quantised where the group size divides.
+
+    global_scale: one more scale for each expert, as nvfp4 may have it.
+    """
     tiny.save(name, folder)
     model = tiny.build(name)
     model.set_dtype(mx.bfloat16)
@@ -181,7 +184,10 @@ def quantised(name: str, folder: Path, mode: str = "affine", bits: int = 4) -> P
     def fits(_: str, module: Any) -> bool:
         return module.weight.shape[-1] % 32 == 0
 
-    model, config = quantize_model(model, load_config(folder), 32, bits, mode=mode, quant_predicate=fits)
+    group_size = 16 if mode == "nvfp4" else 32
+    model, config = quantize_model(
+        model, load_config(folder), group_size, bits, mode=mode, global_scale=global_scale, quant_predicate=fits
+    )
     mx.save_safetensors(str(folder / "model.safetensors"), tiny.parameters(model))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -193,13 +199,28 @@ def bits_of(words: mx.array, bits: int) -> np.ndarray:
     return (codes & (2**bits - 1)).reshape(*words.shape[:-1], -1)
 
 
+def block_scales(scales: np.ndarray, num_codes: int, global_scale: mx.array | None) -> np.ndarray:
+    """Scales in bytes as numbers, one for each code: powers of two in mxfp4, floats with 3 mantissa bits in nvfp4.
+
+    A global scale is the largest weight, which the largest code (6) with the largest block scale (448) stands for.
+    """
+    width = num_codes // scales.shape[-1]
+    if width == 32:
+        return np.repeat(2.0 ** (scales.astype(np.int32) - 127), width, axis=-1)
+    exponents, mantissas = (scales >> 3).astype(np.int32), (scales & 7) / 8
+    numbers = np.where(exponents == 0, mantissas * 2.0**-6, (1 + mantissas) * 2.0 ** (exponents - 7))
+    if global_scale is not None:
+        numbers = numbers * np.array(global_scale)[:, None, None] / (6 * 448)
+    return np.repeat(numbers, width, axis=-1)
+
+
 def by_hand(weights: dict[str, mx.array], bits: int) -> dict[str, np.ndarray]:
     """Numbers that a quantised checkpoint stands for, in float32, by the formats' definitions."""
     numbers: dict[str, np.ndarray] = {}
     for path, array in weights.items():
         stem = path.removesuffix("weight")
         scales, biases = weights.get(stem + "scales"), weights.get(stem + "biases")
-        if path.endswith((".scales", ".biases")):
+        if path.endswith((".scales", ".biases", ".global_scale")):
             continue
         if not path.endswith("weight") or scales is None:
             numbers[path] = np.array(array.astype(mx.float32))
@@ -210,9 +231,9 @@ def by_hand(weights: dict[str, mx.array], bits: int) -> dict[str, np.ndarray]:
             scale, bias = (np.repeat(one, codes.shape[-1] // one.shape[-1], axis=-1) for one in per_group)
             numbers[path] = (scale * codes + bias).astype(np.float32)
         else:
-            exponents = np.repeat(np.array(scales).astype(np.int32) - 127, 32, axis=-1)
+            scale = block_scales(np.array(scales), codes.shape[-1], weights.get(stem + "global_scale"))
             sign = np.where(codes & 8, -1.0, 1.0)
-            numbers[path] = (sign * np.array(E2M1)[codes & 7] * 2.0**exponents).astype(np.float32)
+            numbers[path] = (sign * np.array(E2M1)[codes & 7] * scale).astype(np.float32)
     return numbers
 
 
@@ -236,6 +257,8 @@ QUANTISED = [
     ("qwen3_5", "affine", 8),
     ("gpt_oss", "mxfp4", 4),
     ("llama_tied", "mxfp4", 4),
+    ("qwen3_moe", "nvfp4", 4),
+    ("qwen3_moe", "nvfp4 with global scales", 4),
 ]
 
 
@@ -243,7 +266,8 @@ QUANTISED = [
 def test_quantised_weights_held_in_float32_are_the_numbers_they_stand_for(
     name: str, mode: str, bits: int, tmp_path: Path
 ) -> None:
-    folder = quantised(name, tmp_path, mode, bits)
+    mode, _, more = mode.partition(" ")
+    folder = quantised(name, tmp_path, mode, bits, global_scale=bool(more))
     model = load(folder).model
     assert num_quantised(model) >= 8
     assert hold(model, "auto", "cpu", ROOMY) == f"weights: float32, stored as {bits}-bit"
@@ -337,6 +361,17 @@ def test_half_precision_on_quantised_weights_concerns_the_rest_and_the_line_says
     assert num_quantised(model) > 0
 
 
+def test_a_quantised_layer_of_an_unknown_kind_stays_and_the_line_says_so(tmp_path: Path) -> None:
+    class Unknown(nn.QuantizedLinear):
+        pass
+
+    model = load(quantised("llama", tmp_path)).model
+    model.lm_head.__class__ = Unknown
+    assert hold(model, "float32", "cpu", ROOMY) == "weights: 4-bit, as stored, and float32 around them"
+    assert num_quantised(model) == 1
+    assert logits(model).shape[0] == len(tiny.PROMPT)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_spares_the_weights_that_need_more(dtype: str, tmp_path: Path) -> None:
     model = load(tiny.save("qwen3_5", tmp_path)).model
@@ -351,7 +386,9 @@ def test_weights_are_evaluated_so_that_the_files_may_go(tmp_path: Path) -> None:
         folder = quantised("llama", tmp_path / dtype)
         model = load(folder).model
         hold(model, dtype, "cpu", ROOMY)
-        expected = logits(model)
+        other = load(folder).model
+        hold(other, dtype, "cpu", ROOMY)
+        expected = logits(other)
         (folder / "model.safetensors").write_bytes(b"")
         assert np.array_equal(logits(model), expected)
         assert len(make_prompt_cache(model)) == 3

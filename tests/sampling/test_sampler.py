@@ -163,6 +163,21 @@ def test_a_large_vocabulary_follows_the_definition(spread: float) -> None:
     np.testing.assert_allclose(actual, np.stack([e for e, _ in expected]), rtol=1e-4, atol=1e-9)
 
 
+def test_a_large_vocabulary_is_summed_without_losing_digits() -> None:
+    logits = (np.random.default_rng(5).normal(size=150_001) * 4).astype(np.float32)
+    shares = np.exp(logits.astype(np.float64) - logits.max())
+    shares /= math.fsum(shares)
+    order = np.argsort(-shares)
+    num_kept = 300
+    before = shares[order[: num_kept - 1]].sum()
+    after = before + shares[order[num_kept - 1]]
+    assert after - before < 4e-4
+    rows = [row(), row(top_p=float(before + after) / 2)]
+    plain, cut = np.array(distribution(mx.array(np.stack([logits, logits])), rows))
+    np.testing.assert_allclose(plain, shares, rtol=1e-5)
+    assert sorted(np.flatnonzero(cut)) == sorted(order[:num_kept])
+
+
 def test_draws_fall_as_the_distribution_says() -> None:
     num_draws, num_tokens = 120_000, 12
     logits = np.random.default_rng(7).normal(size=num_tokens).astype(np.float32) * 2

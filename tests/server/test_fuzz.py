@@ -13,15 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.api.openai_chat import ChatCompletionBody
-from headrace.api.openai_fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from headrace.api.openai_completion import CompletionBody
+from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from headrace.api.openai_messages import MessageBody
 from headrace.config import ServerConfig
 from headrace.server.app import build_app
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 GOOD = {"messages": [{"role": "user", "content": "hello"}]}
 
-FIELDS = sorted({*ChatCompletionBody.model_fields, *NEUTRAL_VALUES, *WITHOUT_EFFECT})
+FIELDS = sorted({*ChatCompletionBody.model_fields, *CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect})
+COMPLETION_NAMES = sorted(
+    {*CompletionBody.model_fields, *COMPLETION_FIELDS.neutral_values, *COMPLETION_FIELDS.without_effect}
+)
 NAMES = st.sampled_from(FIELDS) | st.text(max_size=8)
 SCALARS = (
     st.none()
@@ -70,16 +75,41 @@ LIKELY = {
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "chat_template_kwargs": st.dictionaries(NAMES, SCALARS, max_size=2),
-    **{name: st.sampled_from(neutrals) for name, neutrals in NEUTRAL_VALUES.items() if neutrals},
+    "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-110, 110), max_size=3),
+    "allowed_token_ids": st.lists(st.integers(-1, 300), max_size=3),
+    "bad_words": st.lists(st.text(max_size=4), max_size=3),
+    "min_tokens": st.integers(-1, 40),
+    "n": st.integers(-1, 4),
+    "repetition_penalty": st.floats(-0.5, 3),
+    "frequency_penalty": st.floats(-2.5, 2.5),
+    "prompt_logprobs": st.integers(-1, 22),
+    "priority": st.integers(-5, 5),
+    **{name: st.sampled_from(neutrals) for name, neutrals in CHAT_FIELDS.neutral_values.items() if neutrals},
 }
-FEW_FIELDS = st.lists(
-    st.sampled_from(sorted(LIKELY)).flatmap(lambda name: st.tuples(st.just(name), LIKELY[name]))
-    | st.tuples(NAMES, VALUES),
-    max_size=3,
-).map(dict)
+CHAT_LIKELY = {**LIKELY, "logprobs": st.booleans(), "top_logprobs": st.integers(-1, 22)}
+COMPLETION_LIKELY = {
+    **LIKELY,
+    "logprobs": st.integers(-1, 22),
+    "max_tokens": st.integers(-1, 40),
+    "echo": st.booleans(),
+    "best_of": st.integers(0, 4),
+    "suffix": st.text(max_size=2),
+}
+TOKEN_IDS = st.lists(st.integers(-1, 300), max_size=4)
+PROMPTS = st.text(max_size=8) | TOKEN_IDS | st.lists(st.text(max_size=4) | TOKEN_IDS, max_size=3) | VALUES
+
+
+def few_fields(likely: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    named = st.sampled_from(sorted(likely)).flatmap(lambda name: st.tuples(st.just(name), likely[name]))
+    return st.lists(named | st.tuples(NAMES, VALUES), max_size=3).map(dict)
+
+
 BODIES = st.builds(
-    lambda messages, fields: {"messages": messages, **fields}, GOOD_MESSAGES | ODD_MESSAGES, FEW_FIELDS
+    lambda messages, fields: {"messages": messages, **fields}, GOOD_MESSAGES | ODD_MESSAGES, few_fields(CHAT_LIKELY)
 ) | st.dictionaries(NAMES, VALUES, max_size=3)
+COMPLETION_BODIES = st.builds(
+    lambda prompt, fields: {"prompt": prompt, **fields}, PROMPTS, few_fields(COMPLETION_LIKELY)
+)
 
 
 class Wire:
@@ -90,12 +120,12 @@ class Wire:
         # A server with few bytes to spare also meets the refusal of large bodies.
         self._app = build_app(fake_session(engine), ServerConfig(max_body_bytes=100_000))
 
-    def post(self, content: bytes) -> httpx.Response:
+    def post(self, content: bytes, path: str = CHAT) -> httpx.Response:
         async def exchange() -> httpx.Response:
             # What the application lets through would be raised here and fail the test.
             transport = httpx.ASGITransport(self._app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.post(CHAT, content=content)
+                return await client.post(path, content=content)
 
         return asyncio.run(exchange())
 
@@ -103,25 +133,27 @@ class Wire:
         assert self.post(json.dumps(GOOD).encode()).status_code == 200
 
 
-def check_answer(response: httpx.Response, body: Any) -> None:
+def check_answer(response: httpx.Response, body: Any, required: str = "messages") -> None:
     if response.status_code == 200:
         if isinstance(body, dict) and body.get("stream") is True:
             assert response.text.endswith("data: [DONE]\n\n")
             assert "error" not in response.text
         else:
-            assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
+            choices = response.json()["choices"]
+            assert [each["index"] for each in choices] == list(range(len(choices)))
+            assert all(each["finish_reason"] in ("stop", "length") for each in choices)
         return
     error = response.json()["error"]
     assert 400 <= response.status_code < 500, error
     if isinstance(body, dict):
         name = error["param"].split(".")[0].split("[")[0]
         # The field stands in the body, or it is the one that must.
-        assert name in body or name == "messages"
+        assert name in body or name == required
         assert name in error["message"] or error["param"] in error["message"]
 
 
 @given(BODIES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_fields_with_any_values_are_served_or_refused_by_name(body: dict[str, Any]) -> None:
     wire = Wire()
     check_answer(wire.post(json.dumps(body).encode()), body)
@@ -146,3 +178,33 @@ def test_any_bytes_are_refused_and_the_server_lives(content: bytes) -> None:
     assert response.status_code == 400
     assert "error" in response.json()
     wire.check_alive()
+
+
+@given(COMPLETION_BODIES)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_completion_is_served_or_refused_by_name(body: dict[str, Any]) -> None:
+    wire = Wire()
+    check_answer(wire.post(json.dumps(body).encode(), COMPLETIONS), body, "prompt")
+    wire.check_alive()
+
+
+@given(st.sampled_from(COMPLETION_NAMES), VALUES)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_one_odd_field_in_a_good_completion_is_served_or_refused_by_its_name(name: str, value: Any) -> None:
+    body = {"prompt": "once", name: value}
+    response = Wire().post(json.dumps(body).encode(), COMPLETIONS)
+    check_answer(response, body, "prompt")
+    if response.status_code != 200 and name != "prompt":
+        assert response.json()["error"]["param"].startswith(name)
+
+
+@given(st.dictionaries(st.sampled_from(["prompt", "messages", "tokens", "model", "tools"]), PROMPTS, max_size=3))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_tokens_are_split_or_joined_or_refused_by_name(body: dict[str, Any]) -> None:
+    wire = Wire()
+    for path, required in (("/tokenize", "prompt"), ("/detokenize", "tokens")):
+        response = wire.post(json.dumps(body).encode(), path)
+        assert response.status_code in (200, 400)
+        if response.status_code == 400:
+            name = response.json()["error"]["param"].split(".")[0].split("[")[0]
+            assert name in body or name == required

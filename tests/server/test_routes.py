@@ -15,7 +15,7 @@ from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, Overloaded
 from headrace.server.app import build_app
-from headrace.session import Session
+from headrace.session.session import Session
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
@@ -80,7 +80,7 @@ def test_the_request_reaches_the_engine_with_its_values() -> None:
 
 
 def test_ignored_fields_are_named_in_a_header_that_nothing_can_break() -> None:
-    response = send("POST", CHAT, json={**BODY, "user": "u", "zeal": 1, "a\r\nset-cookie: x": 2, "é": 3})
+    response = send("POST", CHAT, json={**BODY, "store": True, "zeal": 1, "a\r\nset-cookie: x": 2, "é": 3})
     assert response.status_code == 200
     assert response.headers["x-headrace-ignored"] == "a??set-cookie??x, zeal, ?"
     many = send("POST", CHAT, json={**BODY, **{f"field{index:03}": 1 for index in range(100)}, "stream": True})

@@ -20,7 +20,7 @@ from fakes import END, FakeEngine, fake_session
 from loopback import serving
 
 from headrace.config import ServerConfig
-from headrace.errors import ConfigError, GenerationFailed
+from headrace.errors import ConfigError, GenerationFailed, Overloaded
 from headrace.server.run import base_url, open_listener
 
 PATIENCE_S = 20
@@ -128,7 +128,7 @@ def test_the_official_sdk_raises_what_the_server_refuses() -> None:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as sdk:
                 create = sdk.chat.completions.create
                 with pytest.raises(openai.BadRequestError) as bad:
-                    await create(**{**BODY, "model": "fake-model"}, n=2)
+                    await create(**{**BODY, "model": "fake-model"}, n=200)
                 assert bad.value.param == "n"
                 with pytest.raises(openai.NotFoundError):
                     await create(**BODY)
@@ -223,3 +223,86 @@ def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.stdout.read() == "ended in order\n"
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_official_sdk_gets_completions_choices_and_log_probabilities() -> None:
+    engine = FakeEngine("é", "🎉", (END,))
+
+    async def scenario() -> None:
+        async with (
+            serving(fake_session(engine)) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as sdk,
+        ):
+            whole = await sdk.completions.create(model="any", prompt=["x", "y"], n=2, logprobs=1, echo=True)
+            assert [choice.text for choice in whole.choices] == ["xé🎉", "xé🎉", "yé🎉", "yé🎉"]
+            assert whole.choices[0].logprobs.text_offset == [0, 0, 1, 1, 2, 2, 2, 2]
+            texts = ["", ""]
+            async for chunk in await sdk.completions.create(model="any", prompt="x", n=2, stream=True):
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+            assert texts == ["é🎉", "é🎉"]
+            chat = await sdk.chat.completions.create(**BODY, n=2, logprobs=True, top_logprobs=2)
+            assert [choice.message.content for choice in chat.choices] == ["é🎉", "é🎉"]
+            entries = chat.choices[1].logprobs.content
+            assert b"".join(bytes(entry.bytes) for entry in entries) == "é🎉".encode()
+            assert [len(entry.top_logprobs) for entry in entries] == [2] * 6
+            assert chat.usage.completion_tokens == 12
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_the_official_sdk_puts_a_stream_of_choices_and_log_probabilities_together() -> None:
+    engine = FakeEngine("a", b"\xc3", b"\xa9", (END,))
+
+    async def scenario() -> None:
+        async with (
+            serving(fake_session(engine)) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as sdk,
+            sdk.chat.completions.stream(**BODY, n=2, logprobs=True) as stream,
+        ):
+            async for _ in stream:
+                pass
+            answer = await stream.get_final_completion()
+            for choice in answer.choices:
+                assert choice.message.content == "aé"
+                assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content) == "aé".encode()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_a_busy_server_is_told_to_the_official_sdk_with_the_time_to_wait() -> None:
+    engine = FakeEngine("a")
+    engine.refusal = Overloaded("the queue is full", retry_after_s=7)
+
+    async def scenario() -> None:
+        async with (
+            serving(fake_session(engine)) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk,
+        ):
+            with pytest.raises(openai.RateLimitError) as busy:
+                await sdk.chat.completions.create(**STREAM)
+            assert busy.value.response.headers["retry-after"] == "7"
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_pings_of_a_completion_are_empty_texts() -> None:
+    computed = asyncio.Event()
+    engine = FakeEngine(computed, "hi", (END,))
+
+    async def scenario() -> list[str]:
+        texts: list[str] = []
+        async with (
+            serving(fake_session(engine), ServerConfig(ping_interval_s=0.02)) as url,
+            httpx.AsyncClient(base_url=url) as client,
+            client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    texts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                    if len(texts) == 3:
+                        computed.set()
+        return texts
+
+    texts = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+    assert texts[:3] == ["", "", ""]
+    assert "".join(texts) == "hi"

@@ -1,7 +1,7 @@
 """Rolling back equals never having drafted, restoring equals never having left: bit for bit, for every kind of state.
 
-Random programs of windows, commits, rollbacks, checkpoints and restores run on the tiny models and are compared with the
-same tokens fed one at a time.
+Random programs of windows, commits, rollbacks, checkpoints and restores run on the tiny models and are compared with
+the same tokens fed one at a time.
 """
 
 from collections.abc import Iterator
@@ -114,6 +114,41 @@ def test_random_programs_equal_token_by_token(kind: str, program: list[tuple]) -
         elif action == "window" and sequence.state.length + numbers[0] <= LENGTH:
             for position, logits in sequence.window(*numbers):
                 assert mx.array_equal(logits, expected(kind)[position]), position
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    chunks=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    marks=st.sets(st.integers(1, 59), min_size=1, max_size=4),
+    cut=st.integers(1, 59),
+)
+def test_a_state_put_together_from_parts_goes_on_as_if_never_left(
+    kind: str, chunks: list[int], marks: set[int], cut: int
+) -> None:
+    """Spans of keys, cut anywhere, and a snapshot noted in the middle of a chunk."""
+    sequence = Sequence(packed(kind))
+    snapshots: dict[int, SequenceRecord] = {}
+    for num_tokens in chunks:
+        start = sequence.state.length
+        end = min(LENGTH - 1, start + num_tokens)
+        if start == end:
+            break
+        inside = tuple(sorted(mark for mark in marks if start < mark < end))
+        sequence.state.begin(end - start, marks=inside)
+        logits = sequence.model.forward([Row(sequence.state, SENTENCE[start:end])], [end - start - 1])
+        mx.eval(logits, sequence.state.arrays())
+        snapshots.update(sequence.state.take_snapshots())
+        sequence.state.commit(end - start)
+        assert mx.array_equal(logits[0], expected(kind)[end - 1])
+    snapshots[sequence.state.length] = sequence.state.snapshot()
+    for length, snapshot in snapshots.items():
+        whole = sequence.state.copy_span(0, length)
+        spans = whole.split(cut) if cut < length else (whole,)
+        other = Sequence(packed(kind))
+        other.state.restore_parts(length, spans, snapshot)
+        for position, logits in other.window(1, 0, 1):
+            assert mx.array_equal(logits, expected(kind)[position]), (length, position)
 
 
 @pytest.mark.parametrize("kind", KINDS)

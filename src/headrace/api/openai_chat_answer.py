@@ -1,112 +1,139 @@
-"""Answers of /v1/chat/completions: events as chunks of a stream, or all of them as one object.
-
-A stream is: a chunk with the role, chunks with text, a chunk with the finish reason, a usage chunk if it was asked
-for, `[DONE]`. Usage stands in no other chunk (one client drops the text next to it). A stream that fails ends with
-an error event and without `[DONE]`: the openai SDK raises APIError on the first, and the second would tell other
-clients that the answer is whole.
-"""
+"""Answers of /v1/chat/completions: events as chunks of a stream, or all of them as one object."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.types.events import Event, Finished, Reasoning, Started, Text, Usage
+from headrace.api.openai_answer import AnswerHeading, prompt_logprobs_body, shown_logprob, usage_body
+from headrace.types.events import Event, Finished, PromptScores, Reasoning, Started, Text, TokenScore, Usage
 
-DONE = b"data: [DONE]\n\n"
-
-# Line ends to some clients' readers, though not to the standard of event streams; JSON leaves them as they are.
-_SOFT_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_CHUNK = "chat.completion.chunk"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHeading:
-    """What every piece of an answer repeats.
+class ChatAnswer:
+    """Writes one answer.
 
-    id: random, never used twice (clients merge answers of one id). model: the name that the answer is given under.
+    num_choices: how many it has. tells_logprobs: whether they were asked for.
     reasoning_field: name of the thinking text.
     """
 
-    id: str
-    model: str
-    reasoning_field: str = "reasoning_content"
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(
+        self,
+        heading: AnswerHeading,
+        num_choices: int = 1,
+        *,
+        tells_logprobs: bool = False,
+        reasoning_field: str = "reasoning_content",
+    ) -> None:
+        self._heading = heading
+        self._num_choices = num_choices
+        self._tells_logprobs = tells_logprobs
+        self._reasoning_field = reasoning_field
+        self._open = list(range(num_choices))
 
-
-def answer_chunks(heading: AnswerHeading, event: Event, include_usage: bool) -> Iterator[dict[str, Any]]:
-    """Chunks that say what one event says."""
-    match event:
-        case Started():
-            yield _chunk(heading, {"role": "assistant", "content": ""})
-        case Text(text):
-            yield _chunk(heading, {"content": text})
-        case Reasoning(text):
-            yield _chunk(heading, {heading.reasoning_field: text})
-        case Finished(reason, usage):
-            yield _chunk(heading, {}, reason.value)
-            if include_usage:
-                yield {**_head(heading, "chat.completion.chunk"), "choices": [], "usage": usage_body(usage)}
-        case _:
-            raise TypeError(f"a chat answer has no form for {type(event).__name__}")
-
-
-def ping_chunk(heading: AnswerHeading) -> dict[str, Any]:
-    """A sign of life. An empty delta is data to every client, while a comment resets only some of their timers."""
-    return _chunk(heading, {})
-
-
-def whole_answer(heading: AnswerHeading, events: Iterable[Event]) -> dict[str, Any]:
-    """The answer as one object; `events` are all of a session's, Finished the last."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    for event in events:
+    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Chunks that say what one event says; a choice begins with one that has the role."""
         match event:
             case Started():
-                pass
-            case Text(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case Finished(reason, usage):
-                message = {"role": "assistant", "content": "".join(content), "refusal": None}
-                if reasoning:
-                    message[heading.reasoning_field] = "".join(reasoning)
-                choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason.value}
-                return {**_head(heading, "chat.completion"), "choices": [choice], "usage": usage_body(usage)}
+                for choice in range(self._num_choices):
+                    yield self._chunk(choice, {"role": "assistant", "content": ""})
+            case Text(text, choice, scores):
+                yield self._chunk(choice, {"content": text}, scores)
+            case Reasoning(text, choice, scores):
+                yield self._chunk(choice, {self._reasoning_field: text}, scores)
+            case Finished(reason, _, choice, scores):
+                self._open.remove(choice)
+                yield self._chunk(choice, {}, scores, reason.value)
             case _:
-                raise TypeError(f"a chat answer has no form for {type(event).__name__}")
-    raise ValueError("the events of an answer end with Finished")
+                raise TypeError(f"a chat's stream has no form for {type(event).__name__}")
+
+    def ping(self) -> dict[str, Any]:
+        """A chunk with an empty delta, of a choice that goes on."""
+        return self._chunk(self._open[0] if self._open else 0, {})
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The chunk with the token counts, which has no choices."""
+        return {**self._heading.of(_CHUNK), "choices": [], "usage": usage_body(usage)}
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The answer as one object. Raises ValueError if a choice has not finished."""
+        written = [_Choice() for _ in range(self._num_choices)]
+        prompt_scores: tuple[TokenScore, ...] | None = None
+        usage: Usage | None = None
+        for event in events:
+            match event:
+                case Started():
+                    pass
+                case PromptScores(_, scores):
+                    prompt_scores = scores
+                case Text() | Reasoning() | Finished():
+                    written[event.choice].take(event)
+                    usage = event.usage if isinstance(event, Finished) else usage
+                case _:
+                    raise TypeError(f"a chat's answer has no form for {type(event).__name__}")
+        if usage is None:
+            raise ValueError("the events of an answer end with Finished")
+        choices = [self._whole_choice(index, choice) for index, choice in enumerate(written)]
+        answer = {**self._heading.of("chat.completion"), "choices": choices, "usage": usage_body(usage)}
+        if prompt_scores is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_body(prompt_scores)
+        return answer
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.content), "refusal": None}
+        if choice.reasoning:
+            message[self._reasoning_field] = "".join(choice.reasoning)
+        logprobs = _logprobs(choice.scores) if self._tells_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason()}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        scores: Sequence[TokenScore] = (),
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        logprobs = _logprobs(scores) if scores else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._heading.of(_CHUNK), "choices": [choice]}
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts in OpenAI's names."""
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-    }
+@dataclass(slots=True)
+class _Choice:
+    """What one choice has said so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def take(self, event: Text | Reasoning | Finished) -> None:
+        """Adds an event."""
+        self.scores += event.scores
+        match event:
+            case Text(text):
+                self.content.append(text)
+            case Reasoning(text):
+                self.reasoning.append(text)
+            case Finished():
+                self.finished = event
+
+    def finish_reason(self) -> str:
+        """Why it ended. Raises ValueError if it did not."""
+        if self.finished is None:
+            raise ValueError("each choice of an answer ends with Finished")
+        return self.finished.reason.value
 
 
-def server_sent(data: dict[str, Any]) -> bytes:
-    """One event of a stream."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_SOFT_LINE_ENDS)
-    return f"data: {text}\n\n".encode()
+def _logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
+    content = [{**_scored(score), "top_logprobs": [_scored(each) for each in score.top]} for score in scores]
+    return {"content": content, "refusal": None}
 
 
-def _head(heading: AnswerHeading, kind: str) -> dict[str, Any]:
-    return {
-        "id": heading.id,
-        "object": kind,
-        "created": heading.created,
-        "model": heading.model,
-    }
-
-
-def _chunk(heading: AnswerHeading, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    return {**_head(heading, "chat.completion.chunk"), "choices": [choice]}
+def _scored(score: TokenScore) -> dict[str, Any]:
+    assert score.logprob is not None, "an answer's tokens all have log-probabilities"
+    # A special token is no part of the text, so it has no bytes in it.
+    data = None if score.data is None else list(score.data)
+    return {"token": score.text, "logprob": shown_logprob(score.logprob), "bytes": data}

@@ -1,43 +1,30 @@
-"""Chat fields that are known and not honoured: what each may hold without changing the answer.
+"""Fields that are known and not honoured: what each may hold without changing the answer.
 
-A field in NEUTRAL_VALUES with any other value is refused with its name. A field in WITHOUT_EFFECT is accepted
+A field in `neutral_values` with any other value is refused with its name. A field in `without_effect` is accepted
 whatever it holds. All other fields that no body declares are accepted and reported as ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import UnsupportedField
 
-NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    # OpenAI's own fields. `null` is neutral everywhere.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """Known fields of one route beside those that its body declares. `null` is neutral everywhere."""
+
+    neutral_values: Mapping[str, tuple[Any, ...]]
+    without_effect: frozenset[str]
+
+
+# Fields of OpenAI's and of other servers of open models that either route may be sent.
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "n": (1,),
-    "audio": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "web_search_options": (),
-    # Fields that other servers of open models take.
-    "add_special_tokens": (False,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "documents": ([],),
     "dry_multiplier": (0,),
-    "echo": (False,),
     "grammar": ("",),
     "guided_choice": (),
     "guided_grammar": (),
@@ -47,54 +34,83 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "mirostat": (0,),
-    "mm_processor_kwargs": ({},),
-    "priority": (0,),
-    "prompt_logprobs": (),
     "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
 
-WITHOUT_EFFECT = frozenset(
+_WITHOUT_EFFECT = frozenset(
     {
         "metadata",
-        # Without tools there are no calls that could be parallel.
-        "parallel_tool_calls",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
-        "user",
-        # A wish that no open model's template reads.
-        "verbosity",
     }
 )
 
+CHAT_FIELDS = FieldRules(
+    {
+        **_NEUTRAL_VALUES,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "add_special_tokens": (False,),
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "thinking_token_budget": (),
+        "web_search_options": (),
+    },
+    # Without tools there are no calls that could be parallel; verbosity is a wish that no open model's template reads.
+    _WITHOUT_EFFECT | {"parallel_tool_calls", "verbosity"},
+)
 
-def refuse_unbuilt(body: Mapping[str, Any]) -> None:
+COMPLETION_FIELDS = FieldRules(
+    {**_NEUTRAL_VALUES, "add_special_tokens": (True,), "prompt_embeds": (), "suffix": ("",)}, _WITHOUT_EFFECT
+)
+
+TOKENIZE_FIELDS = FieldRules(
+    {
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+        "return_token_strs": (False,),
+        "tools": ([],),
+    },
+    frozenset(),
+)
+
+DETOKENIZE_FIELDS = FieldRules({}, frozenset())
+
+
+def refuse_unbuilt(body: Mapping[str, Any], rules: FieldRules) -> None:
     """Raises UnsupportedField for the first field that would change the answer and can't be honoured."""
-    for name, neutrals in NEUTRAL_VALUES.items():
+    for name, neutrals in rules.neutral_values.items():
         value = body.get(name)
         if value is not None and not any(_same(value, neutral) for neutral in neutrals):
             raise UnsupportedField(f"{name} is not supported with this value", param=name)
 
 
-def unknown_fields(body: Mapping[str, Any], declared: Mapping[str, Any]) -> tuple[str, ...]:
+def unknown_fields(body: Mapping[str, Any], declared: Mapping[str, Any], rules: FieldRules) -> tuple[str, ...]:
     """Names in a body that nobody knows, sorted."""
-    return tuple(sorted(body.keys() - declared.keys() - NEUTRAL_VALUES.keys() - WITHOUT_EFFECT))
+    return tuple(sorted(body.keys() - declared.keys() - rules.neutral_values.keys() - rules.without_effect))
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -13,7 +13,7 @@ from typing import TextIO
 from headrace.config import load_config
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
-from headrace.session import Session
+from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.events import Finished, Reasoning, Text
 

@@ -1,9 +1,10 @@
-"""`headrace serve | chat | doctor`: finds the command, runs it, and says in one line what went wrong."""
+"""`headrace serve | chat | doctor | bench`: finds the command, runs it, and says in one line what went wrong."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -18,6 +19,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("headrace.cli.serve", "serve a model over HTTP"),
     "chat": ("headrace.cli.chat", "chat with a model in the terminal"),
     "doctor": ("headrace.cli.doctor", "say what this machine can do, and how a model would run on it"),
+    "bench": ("headrace.cli.bench", "measure a server, alone or beside others"),
 }
 
 _USAGE_ERROR = 2
@@ -46,6 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse ends this way after --help.
         return int(end.code or 0)
     return 0
+
+
+def command() -> int:
+    """The `headrace` command: `main`, and the process's end after an interruption."""
+    code = main()
+    if code == _INTERRUPTED:
+        # The engine's thread may be loading a model, in the middle of MLX's work: an ordinary exit would abort there.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _without_command(words: Sequence[str]) -> int:

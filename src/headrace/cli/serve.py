@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 from headrace.config import Config, load_config
 from headrace.engine.engine import Engine
+from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
-from headrace.session import Session
+from headrace.session.session import Session
 
 
 def run(argv: Sequence[str]) -> None:
     """Loads the model and serves it until a signal comes. Raises ConfigError and ModelError."""
     config = load_config(argv, program="headrace serve", about="Serve a model over HTTP.")
+    use_log_format(config.server.log_format)
     with open_listener(config.server) as listener:
         engine = Engine.launch(config)
         try:

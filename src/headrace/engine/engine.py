@@ -1,6 +1,6 @@
 """The engine as the rest of the house sees it.
 
-    asyncio ── Submit, Abort ──▶ inbox ──▶ the engine's thread ──▶ one asyncio queue per request
+    asyncio ── Submit, Abort, Inspect ──▶ inbox ──▶ the engine's thread ──▶ one asyncio queue per request
 
 MLX ties arrays to the thread that made them, so that thread also loads the model.
 """
@@ -11,28 +11,107 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 
 from headrace.backend import blas, device, limits
 from headrace.config import Config
-from headrace.engine.loop import Abort, Command, Loop, Stop, Submit
+from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, MemoryPlan, Stop, Submit
+from headrace.engine.memory import fitting_context, state_budget, state_cost
+from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
-from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError
 from headrace.models.load import LoadedModel, load
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
+from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
-from headrace.types.events import TokenOutput
+from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
+from headrace.types.status import EngineStatus
 
 logger = logging.getLogger(__name__)
 
-PREFILL_CHUNK = {"cpu": 512, "cuda": 2048, "metal": 2048}
+SNAPSHOT_GRID = 1
+"""Snapshots are taken at the very token where conversations branch, not at a multiple of anything."""
+
+DEFAULT_CONTEXT = 4096
+"""For models that name no length, unless the configuration does (recurrent ones have no limit of their own)."""
+
+PREFILL_CHUNK = {"cpu": 256, "cuda": 2048, "metal": 2048}
 """Prompt tokens per step unless the configuration says otherwise: a step stays under about a second."""
+
+
+Answer = TypeVar("Answer")
+
+
+def _call(event_loop: asyncio.AbstractEventLoop, take: Callable[[Answer], None], value: Answer) -> None:
+    """Let an event loop take a value that another thread has; nothing happens if that loop is closed."""
+    with suppress(RuntimeError):
+        event_loop.call_soon_threadsafe(take, value)
+
+
+class OutputStream:
+    """Outputs of one request, to be iterated once. Closing it, or losing its task, aborts the request in one step.
+
+    It ends after the last choice's finish. Raises GenerationFailed, RequestCancelled and EngineDead.
+    """
+
+    def __init__(self, request: GenerationRequest, send: Callable[[Command], None]) -> None:
+        self._request_id = request.request_id
+        self._num_open = request.num_choices
+        self._send = send
+        self._items: asyncio.Queue[Accepted | TokenOutput | HeadraceError] = asyncio.Queue()
+        self._event_loop = asyncio.get_running_loop()
+        self._is_over = False
+
+    def sink(self, item: Accepted | TokenOutput | HeadraceError) -> None:
+        """Called by the engine's thread."""
+        try:
+            self._event_loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the event loop is closed: nobody waits for this request any more
+            self._send(Abort(self._request_id))
+
+    async def accepted(self) -> None:
+        """Wait until the request is queued, or raise why it is not."""
+        item = await self._items.get()
+        if isinstance(item, HeadraceError):
+            self._is_over = True
+            raise item
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, TokenOutput):
+            self._num_open -= item.finish_reason is not None
+            self._is_over = self._num_open == 0
+            return item
+        self._is_over = True
+        assert isinstance(item, HeadraceError), "a request is accepted once"
+        raise item
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the request for a reason that only its reader sees, as a stop string; it is counted under that."""
+        if not self._is_over:
+            self._is_over = True
+            self._send(Abort(self._request_id, reason=reason))
+
+    async def aclose(self) -> None:
+        """Abort the request if it is not over."""
+        if not self._is_over:
+            self._is_over = True
+            self._send(Abort(self._request_id))
 
 
 class Engine:
@@ -68,37 +147,44 @@ class Engine:
         """None while all is well, else why no request can be served."""
         return self._death
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Outputs of one request, the last one with a finish reason.
+    async def submit(self, request: GenerationRequest) -> OutputStream:
+        """Queue a request; its outputs come from the stream that this gives.
 
-        Closing the generator, or cancelling its task, aborts the request within one step.
-        Raises InvalidRequest (of the scheduler), GenerationFailed and EngineDead.
+        Raises what the scheduler refuses (InvalidRequest, ContextTooLong, Overloaded) and EngineDead.
         """
-        outputs: asyncio.Queue[TokenOutput | HeadraceError] = asyncio.Queue()
-        event_loop = asyncio.get_running_loop()
-
-        def sink(item: TokenOutput | HeadraceError) -> None:
-            try:
-                event_loop.call_soon_threadsafe(outputs.put_nowait, item)
-            except RuntimeError:  # the event loop is closed: nobody waits for this request any more
-                self._inbox.put(Abort(request.request_id))
-
+        stream = OutputStream(request, self._inbox.put)
         self._refuse_if_dead()
-        self._inbox.put(Submit(request, sink))
-        is_over = False
+        self._inbox.put(Submit(request, stream.sink, time.monotonic()))
         try:
             # the thread may have died between the check and the put, and then nobody reads the inbox
             self._refuse_if_dead()
-            while not is_over:
-                item = await outputs.get()
-                if isinstance(item, HeadraceError):
-                    is_over = True
-                    raise item
-                is_over = item.finish_reason is not None
-                yield item
-        finally:
-            if not is_over:
-                self._inbox.put(Abort(request.request_id))
+            await stream.accepted()
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+    async def abort(self, request_id: str) -> bool:
+        """Cancel a request by its id; its stream raises RequestCancelled. False if it is not being worked on."""
+        return await self._ask(lambda reply: Abort(request_id, reply))
+
+    async def status(self) -> EngineStatus:
+        """How things stand between two steps. Raises EngineDead."""
+        return await self._ask(Inspect)
+
+    async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
+        """Put a command that is answered into the inbox and wait for the answer."""
+        event_loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer] = event_loop.create_future()
+
+        def settle(value: Answer) -> None:
+            if not answer.done():
+                answer.set_result(value)
+
+        self._refuse_if_dead()
+        self._inbox.put(command(partial(_call, event_loop, settle)))
+        self._refuse_if_dead()
+        return await answer
 
     def stop(self) -> None:
         """End the thread after the step in progress; requests that are still running get EngineDead."""
@@ -119,10 +205,14 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            loaded, self._model = _prepare(self._config)
-            loop = Loop(Runner(loaded.packed), _scheduler(self._config, self._model), self._inbox)
-        except BaseException as error:  # handed to whoever called launch
+            loop, self._model = _prepare(self._config, self._inbox)
+        except HeadraceError as error:  # handed to whoever called launch
             self._launch_error = error
+            return
+        except Exception as error:  # the outer wall to mlx-lm's model files, which may raise anything
+            logger.exception("the model can't be served")
+            self._launch_error = ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {error}")
+            self._launch_error.__cause__ = error
             return
         finally:
             self._is_ready.set()
@@ -144,7 +234,7 @@ def diagnose(config: Config) -> list[str]:
         engine.stop()
 
 
-def _prepare(config: Config) -> tuple[LoadedModel, ModelDescription]:
+def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, ModelDescription]:
     """Everything before the first request, on the engine's thread."""
     products = blas.install(config.models.numerics)
     limits.restore_open_files()
@@ -157,26 +247,65 @@ def _prepare(config: Config) -> tuple[LoadedModel, ModelDescription]:
         self_check=config.models.self_check,
         device=here,
     )
-    machine = (
+    weights_bytes = mx.get_active_memory()
+    budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
+    cost = state_cost(loaded.packed)
+    max_model_len = _context(config, loaded, MemoryBudget(budget_bytes, cost.num_bytes))
+    report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",
+        *loaded.report,
+        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
+        f"{budget_bytes / 1e9:.1f} GB for all",
     )
-    return loaded, _describe(config, files, loaded, machine)
+    prefixes = None
+    if config.engine.prefix_cache == "on":
+        prefixes = PrefixPool(
+            files.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, grid=SNAPSHOT_GRID
+        )
+    chunk = config.engine.prefill_chunk
+    scheduler = Scheduler(
+        config.engine.max_num_seqs,
+        PREFILL_CHUNK[here.kind] if chunk is None else chunk,
+        max_model_len,
+        memory=MemoryBudget(budget_bytes, cost.num_bytes),
+        max_queue=config.engine.max_queue,
+        prefixes=prefixes,
+    )
+    runner = Runner(loaded.packed, loaded.vocab_size, prefixes)
+    loop = Loop(runner, scheduler, prefixes, MemoryPlan(budget_bytes, weights_bytes), inbox)
+    return loop, _describe(files, loaded, max_model_len, report)
 
 
 def _files(config: Config) -> ModelFiles:
-    if config.model == "smollm2" and not Path(config.model).is_dir():
+    is_path = Path(config.model).expanduser().is_dir()
+    if config.model == "smollm2" and not is_path:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
     directory = locate(config.model)
-    is_path = Path(config.model).expanduser().is_dir()
     return read_files(directory.name if is_path else config.model, directory)
 
 
-def _describe(config: Config, files: ModelFiles, loaded: LoadedModel, machine: tuple[str, ...]) -> ModelDescription:
-    own, wanted = files.context_length, config.engine.max_model_len
-    if wanted is not None and wanted > own:
+def _context(config: Config, loaded: LoadedModel, memory: MemoryBudget) -> int:
+    """Tokens of prompt and answer together: as configured, else the model's own as far as memory allows.
+
+    Raises ConfigError for a configured length that the model or the memory doesn't have.
+    """
+    wanted = config.engine.max_model_len
+    own = loaded.context_length if loaded.context_length is not None else wanted or DEFAULT_CONTEXT
+    fitting = fitting_context(memory.budget_bytes, memory.cost, own)
+    if wanted is None:
+        return fitting
+    if wanted > own:
         raise ConfigError(f"max_model_len {wanted} is over the model's own context of {own} tokens")
-    max_model_len = wanted if wanted is not None else own
+    if wanted > fitting:
+        raise ConfigError(
+            f"max_model_len {wanted} takes {memory.cost(wanted) / 1e9:.2f} GB of state, "
+            f"but memory leaves {memory.budget_bytes / 1e9:.2f} GB: at most {fitting} tokens fit"
+        )
+    return wanted
+
+
+def _describe(files: ModelFiles, loaded: LoadedModel, max_model_len: int, report: tuple[str, ...]) -> ModelDescription:
     return ModelDescription(
         name=files.name,
         directory=files.directory,
@@ -187,16 +316,5 @@ def _describe(config: Config, files: ModelFiles, loaded: LoadedModel, machine: t
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=files.eos_token_ids,
-        report=(
-            *machine,
-            *loaded.report,
-            f"context: {max_model_len} tokens",
-        ),
+        report=report,
     )
-
-
-def _scheduler(config: Config, model: ModelDescription) -> Scheduler:
-    chunk = config.engine.prefill_chunk
-    if chunk is None:
-        chunk = PREFILL_CHUNK[device.device_kind()]
-    return Scheduler(config.engine.max_num_seqs, chunk, model.max_model_len)

@@ -4,34 +4,59 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
+from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
-from headrace.errors import EngineDead, GenerationFailed, HeadraceError
-from headrace.scheduler.scheduler import Scheduler, StepOutcome
+from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
+from headrace.metrics.stats import Stats
+from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
 from headrace.types.events import TokenOutput
 from headrace.types.request import GenerationRequest
+from headrace.types.status import EngineStatus, MemoryStatus
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[TokenOutput | HeadraceError], None]
-"""Takes a request's outputs, or the error that ended it, on their way to whoever asked. Never blocks."""
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request is queued; the first thing that a sink gets unless it gets an error."""
+
+
+Sink = Callable[[Accepted | TokenOutput | HeadraceError], None]
+"""Takes what becomes of a request, on its way to whoever asked: Accepted, then outputs, or an error. Never blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Begin a request."""
+    """Begin a request. now: when it was asked for, in monotonic seconds."""
 
     request: GenerationRequest
     sink: Sink
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Give a request up. An id that is not known (any more) is no error: it may just have finished."""
+    """Give a request up; `reply` gets whether it was being worked on. reason: under which it is counted.
+
+    An id that is not known (any more) is no error: it may just have finished.
+    """
 
     request_id: str
+    reply: Callable[[bool], None] | None = None
+    reason: str = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Say how things stand between two steps."""
+
+    reply: Callable[[EngineStatus], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +64,34 @@ class Stop:
     """End the thread after the step in progress."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | Inspect | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that are known once the model is loaded."""
+
+    budget_bytes: int
+    weights_bytes: int
 
 
 class Loop:
     """What the thread does until it is stopped. Only `inbox` may be touched from outside."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, inbox: queue.SimpleQueue[Command]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        prefixes: PrefixPool | None,
+        memory: MemoryPlan,
+        inbox: queue.SimpleQueue[Command],
+    ) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._memory = memory
         self._inbox = inbox
+        self._stats = Stats()
         self._requests: dict[str, GenerationRequest] = {}
         self._sinks: dict[str, Sink] = {}
         self._is_stopping = False
@@ -57,13 +100,19 @@ class Loop:
         """Work until a Stop arrives. Whatever raises here ends the thread; see `fail_all`."""
         while True:
             self._receive()
-            self._runner.free(self._scheduler.released())
+            self._free()
             if self._is_stopping:
                 break
             plan = self._scheduler.schedule()
-            if plan.chunks:
-                result = self._runner.execute(plan, self._requests)
-                self._publish(self._scheduler.update(result))
+            if not plan.chunks:
+                continue
+            started = time.monotonic()
+            for chunk in plan.chunks:
+                self._stats.scheduled(chunk.request_id, started)
+            result = self._runner.execute(plan, self._requests)
+            now = time.monotonic()
+            self._stats.stepped()
+            self._publish(self._scheduler.update(result, now - started, now), now)
         self.fail_all(EngineDead("the server is shutting down"))
 
     def fail_all(self, error: HeadraceError) -> None:
@@ -72,6 +121,10 @@ class Loop:
             command = self._inbox.get()
             if isinstance(command, Submit):
                 command.sink(error)
+            elif isinstance(command, Abort) and command.reply is not None:
+                command.reply(False)
+            elif isinstance(command, Inspect):
+                command.reply(self._status())
         for sink in self._sinks.values():
             sink(error)
         self._sinks.clear()
@@ -82,39 +135,86 @@ class Loop:
         is_idle = self._scheduler.num_running + self._scheduler.num_waiting == 0
         if is_idle:
             # rows of what was just finished or aborted are freed before the wait, not after it
-            self._runner.free(self._scheduler.released())
+            self._free()
             self._take(self._inbox.get())
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
+    def _free(self) -> None:
+        """Free the rows of what has ended; what it leaves in the prefix cache may take what live states don't need."""
+        self._runner.free(self._scheduler.released())
+        self._scheduler.forget_ended()
+        if self._prefixes is not None:
+            self._prefixes.shrink(self._memory.budget_bytes - self._scheduler.reserved_bytes)
+
     def _take(self, command: Command) -> None:
-        if isinstance(command, Stop):
-            self._is_stopping = True
-        elif isinstance(command, Abort):
-            self._scheduler.abort(command.request_id)
-            self._forget(command.request_id)
-        else:
-            try:
-                self._scheduler.add(command.request)
-            except HeadraceError as error:
-                command.sink(error)
-                return
-            self._requests[command.request.request_id] = command.request
-            self._sinks[command.request.request_id] = command.sink
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort():
+                self._abort(command)
+            case Inspect(reply):
+                reply(self._status())
+            case Stop():
+                self._is_stopping = True
 
-    def _publish(self, outcome: StepOutcome) -> None:
+    def _submit(self, command: Submit) -> None:
+        request = command.request
+        try:
+            self._scheduler.add(request, command.now)
+        except HeadraceError as error:
+            command.sink(error)
+            return
+        self._requests[request.request_id] = request
+        self._sinks[request.request_id] = command.sink
+        self._stats.submitted(request.request_id, len(request.prompt), command.now)
+        command.sink(Accepted())
+
+    def _abort(self, command: Abort) -> None:
+        is_known = self._scheduler.abort(command.request_id)
+        if is_known:
+            self._sinks[command.request_id](RequestCancelled(f"request {command.request_id} was cancelled"))
+            self._end(command.request_id, command.reason)
+        if command.reply is not None:
+            command.reply(is_known)
+
+    def _status(self) -> EngineStatus:
+        memory = MemoryStatus(
+            budget_bytes=self._memory.budget_bytes,
+            weights_bytes=self._memory.weights_bytes,
+            reserved_bytes=self._scheduler.reserved_bytes,
+            state_bytes=self._runner.state_bytes,
+            device_bytes=mx.get_active_memory(),
+        )
+        return EngineStatus(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            requests=self._scheduler.status(time.monotonic()),
+            memory=memory,
+            counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
+        )
+
+    def _publish(self, outcome: StepOutcome, now: float) -> None:
         for output in outcome.outputs:
+            self._stats.output(output, now)
             self._sinks[output.request_id](output)
-            if output.finish_reason is not None:
-                self._forget(output.request_id)
         for failure in outcome.failures:
-            error = failure.error
-            if not isinstance(error, HeadraceError):
-                error = GenerationFailed(f"the engine could not go on with this request: {type(error).__name__}")
-                error.__cause__ = failure.error
-            self._sinks[failure.request_id](error)
-            self._forget(failure.request_id)
+            self._sinks[failure.request_id](_error_of(failure))
+            self._end(failure.request_id, "error")
+        for request_id in outcome.finished:
+            self._end(request_id, None)
 
-    def _forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-        self._sinks.pop(request_id, None)
+    def _end(self, request_id: str, reason: str | None) -> None:
+        """Forget a request. reason: what to count if not the finish reasons of its outputs."""
+        if reason is not None:
+            self._stats.ended(request_id, reason, time.monotonic())
+        del self._requests[request_id]
+        del self._sinks[request_id]
+
+
+def _error_of(failure: RequestFailure) -> HeadraceError:
+    if isinstance(failure.error, HeadraceError):
+        return failure.error
+    error = GenerationFailed(f"the engine could not go on with this request: {type(failure.error).__name__}")
+    error.__cause__ = failure.error
+    return error

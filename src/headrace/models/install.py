@@ -70,10 +70,9 @@ def _mixers_below(parent: nn.Module) -> Iterator[Place]:
     for name, child in parent.children().items():
         if not isinstance(child, nn.Module) or not takes(child, "cache"):
             continue
-        if _hands_cache_on(type(child)):
-            yield from _mixers_below(child)
-        else:
-            yield Place(parent, name, child)
+        below = list(_mixers_below(child)) if _hands_cache_on(type(child)) else []
+        # what hands its cache to something other than a child, its superclass for one, is a mixer itself
+        yield from below or [Place(parent, name, child)]
 
 
 @cache

@@ -11,10 +11,11 @@ import mlx.core as mx
 
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
+from headrace.errors import ModelError
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import Checked, check
-from headrace.models.source import ModelFiles
+from headrace.models.source import CONTEXT_FIELDS, ModelFiles
 from headrace.models.weights import hold, load_weights
 
 logger = logging.getLogger(__name__)
@@ -22,22 +23,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that runs packed steps. report: lines about precision, levels and the self-check."""
+    """A model that runs packed steps.
+
+    context_length: tokens that it was made for; None if neither its files nor its architecture's defaults say.
+    report: lines about precision, levels and the self-check.
+    """
 
     packed: PackedModel
     vocab_size: int
+    context_length: int | None
     report: tuple[str, ...]
 
 
 def load(files: ModelFiles, *, dtype: str, numerics: str, self_check: bool, device: Device) -> LoadedModel:
     """Read the weights, bring them into the precision wanted, put the seams in and check them.
 
-    Raises ModelError if the folder's weights can't be loaded.
+    Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
     started = time.monotonic()
     loaded = load_weights(files)
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
-    logits = _first_logits(loaded.model)
+    try:
+        logits = _first_logits(loaded.model)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     kernels = Kernels(numerics, device.kind)
     if self_check:
         checked = check(loaded.model, kernels, logits.shape[-1], str(logits.dtype).removeprefix("mlx.core."))
@@ -46,7 +55,15 @@ def load(files: ModelFiles, *, dtype: str, numerics: str, self_check: bool, devi
     lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
     if loaded.num_unused:
         lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
-    return LoadedModel(checked.packed, logits.shape[-1], (*lines, *_level_lines(checked)))
+    context_length = files.context_length or _default_context(loaded.model)
+    return LoadedModel(checked.packed, logits.shape[-1], context_length, (*lines, *_level_lines(checked)))
+
+
+def _default_context(model: Any) -> int | None:
+    """What the architecture takes for a config that leaves the length out, as Gemma 3's may."""
+    arguments = [getattr(one, "args", None) for one in (model.get("language_model"), model)]
+    lengths = [getattr(one, field, None) for one in arguments for field in CONTEXT_FIELDS]
+    return next((length for length in lengths if isinstance(length, int)), None)
 
 
 def _first_logits(model: Any) -> mx.array:

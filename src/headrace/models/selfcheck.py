@@ -1,13 +1,14 @@
 """Comparing a packed model with the untouched one before it serves.
 
 Seams are chosen by reading a module's source, which can be wrong without a sound (one of 84 tried was). So a few
-random tokens go through the untouched model first, then through packed steps that mix rows, chunk lengths and a rejected
-window. A class whose results differ drops a level, and the report says so.
+random tokens go through the untouched model first, then through packed steps that mix rows, chunk lengths and a
+rejected window. A class whose results differ drops a level, and the report says so.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ class Margin:
 
     def within(self, precision: str) -> bool:
         """Whether the difference is one of rounding."""
-        return self.difference <= TOLERANCE[precision] * max(1.0, self.scale)
+        return math.isfinite(self.difference) and self.difference <= TOLERANCE[precision] * max(1.0, self.scale)
 
     def __str__(self) -> str:
         return f"largest difference {self.difference:.1e} at logits up to {self.scale:.1f}"
@@ -143,10 +144,10 @@ def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
         except Exception:  # an outer wall: foreign code meets our view, and any way to fail means "doesn't fit"
             logger.debug("packed step raised", exc_info=True)
             return None
-        difference = max(difference, float(apart))
+        # NaN compares false with everything: make it the worst difference there is
+        difference = max(difference, float(apart) if math.isfinite(float(apart)) else math.inf)
         for state, (num_kept, num_junk) in zip(states, step, strict=True):
             if num_kept + num_junk:
                 state.rollback(num_junk)
     scale = max(float(mx.abs(logits).max()) for logits in reference.logits)
-    # NaN compares false with everything: make it the worst difference there is
-    return Margin(difference if difference == difference else float("inf"), scale)
+    return Margin(difference, scale)

@@ -26,8 +26,6 @@ NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_
 """Where vision-language checkpoints keep the text model's part of config.json."""
 
 CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length", "n_ctx")
-DEFAULT_CONTEXT = 4096
-"""For configs that name no length (recurrent models without a limit of their own)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +47,13 @@ class ModelFiles:
         return str(self.text_config.get("model_type", self.config["model_type"])).removesuffix("_text")
 
     @property
-    def context_length(self) -> int:
-        """The longest sequence that the checkpoint was made for, in tokens."""
+    def context_length(self) -> int | None:
+        """The longest sequence that the checkpoint was made for, in tokens; None if the files don't say."""
         for config in (self.text_config, self.config):
             for field in CONTEXT_FIELDS:
                 if isinstance(config.get(field), int):
                     return int(config[field])
-        return DEFAULT_CONTEXT
+        return None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, load_model
@@ -39,7 +42,7 @@ def load_weights(files: ModelFiles) -> Loaded:
     num_unused = 0
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        model_class, arguments_class = _get_classes(config)
+        model_class, arguments_class = _classes_of(config)
 
         def check_names(self: nn.Module, weights: Any, strict: bool = True) -> nn.Module:
             nonlocal num_unused
@@ -55,17 +58,38 @@ def load_weights(files: ModelFiles) -> Loaded:
         derived = type(model_class.__name__, (model_class,), {"load_weights": check_names})
         return derived, arguments_class
 
+    # model classes edit the config that they are given, nested parts too
+    config: dict[str, Any] = copy.deepcopy(dict(files.config))
     try:
-        model, _ = load_model(files.directory, lazy=True, model_config=dict(files.config), get_model_classes=classes)
+        model, _ = load_model(files.directory, lazy=True, model_config=config, get_model_classes=classes)
     except ModelError:
         raise
     except FileNotFoundError as error:
         raise ModelError(f"{files.directory} holds no model*.safetensors") from error
     except (ValueError, TypeError, KeyError, RuntimeError, SystemExit) as error:
         # SystemExit: a model file of mlx-lm that wants a package which is not there ends the process
-        raise ModelError(f"{files.name} can't be loaded: {error}") from error
+        broken = _broken_file(files.directory)
+        raise ModelError(f"{broken or files.name} can't be loaded: {error}") from error
     model.eval()
     return Loaded(model, num_unused)
+
+
+def _classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    try:
+        model_class, arguments_class = _get_classes(config)
+    except AttributeError as error:  # a module of mlx-lm that is not a model
+        raise ModelError(f"mlx-lm has no model of type {config['model_type']}") from error
+    return model_class, arguments_class
+
+
+def _broken_file(folder: Path) -> Path | None:
+    """The first file of weights that can't be read on its own; mlx's errors don't name it."""
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            mx.load(str(file))
+        except RuntimeError:
+            return file
+    return None
 
 
 def _flat(tree: Any) -> list[tuple[str, Any]]:
@@ -100,12 +124,28 @@ def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
     if dtype == "stored":
         mx.eval(model.parameters())
         return f"weights: {stored}, as stored"
-    target = getattr(mx, dtype)
     if dtype == "float32":
         _dequantize(model)
-    model.set_dtype(target)
+    _cast(model, getattr(mx, dtype))
     mx.eval(model.parameters())
+    if _is_quantised(model):
+        return f"weights: {_stored_precision(model)}, as stored, and {dtype} around them"
     return f"weights: {dtype}" + ("" if stored == dtype else f", stored as {stored}")
+
+
+def _cast(model: Any, dtype: mx.Dtype) -> None:
+    """All floats to `dtype`; what the family wants kept out of half precision stays as stored."""
+    casts = None if dtype == mx.float32 else getattr(model, "cast_predicate", None)
+
+    def cast_one(path: str, array: mx.array) -> mx.array:
+        stays = not mx.issubdtype(array.dtype, mx.floating) or (casts is not None and not casts(path))
+        return array if stays else array.astype(dtype)
+
+    model.update(tree_map_with_path(cast_one, model.parameters()))
+
+
+def _is_quantised(model: Any) -> bool:
+    return any("scales" in module for _, module in model.named_modules())
 
 
 def _stored_precision(model: Any) -> str:
@@ -161,17 +201,27 @@ def _plain(module: Any) -> nn.Module | None:
     if make is None:
         return None
     plain: Any = make()
-    plain.weight = mx.dequantize(
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=getattr(module, "mode", "affine"),
-        global_scale=module.get("global_scale"),
-        dtype=mx.float32,
-    )
+    plain.weight = _dequantized(module)
     if "bias" in module:
         plain.bias = module.bias
     plain.eval()
     return cast(nn.Module, plain)
+
+
+def _dequantized(module: Any) -> mx.array:
+    """The numbers that a quantised module's weight stands for, in float32."""
+    mode = getattr(module, "mode", "affine")
+    dequantize = partial(mx.dequantize, group_size=module.group_size, bits=module.bits, mode=mode, dtype=mx.float32)
+    biases, global_scale = module.get("biases"), module.get("global_scale")
+    # with scales in half precision `mx.dequantize` would round the numbers to it, whatever dtype is asked for
+    scales = _in_float32(module.scales)
+    if global_scale is not None and global_scale.ndim:
+        # one for each expert, and the function takes a single one
+        experts = zip(module.weight, scales, global_scale, strict=True)
+        return mx.stack([dequantize(weight, scale, global_scale=one) for weight, scale, one in experts])
+    return dequantize(module.weight, scales, None if biases is None else _in_float32(biases), global_scale=global_scale)
+
+
+def _in_float32(numbers: mx.array) -> mx.array:
+    """Scales of the microscaling formats are exponents in bytes: they stay."""
+    return numbers.astype(mx.float32) if mx.issubdtype(numbers.dtype, mx.floating) else numbers

@@ -6,10 +6,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from headrace.sampling.rows import in_blocks
+
 NO_TOKEN = -1
 """Stands in for a token id where a row has no distribution to draw from."""
 
-_BLOCK = 512
 _COARSE = 2.0**24
 """Numbers in [0, 1) with this many steps are exact in float32."""
 
@@ -24,11 +25,8 @@ def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
     The search takes two levels, blocks and then tokens, because one running sum in float32 over a large vocabulary
     loses the tail.
     """
-    num_rows, num_tokens = weights.shape
-    block = min(_BLOCK, num_tokens)
-    num_blocks = -(-num_tokens // block)
-    padded = mx.pad(weights, [(0, 0), (0, num_blocks * block - num_tokens)])
-    blocks = padded.reshape(num_rows, num_blocks, block)
+    blocks = in_blocks(weights, 0.0)
+    _, num_blocks, block = blocks.shape
     borders = mx.cumsum(mx.sum(blocks, axis=-1), axis=-1)
     total = borders[:, -1:]
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from headrace.sampling.adjustment import apply_adjustments, plan_adjustment
 from headrace.sampling.draw import NO_TOKEN, draw
+from headrace.sampling.history import History, needs_history
 from headrace.sampling.random_stream import uniforms
-from headrace.sampling.rows import in_order, pick
+from headrace.sampling.rows import in_order, pick, row_sums
 from headrace.sampling.truncation import Candidates, truncate
 from headrace.types.request import SamplingParams
 
@@ -23,26 +25,62 @@ _HOTTEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row of logits is drawn; `output_index` counts the request's output tokens before it."""
+    """How one row of logits is drawn.
+
+    output_index: number of the request's output tokens before the row.
+    history: the text before the row, for settings that need one, see `needs_history`.
+    stop_token_ids: what `min_tokens` keeps from coming.
+    """
 
     params: SamplingParams
     output_index: int
+    history: History | None = None
+    stop_token_ids: frozenset[int] = frozenset()
 
     @property
     def is_greedy(self) -> bool:
         """Whether nothing is left to chance."""
         return self.params.temperature < GREEDY_BELOW
 
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the row is drawn from other logits than the model's."""
+        params = self.params
+        has_ids = params.allowed_token_ids is not None or params.banned_token_ids or params.logit_bias
+        return bool(has_ids) or self.output_index < params.min_tokens or needs_history(params)
+
+
+def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """The logits [R, V] with each row's bans, bias and penalties applied in the order that SamplingParams gives.
+
+    float32; but the very array that was given if no row has any. Ids outside the vocabulary are ignored.
+    Raises ValueError if there is not one row of settings for each row of logits, or if a row lacks the history that it
+    needs.
+    """
+    _check(logits, rows)
+    num_tokens = logits.shape[-1]
+    adjustments = {}
+    for number, row in enumerate(rows):
+        if row.is_adjusted:
+            if row.history is None and needs_history(row.params):
+                raise ValueError(f"row {number} has penalties or bad words but no history")
+            adjustments[number] = plan_adjustment(
+                row.params, row.output_index, row.history, row.stop_token_ids, num_tokens
+            )
+    return apply_adjustments(logits.astype(mx.float32), adjustments) if adjustments else logits
+
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Token ids, [R] int32, of logits [R, V] in any float type.
 
     A random row is drawn exactly from its `distribution` with the number that belongs to its seed and output index; a
-    greedy row gets its most likely token, of equals the lowest id. A row with a NaN, with +inf or with nothing but
-    -inf gets NO_TOKEN and harms no other; -inf beside finite logits means a token that can't come.
-    Raises ValueError if there is not one row of settings for each row of logits.
+    greedy row gets its most likely token after `adjust`, of equals the lowest id. A row with a NaN, with +inf or with
+    nothing but -inf (as when every token is banned) gets NO_TOKEN and harms no other; -inf beside finite logits means a
+    token that can't come.
+    Raises ValueError like `adjust`.
     """
-    greedy, random = _split(logits, rows)
+    logits = adjust(logits, rows)
+    greedy, random = _split(rows)
     groups: list[tuple[Sequence[int], mx.array]] = []
     if greedy:
         groups.append((greedy, _most_likely(pick(logits, greedy))))
@@ -54,12 +92,13 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 
 def distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """What each row is drawn from, [R, V] float32: temperature, then min_p, top_k and top_p, summing to 1.
+    """What each row is drawn from, [R, V] float32, summing to 1: `adjust`, then temperature, min_p, top_k and top_p.
 
     A greedy row has 1 at its most likely token. A row that `sample` answers with NO_TOKEN is NaN throughout.
-    Raises ValueError if there is not one row of settings for each row of logits.
+    Raises ValueError like `adjust`.
     """
-    greedy, random = _split(logits, rows)
+    logits = adjust(logits, rows)
+    greedy, random = _split(rows)
     groups: list[tuple[Sequence[int], mx.array]] = []
     if greedy:
         ids = _most_likely(pick(logits, greedy))[:, None]
@@ -71,10 +110,13 @@ def distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     return in_order(groups) if groups else mx.zeros(logits.shape, dtype=mx.float32)
 
 
-def _split(logits: mx.array, rows: Sequence[SamplingRow]) -> tuple[list[int], list[int]]:
-    """Numbers of the greedy and of the random rows."""
+def _check(logits: mx.array, rows: Sequence[SamplingRow]) -> None:
     if logits.ndim != 2 or logits.shape[0] != len(rows):
         raise ValueError(f"logits of shape {logits.shape} do not fit {len(rows)} rows of sampling settings")
+
+
+def _split(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int]]:
+    """Numbers of the greedy and of the random rows."""
     greedy = [number for number, row in enumerate(rows) if row.is_greedy]
     random = [number for number, row in enumerate(rows) if not row.is_greedy]
     return greedy, random
@@ -112,4 +154,4 @@ def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.ar
             groups.append((whole, pick(logits, whole)))
         logits = in_order(groups)
     masses = mx.exp((logits - highest) / temperature)
-    return masses / mx.sum(masses, axis=-1, keepdims=True)
+    return masses / row_sums(masses)

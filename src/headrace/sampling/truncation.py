@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from headrace.sampling.rows import in_order, pick
+from headrace.sampling.rows import in_order, pick, row_sums
 
 HEAD = 1024
 """Most likely tokens that are looked at before a whole vocabulary is sorted.
@@ -79,7 +79,7 @@ def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
     beyond = mx.zeros((num_rows, 1))
     settled = list(range(num_rows))
     if any(is_open):
-        all_mass = mx.sum(_masses(logits, head[:, -1:], temperature), axis=-1, keepdims=True)
+        all_mass = row_sums(_masses(logits, head[:, -1:], temperature))
         head_mass = mx.sum(_masses(head, head[:, -1:], temperature), axis=-1, keepdims=True)
         beyond = mx.where(_column(is_open), mx.maximum(all_mass - head_mass, 0), 0)
         fits = beyond <= _given_up(candidates) * all_mass

@@ -1,20 +1,109 @@
-"""Which waiting sequences may begin. Bytes and fairness between clients belong here, and nowhere else."""
+"""Which requests may start and which sequences may go on: by rows and by bytes, here and nowhere else."""
 
 from __future__ import annotations
 
-from collections import deque
-
+from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.scheduler.live_request import LiveRequest
+from headrace.scheduler.reservations import MemoryBudget, Reservations
 from headrace.scheduler.sequence import Sequence
+from headrace.types.request import GenerationRequest
+
+RESERVED_OUTPUT_TOKENS = 512
+"""Output tokens that a sequence gets bytes for at a time, the first of them together with its prompt.
+
+Most answers are shorter, so most sequences never ask again; reserving max_tokens, which is often all of the
+context, would let few run at once.
+"""
 
 
-def can_admit(num_running: int, max_num_seqs: int) -> bool:
-    """Whether one more sequence may run beside `num_running` others."""
-    return num_running < max_num_seqs
+class Admission:
+    """Rows and bytes of what runs."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, memory: MemoryBudget) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._memory = memory
+        self._reservations = Reservations(memory)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes promised to what runs."""
+        return self._reservations.reserved_bytes
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what could not run even alone.
+
+        Raises ContextTooLong if prompt and max_tokens together exceed the context or the memory, InvalidRequest
+        for an empty prompt, max_tokens under 1, and more choices than may run or than the memory holds.
+        """
+        if not request.prompt:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
+        if not 1 <= request.num_choices <= self._max_num_seqs:
+            raise InvalidRequest(
+                f"n must be from 1 to {self._max_num_seqs}, which is how many sequences run at once, "
+                f"not {request.num_choices}",
+                param="n",
+            )
+        num_tokens = _most_tokens(request)
+        if num_tokens > self._max_model_len:
+            raise ContextTooLong(f"{_sizes(request)}, but the context holds {self._max_model_len}", param="max_tokens")
+        self._check_bytes(request)
+
+    def has_row(self, num_running: int) -> bool:
+        """Whether any request could start beside `num_running` sequences, bytes aside."""
+        return num_running < self._max_num_seqs
+
+    def start(self, live: LiveRequest, num_running: int) -> bool:
+        """Reserve for a request beside `num_running` sequences; False, and nothing done, if it has to wait."""
+        request = live.request
+        if num_running + request.num_choices > self._max_num_seqs:
+            return False
+        ids = [sequence.id for sequence in live.sequences]
+        return self._reservations.take(ids, _first_tokens(request), _most_tokens(request))
+
+    def go_on(self, sequence: Sequence) -> bool:
+        """Whether there are bytes for all known tokens of a running sequence; reserves more if need be."""
+        needed = len(sequence.token_ids)
+        if needed <= self._reservations.num_tokens(sequence.id):
+            return True
+        ample = min(needed + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
+        return self._reservations.extend(sequence.id, ample) or self._reservations.extend(sequence.id, needed)
+
+    def end(self, sequence: Sequence) -> None:
+        """Give back what a running sequence had."""
+        self._reservations.give_back(sequence.id)
+
+    def _check_bytes(self, request: GenerationRequest) -> None:
+        budget_bytes = self._memory.budget_bytes
+        one = self._memory.cost(_most_tokens(request))
+        if one > budget_bytes:
+            raise ContextTooLong(
+                f"{_sizes(request)}, which need {one} bytes, but the memory for sequences is {budget_bytes} bytes",
+                param="max_tokens",
+            )
+        needed = self._reservations.needed_bytes(request.num_choices, _first_tokens(request), _most_tokens(request))
+        if needed > budget_bytes:
+            raise InvalidRequest(
+                f"{request.num_choices} choices need {needed} bytes, "
+                f"but the memory for sequences is {budget_bytes} bytes",
+                param="n",
+            )
 
 
-def take_admissible(waiting: deque[Sequence], num_running: int, max_num_seqs: int) -> list[Sequence]:
-    """Remove from `waiting`, first come first served, what may begin now, and return it in that order."""
-    admitted: list[Sequence] = []
-    while waiting and can_admit(num_running + len(admitted), max_num_seqs):
-        admitted.append(waiting.popleft())
-    return admitted
+def expected_output_tokens(request: GenerationRequest) -> int:
+    """Output tokens of one choice that are reckoned with from the start."""
+    return min(request.max_tokens, RESERVED_OUTPUT_TOKENS)
+
+
+def _first_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt) + expected_output_tokens(request)
+
+
+def _most_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt) + request.max_tokens
+
+
+def _sizes(request: GenerationRequest) -> str:
+    return f"{len(request.prompt)} prompt tokens and {request.max_tokens} output tokens make {_most_tokens(request)}"

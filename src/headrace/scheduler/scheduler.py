@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from headrace.errors import ConfigError, ContextTooLong, InvalidRequest
-from headrace.scheduler.admission import take_admissible
+from headrace.errors import ConfigError, InvalidRequest, Overloaded
+from headrace.scheduler.admission import Admission, expected_output_tokens
+from headrace.scheduler.answers import check_answers
+from headrace.scheduler.live_request import LiveRequest
+from headrace.scheduler.pace import Pace
+from headrace.scheduler.prefill import PrefillTurns
+from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.sequence import Sequence
-from headrace.types.events import TokenOutput
+from headrace.scheduler.waiting import SessionShares, WaitingQueue
+from headrace.types.events import TokenLogprobs, TokenOutput
 from headrace.types.request import GenerationRequest
+from headrace.types.status import RequestStatus
 from headrace.types.step import Chunk, ChunkResult, StepPlan, StepResult
-
-PREFILL_GRID = 32
-"""A prompt is split at multiples of this many tokens wherever the budget allows.
-
-Recurrent layers compute in blocks of this length, anchored at the sequence's start. A split inside a block
-rounds differently, and where it falls would depend on who else is running.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,111 +31,192 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step brought to the requests: at most one output or one failure for each."""
+    """What a step brought to the requests: at most one output for each choice, or one failure for the request.
+
+    outputs: those of a request's choices in their order.
+    finished: requests whose last choice has its finish reason now.
+    """
 
     outputs: tuple[TokenOutput, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+    finished: tuple[str, ...] = ()
+
+
+class PrefixIndex(Protocol):
+    """What a scheduler needs of the prefix cache."""
+
+    def find(self, request: GenerationRequest) -> int | None:
+        """Prompt tokens that need no computing for a request that is to start now; at least one is left.
+
+        None if a prompt in progress will soon be of more help. A number is followed by `end` when the request ends.
+        """
+
+    def end(self, request_id: str) -> None:
+        """The request is over, or never started after all."""
+
+
+class NoPrefixes:
+    """A prefix cache that is switched off."""
+
+    def find(self, request: GenerationRequest) -> int | None:
+        """Everything has to be computed."""
+        return 0
+
+    def end(self, request_id: str) -> None:
+        """Nothing to forget."""
 
 
 class Scheduler:
     """Decides what each step computes.
 
-    Every step carries one token of each decoding sequence and up to `chunk_tokens` prompt tokens, so that no
-    stream waits longer than one prefill chunk. The prompt that was served least goes first.
+    Every step carries one token of each decoding sequence and, within a budget, tokens of prompts. The budget is
+    `chunk_tokens` and less beside decoding sequences, by what steps were measured to take: see Pace. Requests
+    start when there are rows and bytes for them: see Admission; in the order of WaitingQueue. A decoding sequence for
+    whose growth there are no bytes is left out of the step, the oldest never; nobody starts while one is left out.
 
     The order of calls is `schedule`, then (unless the plan is empty) `update` with that plan's result;
-    `add` and `abort` may come at any time. Rows named by `released` are freed before the next plan is executed.
+    the other calls may come at any time. The plan is empty only if there is nothing to do. Rows named by `released`
+    are freed before the next plan is executed. All times are monotonic seconds of the caller's clock.
     """
 
-    def __init__(self, max_num_seqs: int, chunk_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        chunk_tokens: int,
+        max_model_len: int,
+        *,
+        memory: MemoryBudget,
+        max_queue: int | None = None,
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
         """Counts of sequences that run at once, of prompt tokens per step, of tokens in a context.
 
-        Raises ConfigError for a count under 1.
+        max_queue: requests that may wait for others to end; None for any number.
+        Raises ConfigError for a count under 1 and for a max_queue under 0.
         """
-        for knob, count in (
-            ("max_num_seqs", max_num_seqs),
-            ("prefill_chunk", chunk_tokens),
-            ("max_model_len", max_model_len),
+        for knob, count, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("prefill_chunk", chunk_tokens, 1),
+            ("max_model_len", max_model_len, 1),
+            ("max_queue", 0 if max_queue is None else max_queue, 0),
         ):
-            if count < 1:
-                raise ConfigError(f"{knob} must be at least 1, not {count}", param=knob)
-        self._max_num_seqs = max_num_seqs
+            if count < least:
+                raise ConfigError(f"{knob} must be at least {least}, not {count}", param=knob)
         self._chunk_tokens = chunk_tokens
-        self._max_model_len = max_model_len
-        self._waiting: deque[Sequence] = deque()
+        self._max_queue = max_queue
+        self._admission = Admission(max_num_seqs, max_model_len, memory)
+        self._shares = SessionShares()
+        self._waiting = WaitingQueue(self._shares)
+        self._prefill = PrefillTurns()
+        self._pace = Pace()
+        self._prefixes = NoPrefixes() if prefixes is None else prefixes
+        self._live: dict[str, LiveRequest] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
-        self._live: dict[str, Sequence] = {}
         self._released: list[str] = []
-        self._num_added = 0
-        self._clock = 0.0
+        self._ended: list[str] = []
         self._planned: tuple[Chunk, ...] = ()
+        self._num_preemptions = 0
 
     @property
     def num_running(self) -> int:
-        """Sequences that take part in steps."""
+        """Sequences that have started and not ended, one for each choice."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are queued."""
+        """Requests that are queued."""
         return len(self._waiting)
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request.
+    @property
+    def reserved_bytes(self) -> int:
+        """What has been promised to running sequences; never over the budget."""
+        return self._admission.reserved_bytes
 
-        Raises ContextTooLong if prompt and max_tokens together exceed the context, InvalidRequest for an
-        empty prompt, for max_tokens under 1 and for the id of a request that is still being worked on.
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running sequence has been left out of steps for want of bytes."""
+        return self._num_preemptions
+
+    def status(self, now: float) -> tuple[RequestStatus, ...]:
+        """Every request that is being worked on, in order of arrival."""
+        return tuple(live.status(now) for live in self._live.values() if not live.is_aborted)
+
+    def add(self, request: GenerationRequest, now: float) -> None:
+        """Queue a request that was submitted at `now`.
+
+        Raises what Admission.check does, InvalidRequest for the id of a request that is still being worked on, and
+        Overloaded if `max_queue` others wait already and it can't start at once.
         """
-        self._check(request)
-        sequence = Sequence(request=request, arrival=self._num_added)
-        self._num_added += 1
-        self._live[sequence.id] = sequence
-        self._waiting.append(sequence)
+        self._admission.check(request)
+        live = LiveRequest(request, added_s=now)
+        for request_id in (live.id, *(sequence.id for sequence in live.sequences)):
+            if request_id in self._live or request_id in self._sequences:
+                raise InvalidRequest(f"request id {request_id!r} is already in use", param="request_id")
+        self._live[live.id] = live
+        self._sequences.update((sequence.id, sequence) for sequence in live.sequences)
+        self._shares.join(request.session)
+        self._waiting.push(live)
+        if self._is_queue_too_long():
+            self._start_requests()
+        if self._is_queue_too_long():
+            self._end(live)
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, and no more may", retry_after_s=self._retry_after_s()
+            )
 
     def abort(self, request_id: str) -> bool:
         """Give a request up; it yields nothing more. False if no such request is being worked on.
 
-        If its chunk is in flight, its rows are released when the result arrives.
+        If it takes part in the step that is in flight, its rows are released when the result arrives.
         """
-        sequence = self._live.get(request_id)
-        if sequence is None or sequence.is_aborted:
+        live = self._live.get(request_id)
+        if live is None or live.is_aborted:
             return False
-        sequence.is_aborted = True
-        if sequence.in_flight is None:
-            self._remove(sequence)
+        if any(chunk.request_id == request_id for chunk in self._planned):
+            live.is_aborted = True
+        else:
+            self._end(live)
         return True
 
     def schedule(self) -> StepPlan:
         """Plan the next step; empty if there is nothing to do. Raises RuntimeError before the last one's result."""
         if self._planned:
             raise RuntimeError("the last plan's result has to be given to update() before the next step is planned")
-        for sequence in take_admissible(self._waiting, len(self._running), self._max_num_seqs):
-            sequence.virtual_time = self._clock
-            self._running[sequence.id] = sequence
-        decoding = [sequence.next_chunk(1) for sequence in self._running.values() if sequence.is_decoding]
-        self._planned = (*decoding, *self._plan_prefill())
+        decoding = self._plan_decode()
+        self._start_requests()
+        self._planned = (*decoding, *self._plan_prefill(len(decoding)))
         for chunk in self._planned:
-            sequence = self._running[chunk.sequence_id]
-            sequence.in_flight = chunk
-            sequence.has_rows = True
+            for sequence_id in (chunk.sequence_id, *chunk.forks):
+                self._running[sequence_id].has_rows = True
         return StepPlan(self._planned)
 
-    def update(self, result: StepResult) -> StepOutcome:
-        """Take over the result of the last plan.
+    def update(self, result: StepResult, duration_s: float, now: float) -> StepOutcome:
+        """Take over the result of the last plan, which took `duration_s` and arrived at `now`.
 
-        Raises ValueError if the result does not answer every chunk of the plan exactly once, or if a chunk's
-        counts do not add up; nothing has been taken over then.
+        Raises ValueError if the result does not answer every chunk and fork of the plan exactly once, or if an
+        answer's counts do not add up; nothing has been taken over then.
         """
-        self._check_answers(result)
-        self._planned = ()
-        outputs = [output for answer in result.results if (output := self._take_over(answer)) is not None]
-        failures: list[RequestFailure] = []
-        for failure in result.failures:
-            sequence = self._running[failure.sequence_id]
-            self._remove(sequence)
-            if not sequence.is_aborted:
-                failures.append(RequestFailure(sequence.id, failure.error))
-        return StepOutcome(tuple(outputs), tuple(failures))
+        stepped = {chunk.request_id: self._live[chunk.request_id] for chunk in self._planned}
+        check_answers(self._planned, result, {name: live.request for name, live in stepped.items()})
+        chunks, self._planned = self._planned, ()
+        if not result.failures:
+            num_rows = sum(chunk.output_index > 0 for chunk in chunks)
+            num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks if chunk.output_index == 0)
+            self._pace.observe(num_rows, num_prompt_tokens, duration_s)
+        answers = {answer.sequence_id: answer for answer in result.results}
+        errors = self._errors(result)
+        outputs: list[TokenOutput] = []
+        finished: list[str] = []
+        for live in stepped.values():
+            if not live.is_aborted and live.id not in errors:
+                outputs += self._take_over(live, answers, now)
+                if not live.has_ended:
+                    continue
+                finished.append(live.id)
+            self._end(live)
+        failures = [RequestFailure(name, error) for name, error in errors.items() if not stepped[name].is_aborted]
+        return StepOutcome(tuple(outputs), tuple(failures), tuple(finished))
 
     def released(self) -> tuple[str, ...]:
         """Sequences that ended since the last call and whose rows the runner still holds."""
@@ -142,101 +224,126 @@ class Scheduler:
         self._released.clear()
         return released
 
-    def _check(self, request: GenerationRequest) -> None:
-        if request.request_id in self._live:
-            raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
-        if not request.prompt:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
-        num_tokens = len(request.prompt) + request.max_tokens
-        if num_tokens > self._max_model_len:
-            raise ContextTooLong(
-                f"{len(request.prompt)} prompt tokens and {request.max_tokens} output tokens make {num_tokens}, "
-                f"but the context holds {self._max_model_len}",
-                param="max_tokens",
-            )
+    def forget_ended(self) -> None:
+        """Tell the prefix cache which requests are over, once their released rows have been freed."""
+        for request_id in self._ended:
+            self._prefixes.end(request_id)
+        self._ended.clear()
 
-    def _plan_prefill(self) -> list[Chunk]:
-        """Share the step's budget among the prompts, the least served first.
-
-        The clock, where a newcomer's count begins, runs at the pace of an even share: it passes a sequence
-        that is not served, so newcomers can overtake a long prompt for a while but never for good. Between
-        equals the shorter rest goes first. A prompt that could not use the rest of the last step's budget,
-        because it would have left the grid, goes before all others: small newcomers slow the clock down.
-        """
-        prompts = [sequence for sequence in self._running.values() if not sequence.is_decoding]
-        prompts.sort(key=_prefill_order)
+    def _plan_decode(self) -> list[Chunk]:
+        """One token of each decoding sequence that has the bytes for it, the oldest asked first."""
         chunks: list[Chunk] = []
-        budget = self._chunk_tokens
-        for sequence in prompts:
-            num_tokens = _prefill_length(sequence, budget, may_leave_grid=not chunks)
-            sequence.is_passed_over = num_tokens == 0 and budget > 0
-            if num_tokens > 0:
-                chunks.append(sequence.next_chunk(num_tokens))
-                sequence.virtual_time += num_tokens
-                budget -= num_tokens
-        if prompts:
-            self._clock += (self._chunk_tokens - budget) / len(prompts)
+        for sequence in self._running.values():
+            if not sequence.is_decoding:
+                continue
+            if self._admission.go_on(sequence):
+                sequence.is_paused = False
+                chunks.append(sequence.next_chunk(1))
+            elif not sequence.is_paused:
+                sequence.is_paused = True
+                self._num_preemptions += 1
         return chunks
 
-    def _check_answers(self, result: StepResult) -> None:
-        answered = [answer.sequence_id for answer in result.results]
-        answered += [failure.sequence_id for failure in result.failures]
-        planned = [chunk.sequence_id for chunk in self._planned]
-        if sorted(answered) != sorted(planned):
-            raise ValueError(f"the step planned chunks of {planned}, its result answers {answered}")
-        chunks = {chunk.sequence_id: chunk for chunk in self._planned}
-        for answer in result.results:
-            _check_answer(chunks[answer.sequence_id], answer)
+    def _plan_prefill(self, num_rows: int) -> list[Chunk]:
+        prompts = [each for each in self._running.values() if not each.is_decoding and not each.awaits_fork]
+        budget = self._pace.prompt_budget(num_rows, self._chunk_tokens) if prompts else 0
+        return self._prefill.plan(prompts, budget) if budget > 0 else []
 
-    def _take_over(self, answer: ChunkResult) -> TokenOutput | None:
-        sequence = self._running[answer.sequence_id]
-        if sequence.is_aborted:
-            self._remove(sequence)
-            return None
-        sequence.in_flight = None
-        token_ids = sequence.accept(answer.num_committed, answer.token_ids)
-        if sequence.finish_reason is not None:
-            self._remove(sequence)
-        elif not token_ids:
-            return None
-        return TokenOutput(sequence.id, token_ids, sequence.finish_reason, sequence.num_cached)
+    def _start_requests(self) -> None:
+        """Let requests start, in their order, for as long as they fit and nobody older is held back."""
+        if any(sequence.is_paused for sequence in self._running.values()):
+            return
+        # to ask who is next takes a look at everybody, so it is not done in every step while all rows are taken
+        held_back: set[str] = set()
+        while self._admission.has_row(len(self._running)):
+            live = self._waiting.next(held_back)
+            if live is None or not self._admission.start(live, len(self._running)):
+                return
+            num_cached = self._prefixes.find(live.request)
+            if num_cached is None:
+                # others may slip past: what it waits for is already running
+                for sequence in live.sequences:
+                    self._admission.end(sequence)
+                held_back.add(live.id)
+                continue
+            self._waiting.start(live)
+            live.is_started = True
+            live.sequences[0].skip(num_cached)
+            self._running.update((sequence.id, sequence) for sequence in live.sequences)
+            self._prefill.join(live.sequences[0])
 
-    def _remove(self, sequence: Sequence) -> None:
-        sequence.in_flight = None
-        del self._live[sequence.id]
-        if self._running.pop(sequence.id, None) is None:
-            self._waiting.remove(sequence)
+    def _is_queue_too_long(self) -> bool:
+        return self._max_queue is not None and len(self._waiting) > self._max_queue
+
+    def _retry_after_s(self) -> float:
+        """Seconds until the next place is free, as a guess, at least 1: the work left, by number of requests."""
+        num_rows = max(1, len(self._running))
+        prompts_s = sum(live.num_prompt_left for live in self._live.values()) * self._pace.prompt_token_s
+        outputs_s = sum(map(_expected_output_left, self._live.values())) / num_rows * self._pace.plain_step_s(num_rows)
+        return max(1.0, (prompts_s + outputs_s) / max(1, len(self._live)))
+
+    def _errors(self, result: StepResult) -> dict[str, BaseException]:
+        """The first error of each request that a chunk or fork failed of."""
+        errors: dict[str, BaseException] = {}
+        for failure in result.failures:
+            errors.setdefault(self._sequences[failure.sequence_id].request.request_id, failure.error)
+        return errors
+
+    def _take_over(self, live: LiveRequest, answers: Mapping[str, ChunkResult], now: float) -> list[TokenOutput]:
+        """What a step brought to a request, in the order of its choices."""
+        outputs: list[TokenOutput] = []
+        for sequence in live.sequences:
+            answer = answers.get(sequence.id)
+            if answer is None:
+                continue
+            live.prompt_logprobs += answer.prompt_logprobs
+            token_ids = sequence.accept(answer.num_committed, answer.token_ids)
+            if answer.token_ids:
+                outputs.append(_output(live, sequence, token_ids, answer.logprobs[: len(token_ids)]))
+                self._shares.serve(live.request.session, len(token_ids))
+            if sequence.finish_reason is not None:
+                self._stop(sequence)
+        if outputs:
+            live.note_tokens(now)
+        return outputs
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take a sequence out of the steps."""
+        del self._running[sequence.id]
+        self._admission.end(sequence)
         if sequence.has_rows:
             self._released.append(sequence.id)
 
-
-def _prefill_order(sequence: Sequence) -> tuple[bool, float, int, int]:
-    return not sequence.is_passed_over, sequence.virtual_time, sequence.num_wanted, sequence.arrival
-
-
-def _prefill_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> int:
-    """Tokens of the sequence's next prompt chunk: its whole rest, or up to a grid line; 0 to wait for the next step.
-
-    A budget that reaches no grid line is used only by the step's first prompt, so that every step makes progress.
-    """
-    if sequence.num_wanted <= budget:
-        return sequence.num_wanted
-    stop = sequence.num_computed + budget
-    aligned = stop - stop % PREFILL_GRID - sequence.num_computed
-    if aligned > 0:
-        return aligned
-    return budget if may_leave_grid else 0
+    def _end(self, live: LiveRequest) -> None:
+        """Forget a request and whatever of it still waits or runs."""
+        if live.is_started:
+            self._ended.append(live.id)
+        else:
+            self._waiting.remove(live)
+        for sequence in live.sequences:
+            if sequence.id in self._running:
+                self._stop(sequence)
+            del self._sequences[sequence.id]
+        del self._live[live.id]
+        self._shares.leave(live.request.session)
 
 
-def _check_answer(chunk: Chunk, answer: ChunkResult) -> None:
-    """Committed tokens beyond the certain ones are accepted drafts, and each of them is gained as well."""
-    num_certain = len(chunk.token_ids) - chunk.num_drafts
-    num_gained = len(answer.token_ids)
-    num_due = answer.num_committed - num_certain + 1 if chunk.samples else 0
-    if answer.num_committed < num_certain or num_gained != num_due:
-        raise ValueError(
-            f"{chunk.sequence_id}: {answer.num_committed} tokens committed and {num_gained} gained do not fit a chunk "
-            f"of {num_certain} certain tokens that {'samples' if chunk.samples else 'does not sample'}"
-        )
+def _output(
+    live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+) -> TokenOutput:
+    is_first = live.first_output_s is None and sequence.choice == 0
+    wants_prompt = live.request.num_prompt_logprobs is not None
+    return TokenOutput(
+        request_id=live.id,
+        token_ids=token_ids,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=live.sequences[0].num_cached,
+        choice=sequence.choice,
+        logprobs=logprobs,
+        prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt else None,
+    )
+
+
+def _expected_output_left(live: LiveRequest) -> int:
+    expected = expected_output_tokens(live.request)
+    return sum(max(0, expected - each.num_output) for each in live.sequences if each.finish_reason is None)

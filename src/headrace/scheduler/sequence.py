@@ -1,4 +1,4 @@
-"""What the scheduler knows about one request that it works on."""
+"""What the scheduler knows about one choice of a request that it works on."""
 
 from __future__ import annotations
 
@@ -9,43 +9,52 @@ from headrace.types.request import GenerationRequest
 from headrace.types.step import Chunk
 
 
+def sequence_ids(request: GenerationRequest) -> tuple[str, ...]:
+    """The sequences of a request, one for each choice: the request's id, or `<id>/<choice>` if there are several."""
+    if request.num_choices == 1:
+        return (request.request_id,)
+    return tuple(f"{request.request_id}/{choice}" for choice in range(request.num_choices))
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request and how far it has come. Only the scheduler changes it.
+    """A choice of a request and how far it has come. Only the scheduler changes it.
 
     There are no phases: tokens are known (the prompt, then each sampled one) and computed tokens catch up
-    with them. A prompt is many tokens behind, a decoding sequence one.
+    with them. A prompt is many tokens behind, a decoding sequence one. Only choice 0 computes the prompt; the
+    others await the end of that and begin with a copy of its state.
 
-    request: as it was added. arrival: rises by one for each request added.
+    id: chunks and results carry it.
     num_cached: prompt tokens that need no computing. num_computed: tokens whose state the runner holds.
     token_ids: every known token, prompt first.
-    virtual_time: prompt tokens served, counted from the scheduler's clock at admission; the least goes first.
+    awaits_fork: choice 0 has not come to the end of the prompt yet.
+    virtual_time: prompt tokens served, counted from the prefill's clock at admission; the least goes first.
     is_passed_over: the last step had budget left, but too little for this prompt.
-    in_flight: the chunk of this sequence that the runner is working on.
+    is_paused: left out of the last step, because there are no bytes for another token.
     has_rows: whether the runner has ever been given a chunk, so that it holds state to be freed.
-    is_aborted: the request was given up while its chunk was in flight.
     """
 
     request: GenerationRequest
-    arrival: int
+    id: str
+    choice: int
     num_cached: int = 0
     num_computed: int = field(init=False)
     token_ids: list[int] = field(init=False)
+    awaits_fork: bool = field(init=False)
     virtual_time: float = 0.0
     is_passed_over: bool = False
-    in_flight: Chunk | None = None
+    is_paused: bool = False
     has_rows: bool = False
-    is_aborted: bool = False
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt)
         self.num_computed = self.num_cached
+        self.awaits_fork = self.choice > 0
 
-    @property
-    def id(self) -> str:
-        """The request's id; chunks and results carry it."""
-        return self.request.request_id
+    def skip(self, num_tokens: int) -> None:
+        """Begin behind `num_tokens` of the prompt, whose state the runner finds in the prefix cache."""
+        self.num_cached = self.num_computed = num_tokens
 
     @property
     def num_output(self) -> int:
@@ -65,20 +74,27 @@ class Sequence:
     def next_chunk(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute; at most `num_wanted`."""
         stop = self.num_computed + num_tokens
+        ends_prompt = stop == len(self.request.prompt)
         return Chunk(
             sequence_id=self.id,
+            request_id=self.request.request_id,
             start=self.num_computed,
             token_ids=tuple(self.token_ids[self.num_computed : stop]),
             samples=stop == len(self.token_ids),
             output_index=self.num_output,
+            choice=self.choice,
+            forks=sequence_ids(self.request)[1:] if ends_prompt else (),
         )
 
     def accept(self, num_committed: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Take over a chunk's result and return the tokens that belong to the output.
+        """Take over the result of a chunk or a fork and return the tokens that belong to the output.
 
         The first stop token ends the output and is left out; so does reaching max_tokens, with the token
         that reaches it included. What the runner gained beyond the end (accepted drafts) is dropped.
         """
+        if self.awaits_fork:
+            self.awaits_fork = False
+            self.num_computed = len(self.request.prompt)
         self.num_computed += num_committed
         accepted: list[int] = []
         for token_id in token_ids:

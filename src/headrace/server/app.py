@@ -13,21 +13,34 @@ from starlette.routing import Route
 
 from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
-from headrace.errors import EngineDead, HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
-from headrace.server.chat import ChatRoute
+from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
+from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect
 from headrace.server.guard import Guard
+from headrace.server.ignored import IgnoredFields
+from headrace.server.live import LiveRequests
+from headrace.server.operations import OperationRoutes
 from headrace.server.responses import error_response
-from headrace.session import Session
+from headrace.server.tokens import TokenRoutes
+from headrace.session.session import Session
 
 
 def build_app(session: Session, config: ServerConfig) -> Starlette:
     """The application that serves one session."""
     names = config.served_model_name or (session.model.name,)
     created = int(time.time())
-    chat = ChatRoute(session, config, names)
+    live = LiveRequests()
+    ignored = IgnoredFields()
+    chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
+    completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
+    tokens = TokenRoutes(session, config, names, ignored)
+    operations = OperationRoutes(session, names, live, ignored)
 
+    # Starlette takes an object that is no function for an application of its own.
     async def chat_completions(request: Request) -> Response:
         return await chat(request)
+
+    async def completions(request: Request) -> Response:
+        return await completion(request)
 
     async def models(request: Request) -> Response:
         return JSONResponse(model_list(names, created, session.model.max_model_len))
@@ -36,20 +49,21 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
         asked = request.path_params["name"]
         return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
 
-    async def health(request: Request) -> Response:
-        if (reason := session.health()) is not None:
-            raise EngineDead(f"the engine is not running: {reason}")
-        return JSONResponse({"status": "ok"})
-
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", models),
             # Names may be hub ids with a slash in them.
             Route("/v1/models/{name:path}", model),
-            Route("/health", health),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/v1/requests/{id}/cancel", operations.cancel, methods=["POST"]),
+            Route("/v1/status", operations.status),
+            Route("/metrics", operations.metrics),
+            Route("/health", operations.health),
         ],
-        middleware=[Middleware(Guard, config)],
+        middleware=[Middleware(Guard, config, live)],
         exception_handlers={HeadraceError: _on_error, HTTPException: _on_http_error},
     )
     # A redirect to the path without its last slash would lose the body of a POST in some clients.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -42,40 +41,32 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def with_pings(items: AsyncGenerator[Item, None], interval_s: float) -> AsyncGenerator[Item | None, None]:
-    """The items, and None whenever none has come for `interval_s` seconds. Cancels what it waits for when closed."""
-    pending = asyncio.ensure_future(anext(items))
-    try:
-        while True:
-            await asyncio.wait({pending}, timeout=interval_s)
-            if not pending.done():
-                yield None
-                continue
-            try:
-                item = pending.result()
-            except StopAsyncIteration:
-                return
-            yield item
-            pending = asyncio.ensure_future(anext(items))
-    finally:
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
-
-
 class EventStream(Response):
-    """A stream of server-sent events: headers at once, and an end as soon as the client goes away.
+    """A stream of server-sent events: headers at once, signs of life, and an end as soon as the client goes away.
 
     pieces: the bytes to send. source: what the pieces are made from; closed with the stream in every case, also when
-    the client goes before the first piece was made.
+    the client goes before the first piece was made. ping: makes the bytes that are sent whenever nothing else was for
+    `ping_interval_s` seconds. on_leaving: called when the client goes before the end.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, pieces: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], headers: dict[str, str]
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[Any, None],
+        *,
+        headers: dict[str, str],
+        ping: Callable[[], bytes],
+        ping_interval_s: float,
+        on_leaving: Callable[[], None],
     ) -> None:
         self._pieces = pieces
         self._source = source
+        self._ping = ping
+        self._ping_interval_s = ping_interval_s
+        self._on_leaving = on_leaving
+        self._last_sent = 0.0
         # Proxies that buffer would turn a stream into one late answer.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
@@ -85,13 +76,34 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._write(send))
         except ClientGone:
-            pass
+            self._on_leaving()
         finally:
             await self._pieces.aclose()
             await self._source.aclose()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        # Beside the stream and not around each of its pieces: at many streams a timer for every token would be a
+        # good part of the server's work. A message is written whole, so the two can't mix.
+        pinging = asyncio.ensure_future(self._send_pings(send))
+        try:
+            async for piece in self._pieces:
+                await self._send(send, piece)
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        self._last_sent = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _send_pings(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        while True:
+            pause_s = self._last_sent + self._ping_interval_s - loop.time()
+            if pause_s > 0:
+                await asyncio.sleep(pause_s)
+            else:
+                await self._send(send, self._ping())

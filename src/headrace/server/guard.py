@@ -1,16 +1,12 @@
 """Everything that happens to a request before its route: its id, its origin, its key; and the log line after it.
 
-Also the outer wall: whatever a route lets through becomes a 500 in the API's shape. Logs hold the method, the path,
-the status and the time, never what was said.
+Also the outer wall: whatever a route lets through becomes a 500 in the API's shape.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
-import re
-import secrets
-import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -18,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.config import ServerConfig
 from headrace.errors import AuthenticationFailed, GenerationFailed, HeadraceError, OriginRefused
+from headrace.server.live import LiveRequests
+from headrace.server.log_format import FIELDS
+from headrace.server.record import RequestRecord
 from headrace.server.responses import error_response
 
 log = logging.getLogger("headrace.server")
-
-_CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Probes of a supervisor carry no key, and health says nothing about anyone.
 _OPEN_PATHS = frozenset({"/health"})
@@ -31,10 +28,11 @@ _EXPOSED_HEADERS = "x-request-id, x-headrace-ignored, retry-after"
 
 
 class Guard:
-    """ASGI middleware around the routes."""
+    """ASGI middleware around the routes. Puts the RequestRecord of each request into its state."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, live: LiveRequests) -> None:
         self._app = app
+        self._live = live
         self._key = config.api_key.encode() if config.api_key is not None else None
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
 
@@ -44,19 +42,27 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        exchange = _Exchange(send, _request_id(headers), self._allowed(headers.get("origin")))
+        record = RequestRecord(
+            self._live.admit(headers.get("x-request-id")),
+            scope["method"],
+            scope.get("raw_path", b"").decode("ascii", "replace"),
+        )
+        scope.setdefault("state", {})["record"] = record
+        exchange = _Exchange(send, record, self._allowed(headers.get("origin")))
         try:
             await self._admit(scope, headers)(scope, receive, exchange.send)
         except Exception as error:
-            log.exception("request %s failed", exchange.request_id)
-            if exchange.status is not None:
+            log.exception("request %s failed", record.request_id)
+            record.end_answer("error")
+            if record.status is not None:
                 # The status is on its way: only a broken connection tells the client that the body is not whole.
                 raise
             failure = GenerationFailed("the server failed; its log has the reason under this request's id")
             failure.__cause__ = error
             await error_response(failure)(scope, receive, exchange.send)
         finally:
-            exchange.log_line(scope)
+            self._live.release(record.request_id)
+            log.info("%s", record.line(), extra={FIELDS: record.fields()})
 
     def _admit(self, scope: Scope, headers: Headers) -> ASGIApp:
         """What answers the request: the routes, or a refusal."""
@@ -88,37 +94,24 @@ class Guard:
 
 
 class _Exchange:
-    """The way back of one request: adds the headers that every answer has and remembers the status."""
+    """The way back of one request: adds the headers that every answer has and notes the status."""
 
-    def __init__(self, send: Send, request_id: str, origin: str | None) -> None:
-        self.request_id = request_id
-        self.status: int | None = None
+    def __init__(self, send: Send, record: RequestRecord, origin: str | None) -> None:
         self._send = send
+        self._record = record
         self._origin = origin
-        self._started = time.monotonic()
 
     async def send(self, message: Message) -> None:
         """Passes a message on."""
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self._record.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self.request_id
+            headers["x-request-id"] = self._record.request_id
             if self._origin is not None:
                 headers["access-control-allow-origin"] = self._origin
                 headers["access-control-expose-headers"] = _EXPOSED_HEADERS
                 headers.add_vary_header("Origin")
         await self._send(message)
-
-    def log_line(self, scope: Scope) -> None:
-        """One line for the finished request."""
-        path = scope.get("raw_path", b"").decode("ascii", "replace")
-        seconds = time.monotonic() - self._started
-        log.info("%s %s %s %.3fs %s", scope["method"], path, self.status or "-", seconds, self.request_id)
-
-
-def _request_id(headers: Headers) -> str:
-    sent = headers.get("x-request-id", "")
-    return sent if _CLIENT_REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
 
 
 def _key_error(headers: Headers) -> HeadraceError:

@@ -13,7 +13,7 @@ import uvicorn
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.app import build_app
-from headrace.session import Session
+from headrace.session.session import Session
 
 # How long streams may go on after the first signal; a second SIGINT ends them at once.
 _GRACE_S = 5

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headrace.state.layer import LayerKey
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord
 from headrace.state.slabs import Slot
 
 
@@ -23,6 +23,13 @@ class KVRecord:
         """Both arrays, or none."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
+    def part(self, start: int, end: int) -> KVRecord:
+        """A copy of the tokens `start` to `end`, not evaluated."""
+        if self.keys is None or self.values is None:
+            return self
+        place = (slice(None), slice(None), slice(start - self.start, end - self.start))
+        return KVRecord(start, mx.contiguous(self.keys[place]), mx.contiguous(self.values[place]))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of both arrays."""
@@ -32,13 +39,20 @@ class KVRecord:
 class FullAttentionState:
     """Sliceable: any prefix of what was written is valid, so rollback moves a length and nothing else."""
 
+    is_sliceable = True
+
     def __init__(self, layer: LayerKey, slot: Slot) -> None:
         self.layer = layer
         self.slot = slot
+        self.noted: dict[int, LayerRecord] = {}
+        """Always empty: any length can be sliced out later."""
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put `[1, num_kv_heads, n, head_dim]` at token `start`."""
         self.slot.write(self.layer, start, keys, values)
+
+    def note(self, length: int) -> None:
+        """Nothing to do: any length can be sliced out later."""
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`."""
@@ -49,20 +63,31 @@ class FullAttentionState:
 
     def checkpoint(self, length: int) -> KVRecord:
         """A copy of the first `length` tokens."""
-        if not length or not self.slot.has(self.layer):
-            return KVRecord(0, None, None)
-        keys, values = self.read(0, length)
-        return KVRecord(0, mx.contiguous(keys), mx.contiguous(values))
+        return self.copy(0, length)
+
+    def copy(self, start: int, end: int) -> KVRecord:
+        """A copy of the tokens `start` to `end`, not evaluated."""
+        if start == end or not self.slot.has(self.layer):
+            return KVRecord(start, None, None)
+        keys, values = self.read(start, end)
+        return KVRecord(start, mx.contiguous(keys), mx.contiguous(values))
 
     def restore(self, record: KVRecord, length: int) -> None:
-        """Write the record's first `length` tokens back."""
+        """Write the record's tokens up to `length` back in their place."""
         if record.keys is not None and record.values is not None:
-            self.write(0, record.keys[:, :, :length], record.values[:, :, :length])
+            num_tokens = length - record.start
+            self.write(record.start, record.keys[:, :, :num_tokens], record.values[:, :, :num_tokens])
 
     def arrays(self) -> tuple[mx.array, ...]:
         """The slab's arrays of this layer."""
         slab = self.slot.slab
         return (slab.keys[self.layer], slab.values[self.layer]) if self.slot.has(self.layer) else ()
+
+    def cost(self) -> LayerCost:
+        """A slot's share of the slab, token by token."""
+        slab = self.slot.slab
+        num_bytes = sum(array.nbytes for array in self.arrays())
+        return LayerCost(per_token=num_bytes // (slab.num_slots * slab.capacity), in_slots=True)
 
 
 class SlidingAttentionState:
@@ -72,8 +97,11 @@ class SlidingAttentionState:
     `window - 1` committed tokens move to its front: amortised O(1), reads stay contiguous, nothing wraps.
     """
 
+    is_sliceable = False
+
     def __init__(self, window: int) -> None:
         self.window = window
+        self.noted: dict[int, LayerRecord] = {}
         self.base = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -99,6 +127,10 @@ class SlidingAttentionState:
             moved.append(buffer)
         self.keys, self.values = moved
         self.base = oldest
+
+    def note(self, length: int) -> None:
+        """Record the state at `length`, inside what was just written."""
+        self.noted[length] = self.checkpoint(length)
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`; `start` is at most a window behind the last write."""
@@ -126,3 +158,10 @@ class SlidingAttentionState:
     def arrays(self) -> tuple[mx.array, ...]:
         """The buffers."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    def cost(self) -> LayerCost:
+        """A buffer of two windows; a long chunk makes it longer, by its own length."""
+        if self.keys is None or self.values is None:
+            return LayerCost()
+        per_token = (self.keys.nbytes + self.values.nbytes) // self.keys.shape[2]
+        return LayerCost(per_token=per_token, max_tokens=2 * self.window)

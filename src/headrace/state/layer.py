@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 LayerKey = tuple[int, ...]
 """A layer's place in the model's list of caches; a second number where one layer has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Bytes that a layer's state takes: `fixed` and, for each token up to `max_tokens` (None: all), `per_token`.
+
+    in_slots: the tokens are held in a slot, whose capacity is a power of two.
+    """
+
+    fixed: int = 0
+    per_token: int = 0
+    max_tokens: int | None = None
+    in_slots: bool = False
 
 
 class LayerRecord(Protocol):
@@ -31,6 +45,11 @@ class LayerState(Protocol):
     tokens can still be dropped. Nothing but these operations edits state between steps.
     """
 
+    is_sliceable: bool
+    """Whether any prefix of what was written is valid; else a state is valid at the lengths of its records only."""
+    noted: dict[int, LayerRecord]
+    """Records that the last window left at its marks, by length."""
+
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` of the window's `num_window` tokens."""
         ...
@@ -45,4 +64,8 @@ class LayerState(Protocol):
 
     def arrays(self) -> tuple[mx.array, ...]:
         """Arrays that the next step starts from; evaluated with each step so that no graph grows."""
+        ...
+
+    def cost(self) -> LayerCost:
+        """What the state takes at any length, read off what it holds after its first window."""
         ...

@@ -8,13 +8,15 @@ is trimmed instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
+
+from headrace.state.layer import LayerCost, LayerRecord
 
 Feed = Callable[[Any, mx.array], mx.array]
 """Run the module on inputs `[1, n, ...]` with a cache, which it advances; gives its outputs."""
@@ -40,18 +42,32 @@ class ModuleRecord:
 class ModuleState:
     """Opaque: a cache, and while a window is open the cache from before it and the window's inputs."""
 
+    is_sliceable = False
+
     def __init__(self, cache: Any) -> None:
+        self.noted: dict[int, LayerRecord] = {}
         self._cache = cache
         self._before: Any = None
         self._inputs: mx.array | None = None
         self._feed: Feed | None = None
 
-    def run(self, feed: Feed, inputs: mx.array, num_certain: int) -> mx.array:
-        """Feed a window `[1, n, ...]`, of which the first `num_certain` tokens can't be dropped."""
+    def run(
+        self, feed: Feed, inputs: mx.array, num_certain: int, start: int = 0, marks: Sequence[int] = ()
+    ) -> mx.array:
+        """Feed a window `[1, n, ...]`, of which the first `num_certain` tokens can't be dropped.
+
+        start: how many tokens came before. marks: lengths inside the certain tokens at which to note a record.
+        """
         self._settle()
         if num_certain < inputs.shape[1]:
             self._before, self._inputs, self._feed = copy.deepcopy(self._cache), inputs, feed
-        return feed(self._cache, inputs)
+        outputs, done = [], 0
+        for mark in marks:
+            outputs.append(feed(self._cache, inputs[:, done : mark - start]))
+            self.noted[mark] = ModuleRecord(copy.deepcopy(self._cache))
+            done = mark - start
+        outputs.append(feed(self._cache, inputs[:, done:]))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens of the window."""
@@ -86,6 +102,17 @@ class ModuleState:
         self._cache = copy.deepcopy(record.cache)
         self._forget_window()
 
+    def cost(self) -> LayerCost:
+        """The cache's bytes: per token for caches of keys and values, fixed for all others."""
+        caches = [one for cache in _as_list(self._cache) for one in _parts(cache)]
+        growing: list[Any] = [
+            one for one in caches if isinstance(one, KVCache | RotatingKVCache) and one.keys is not None
+        ]
+        per_token = sum((one.keys.nbytes + one.values.nbytes) // one.keys.shape[2] for one in growing)
+        fixed = sum(array.nbytes for one in caches if one not in growing for array in cache_arrays(one))
+        windows = {one.max_size if isinstance(one, RotatingKVCache) else None for one in growing}
+        return LayerCost(fixed, per_token, max_tokens=windows.pop() if len(windows) == 1 else None)
+
     def arrays(self) -> tuple[mx.array, ...]:
         """The arrays of the caches and the stashed inputs."""
         stashed = (*cache_arrays(self._before), self._inputs) if self._inputs is not None else ()
@@ -99,8 +126,7 @@ def token_by_token(feed: Feed, cache: Any, inputs: mx.array) -> mx.array:
 
 def cache_arrays(cache: Any) -> tuple[mx.array, ...]:
     """All arrays of an mlx-lm cache or of a list of them."""
-    caches = cache if isinstance(cache, list) else [cache]
-    leaves: Any = tree_flatten([one.state for one in caches])
+    leaves: Any = tree_flatten([one.state for one in _as_list(cache)])
     return tuple(leaf for _, leaf in leaves if isinstance(leaf, mx.array))
 
 
@@ -109,14 +135,20 @@ def _trims(cache: Any) -> bool:
 
     Only caches that keep every token: others say so too (`is_trimmable`), but may have let old tokens go by then.
     """
-    if isinstance(cache, list):
-        return all(_trims(one) for one in cache)
-    if isinstance(cache, CacheList):
-        return all(_trims(one) for one in cache.caches)
-    return type(cache) in (KVCache, ConcatenateKVCache)
+    return all(type(part) in (KVCache, ConcatenateKVCache) for one in _as_list(cache) for part in _parts(one))
 
 
 def _trim(cache: Any, num_tokens: int) -> None:
     """Drop the last `num_tokens` tokens."""
-    for one in cache if isinstance(cache, list) else [cache]:
+    for one in _as_list(cache):
         one.trim(num_tokens)
+
+
+def _as_list(cache: Any) -> list[Any]:
+    """A module has one cache, a whole model a list of them."""
+    return cache if isinstance(cache, list) else [cache]
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The caches inside an entry that holds several."""
+    return list(cache.caches) if isinstance(cache, CacheList) else [cache]

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
+from headrace.state.layer import LayerCost, LayerRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,11 @@ class RecurrentRecord:
 class RecurrentState:
     """Opaque. `window` holds the conv's raw inputs: the context, then the tokens of the last window."""
 
+    is_sliceable = False
+
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self.noted: dict[int, LayerRecord] = {}
         self.state: mx.array | None = None
         self.window: mx.array | None = None
         self.stash: DeltaInputs | None = None
@@ -88,6 +92,10 @@ class RecurrentState:
         self.state, self.window, self.stash = state, window, stash
         self.num_replay = stash.num_tokens if stash is not None else 0
         self._num_dropped = 0
+
+    def note(self, length: int, state: mx.array, context: mx.array) -> None:
+        """Record the state at `length`, which a scan has just passed."""
+        self.noted[length] = RecurrentRecord(mx.contiguous(state), mx.contiguous(context))
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens; the replay itself waits for the next step or checkpoint."""
@@ -118,6 +126,10 @@ class RecurrentState:
         """Start from the record; its arrays are never written in place."""
         self.state, self.window = record.state, record.context
         self.stash, self.num_replay, self._num_dropped = None, 0, 0
+
+    def cost(self) -> LayerCost:
+        """State and context: the same at every length."""
+        return LayerCost(fixed=sum(array.nbytes for array in (self.state, self.window) if array is not None))
 
     def arrays(self) -> tuple[mx.array, ...]:
         """State, conv inputs and stash."""

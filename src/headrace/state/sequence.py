@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from headrace.state.attention import FullAttentionState
-from headrace.state.layer import LayerKey, LayerRecord
-from headrace.state.slabs import SlabPool
+from headrace.state.attention import FullAttentionState, KVRecord
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord
+from headrace.state.slabs import SlabPool, slot_capacity
 
 State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True)
+class StateCost:
+    """What a sequence's state takes, by its length."""
+
+    layers: tuple[LayerCost, ...]
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether any layer is sliceable."""
+        return any(layer.in_slots for layer in self.layers)
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether any layer is valid at the lengths of its records only."""
+        return not all(layer.in_slots for layer in self.layers)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes at a length of `num_tokens`, at least 1."""
+        total = 0
+        for layer in self.layers:
+            held = slot_capacity(num_tokens) if layer.in_slots else num_tokens
+            total += layer.fixed + layer.per_token * (held if layer.max_tokens is None else min(held, layer.max_tokens))
+        return total
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRecord:
-    """Immutable copy of a sequence's state at `length` tokens."""
+    """Immutable copy of layers of a sequence's state at `length` tokens.
+
+    All layers make a checkpoint, windowed and opaque layers only a *snapshot*.
+    """
 
     length: int
     layers: Mapping[LayerKey, LayerRecord]
@@ -26,6 +54,30 @@ class SequenceRecord:
     def num_bytes(self) -> int:
         """Bytes that the record keeps alive."""
         return sum(record.num_bytes for record in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """Immutable keys and values of all full attention layers for the tokens `start` to `end`."""
+
+    start: int
+    end: int
+    layers: Mapping[LayerKey, KVRecord]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the record keeps alive."""
+        return sum(record.num_bytes for record in self.layers.values())
+
+    def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
+        """Two records, of the first `num_tokens` tokens and of the rest; copies, so that each can be dropped alone."""
+        middle = self.start + num_tokens
+        return self._part(self.start, middle), self._part(middle, self.end)
+
+    def _part(self, start: int, end: int) -> SpanRecord:
+        layers = {key: record.part(start, end) for key, record in self.layers.items()}
+        mx.eval([record.arrays for record in layers.values()])
+        return SpanRecord(start, end, layers)
 
 
 class SequenceState:
@@ -39,7 +91,10 @@ class SequenceState:
         self._pool = pool
         self._slot = pool.allocate(max(1, num_expected_tokens))
         self._layers: dict[LayerKey, Any] = {}
-        self._restored: SequenceRecord | None = None
+        self._sources: dict[LayerKey, list[LayerRecord]] = {}
+        """Records that layers which no mixer has asked for yet are to be filled from."""
+        self.marks: tuple[int, ...] = ()
+        """Lengths inside the open window at which windowed and opaque layers note a record."""
         self.length = 0
         """Committed tokens."""
         self.num_open = 0
@@ -47,10 +102,11 @@ class SequenceState:
         self.num_certain = 0
         """Tokens of the open window that can't be dropped."""
 
-    def begin(self, num_tokens: int, num_certain: int | None = None) -> None:
+    def begin(self, num_tokens: int, num_certain: int | None = None, marks: tuple[int, ...] = ()) -> None:
         """Open a window of `num_tokens` behind the committed ones and make room for it.
 
         num_certain: how many of them will surely be kept; None means all.
+        marks: lengths at which to take snapshots on the way, rising, inside the certain tokens; see `take_snapshots`.
         """
         if self.num_open:
             raise RuntimeError("the last window is still open: commit or roll back first")
@@ -59,13 +115,16 @@ class SequenceState:
             self._pool.grow(self._slot, needed, self.length)
         self.num_open = num_tokens
         self.num_certain = num_tokens if num_certain is None else num_certain
+        if marks and not self.length < marks[0] <= marks[-1] < self.length + self.num_certain:
+            raise ValueError(f"marks {marks} do not lie inside {self.num_certain} tokens after {self.length}")
+        self.marks = marks
 
     def layer(self, key: LayerKey, make: Callable[[], State]) -> State:
         """The state of one layer, made on first use and then filled from a record that was restored before."""
         if key not in self._layers:
             state: Any = make()
-            if self._restored is not None and key in self._restored.layers:
-                state.restore(self._restored.layers[key], self._restored.length)
+            for record in self._sources.get(key, ()):
+                state.restore(record, self.length)
             self._layers[key] = state
         found: State = self._layers[key]
         return found
@@ -84,7 +143,7 @@ class SequenceState:
             state.commit(num_tokens, self.num_open)
         self.length += num_tokens
         self.num_open = self.num_certain = 0
-        self._restored = None
+        self._sources.clear()
 
     def rollback(self, num_tokens: int) -> None:
         """Drop the last `num_tokens` of the open window, keep the rest, close the window."""
@@ -92,22 +151,70 @@ class SequenceState:
 
     def checkpoint(self) -> SequenceRecord:
         """An immutable record at the committed length; evaluated, so that later writes stay in place."""
+        return self._record(lambda state: True)
+
+    def _record(self, wants: Callable[[Any], bool]) -> SequenceRecord:
         if self.num_open:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
-        layers = {key: state.checkpoint(self.length) for key, state in self._layers.items()}
+        layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
         mx.eval([record.arrays for record in layers.values()])
         return SequenceRecord(self.length, layers)
 
+    def take_snapshots(self) -> dict[int, SequenceRecord]:
+        """The records that were noted at the last window's marks, by length; evaluated with `arrays`."""
+        noted = {
+            length: {key: state.noted[length] for key, state in self._layers.items() if length in state.noted}
+            for length in self.marks
+        }
+        for state in self._layers.values():
+            state.noted.clear()
+        self.marks = ()
+        return {length: SequenceRecord(length, layers) for length, layers in noted.items()}
+
+    def snapshot(self) -> SequenceRecord:
+        """A record of the windowed and opaque layers at the committed length."""
+        return self._record(lambda state: not state.is_sliceable)
+
+    def copy_span(self, start: int, end: int) -> SpanRecord:
+        """A copy of the keys and values of full attention layers for the committed tokens `start` to `end`."""
+        layers = {key: state.copy(start, end) for key, state in self._layers.items() if state.is_sliceable}
+        mx.eval([record.arrays for record in layers.values()])
+        return SpanRecord(start, end, layers)
+
     def restore(self, record: SequenceRecord) -> None:
-        """Become what the record holds, whatever was computed before."""
+        """Become what the checkpoint holds, whatever was computed before."""
+        self._restore(record.length, [record.layers])
+
+    def restore_parts(self, length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> None:
+        """Become the state at `length` out of spans that follow each other from token 0 on, and a snapshot there."""
+        parts: list[Mapping[LayerKey, LayerRecord]] = [span.layers for span in spans]
+        self._restore(length, [*parts, snapshot.layers] if snapshot is not None else parts)
+
+    def _restore(self, length: int, parts: Sequence[Mapping[LayerKey, LayerRecord]]) -> None:
         self._layers.clear()
-        self.length, self.num_open, self.num_certain, self._restored = record.length, 0, 0, record
-        if record.length > self._slot.capacity:
-            self._pool.grow(self._slot, record.length, 0)
+        self._sources = {}
+        for part in parts:
+            for key, record in part.items():
+                self._sources.setdefault(key, []).append(record)
+        self.length, self.num_open, self.num_certain, self.marks = length, 0, 0, ()
+        if length > self._slot.capacity:
+            self._pool.grow(self._slot, length, 0)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the layers' arrays that don't lie in the pool."""
+        own = (state for state in self._layers.values() if not state.cost().in_slots)
+        return sum(array.nbytes for state in own for array in state.arrays())
+
+    def cost(self) -> StateCost:
+        """What a state like this takes at any length; asked after the first window."""
+        return StateCost(tuple(state.cost() for state in self._layers.values()))
 
     def arrays(self) -> list[mx.array]:
-        """What the next step starts from."""
-        return [array for state in self._layers.values() for array in state.arrays()]
+        """What the next step starts from, and what was noted at marks."""
+        noted = [record for state in self._layers.values() for record in state.noted.values()]
+        held = [array for state in self._layers.values() for array in state.arrays()]
+        return [*held, *(array for record in noted for array in record.arrays)]
 
     def release(self) -> None:
         """Give the slot back. The state can't be used afterwards."""

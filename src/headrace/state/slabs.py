@@ -23,6 +23,11 @@ SLAB_TOKENS = 1024
 """Slots per slab are chosen so that small slots share an array of about this many tokens."""
 
 
+def slot_capacity(num_tokens: int) -> int:
+    """Tokens of the smallest slot that holds `num_tokens`."""
+    return max(SMALLEST_CAPACITY, 1 << (num_tokens - 1).bit_length())
+
+
 @dataclass(slots=True, eq=False)
 class Slab:
     """A few slots of equal capacity. Arrays of a layer are made at its first write."""
@@ -82,7 +87,7 @@ class SlabPool:
 
     def allocate(self, num_tokens: int) -> Slot:
         """A free slot for at least `num_tokens` tokens; its content is undefined."""
-        capacity = max(SMALLEST_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        capacity = slot_capacity(num_tokens)
         slabs = self._slabs.setdefault(capacity, [])
         for slab in slabs:
             if slab.free:
@@ -105,9 +110,13 @@ class SlabPool:
         The copies are evaluated here: a later write to the old slab must not find a reader.
         """
         larger = self.allocate(num_tokens)
-        if num_used:
-            for layer in list(slot.slab.keys):
-                larger.write(layer, 0, *slot.read(layer, 0, num_used))
-            mx.eval(list(larger.slab.keys.values()), list(larger.slab.values.values()))
+        try:
+            if num_used:
+                for layer in list(slot.slab.keys):
+                    larger.write(layer, 0, *slot.read(layer, 0, num_used))
+                mx.eval(list(larger.slab.keys.values()), list(larger.slab.values.values()))
+        except Exception:  # no memory for it: the row stays where it is, and fails
+            self.free(larger)
+            raise
         self.free(slot)
         slot.slab, slot.index = larger.slab, larger.index

@@ -29,6 +29,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class PieceDecoder(Protocol):
     """State of one stream."""
 
+    def bytes_of(self, token_id: int, piece: str) -> bytes:
+        """The bytes that a token stands for by itself, in mid-text. Changes nothing."""
+
     def push(self, token_id: int, piece: str) -> str:
         """Take the next token; returns text that is final."""
 
@@ -43,6 +46,8 @@ class TokenPieces:
         self._backend = backend
         self._pieces: dict[int, str | None] = {}
         self.new_decoder: Callable[[], PieceDecoder] = _decoder_factory(backend)
+        self.bytes_of = self.new_decoder().bytes_of
+        """`bytes_of(token_id, piece)`: the bytes that a token stands for by itself."""
 
     def piece(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it, None if there is no such token."""
@@ -96,13 +101,16 @@ class ByteLevelDecoder:
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def bytes_of(self, token_id: int, piece: str) -> bytes:
+        """What the piece spells."""
+        try:
+            return bytes([_BYTE_OF[character] for character in piece])
+        except KeyError:  # an added token with characters of its own is its text
+            return piece.encode()
+
     def push(self, token_id: int, piece: str) -> str:
         """Take a token; at most three bytes of an unfinished character are held."""
-        try:
-            spelled = bytes([_BYTE_OF[character] for character in piece])
-        except KeyError:  # an added token with characters of its own is its text
-            spelled = piece.encode()
-        return self._utf8.decode(spelled)
+        return self._utf8.decode(self.bytes_of(token_id, piece))
 
     def finish(self) -> str:
         """Half a character at the end is a replacement character."""
@@ -114,6 +122,10 @@ class MetaspaceDecoder:
 
     def __init__(self, *, drops_first_mark: bool) -> None:
         self._drops_marks = drops_first_mark
+
+    def bytes_of(self, token_id: int, piece: str) -> bytes:
+        """The piece with spaces for its marks."""
+        return piece.replace(_SPACE_MARK, " ").encode()
 
     def push(self, token_id: int, piece: str) -> str:
         """Take a token; nothing is ever held."""
@@ -132,6 +144,12 @@ class ByteFallbackRule:
 
     replacements: tuple[tuple[str, str], ...]
     num_stripped: int
+
+    def replaced(self, piece: str) -> str:
+        """The piece with all replacements made."""
+        for old, new in self.replacements:
+            piece = piece.replace(old, new)
+        return piece
 
 
 def _byte_fallback_rule(steps: list[dict[str, Any]]) -> ByteFallbackRule | None:
@@ -167,10 +185,15 @@ class ByteFallbackDecoder:
         self._run = bytearray()
         self._long_run: codecs.IncrementalDecoder | None = None
 
+    def bytes_of(self, token_id: int, piece: str) -> bytes:
+        """The byte that the piece names, or its text."""
+        piece = self._rule.replaced(piece)
+        byte = _byte_of_fallback(piece)
+        return piece.encode() if byte is None else bytes([byte])
+
     def push(self, token_id: int, piece: str) -> str:
         """Take a token; at most MAX_HELD_BYTES bytes are held."""
-        for old, new in self._rule.replacements:
-            piece = piece.replace(old, new)
+        piece = self._rule.replaced(piece)
         byte = _byte_of_fallback(piece)
         if byte is None:
             return self._strip(self._end_run() + piece)
@@ -226,6 +249,10 @@ class WindowDecoder:
         self._backend = backend
         self._context: list[int] = []
         self._pending: list[int] = []
+
+    def bytes_of(self, token_id: int, piece: str) -> bytes:
+        """The library's text of the lone token; half a character is a replacement character here."""
+        return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
 
     def push(self, token_id: int, piece: str) -> str:
         """Take a token; held while the text ends in half a character, for a few tokens at most."""

@@ -93,6 +93,10 @@ class Tokenizer:
             return self.encode_mixed([(text, True)])
         return list(self._backend.encode(well_formed(text), add_special_tokens=False).ids)
 
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text as the tokenizer frames one by itself: with BOS, for instance, if it adds that."""
+        return list(self._backend.encode(well_formed(text), add_special_tokens=True).ids)
+
     def encode_mixed(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
         """Token ids of runs of text that belong together; in those marked true, added tokens stay text."""
         return self._plain_encoder.encode((well_formed(text), is_plain) for text, is_plain in runs)
@@ -101,6 +105,18 @@ class Tokenizer:
         """Text of token ids. Special tokens are left out unless kept; unknown ids are nothing."""
         detokenizer = self.detokenizer(keep_special)
         return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds to a text; None for a special token and for an id beyond the vocabulary."""
+        piece = self._pieces.piece(token_id)
+        if piece is None or token_id in self.special_ids:
+            return None
+        return self._pieces.bytes_of(token_id, piece)
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself: bytes that are no whole character show as U+FFFD, a special token by its name."""
+        data = self.token_bytes(token_id)
+        return (self._pieces.piece(token_id) or "") if data is None else data.decode(errors="replace")
 
     def detokenizer(self, keep_special: frozenset[str] = frozenset()) -> Detokenizer:
         """A decoder for one stream of token ids; special tokens are left out unless their text is kept."""

@@ -1,4 +1,4 @@
-"""What a client asked for, after its dialect has been translated away."""
+"""What a client asked for, a chat or a completion, after its dialect has been translated away."""
 
 from __future__ import annotations
 
@@ -86,17 +86,48 @@ class RequestedStop:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedAnswers:
+    """How many answers, and what is told about their tokens; see GenerationRequest."""
+
+    num_choices: int = 1
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A whole chat request, free of any dialect."""
+    """A whole chat request, free of any dialect. `session` and `priority` as in GenerationRequest."""
 
     request_id: str
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolDefinition, ...] = ()
     sampling: RequestedSampling = RequestedSampling()
     stop: RequestedStop = RequestedStop()
+    answers: RequestedAnswers = RequestedAnswers()
+    session: str = ""
+    priority: int = 0
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the chat template (`chat_template_kwargs`)."""
     continue_final_message: bool = False
     """The last message is an unfinished assistant turn that the model goes on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """Prompts to be continued as they stand, without a chat template; each a text or token ids.
+
+    Choices are counted on over the prompts: those of prompt p are p * num_choices and the ones after it.
+    stop.max_tokens: 0 asks for nothing but the prompt's own scores.
+    echo: each answer begins with its prompt.
+    """
+
+    request_id: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    sampling: RequestedSampling = RequestedSampling()
+    stop: RequestedStop = RequestedStop()
+    answers: RequestedAnswers = RequestedAnswers()
+    session: str = ""
+    priority: int = 0
+    echo: bool = False

@@ -37,7 +37,8 @@ class TokenOutput:
     finish_reason: set once, on the last output of the choice.
     num_cached_tokens: prompt tokens that were not computed for this request.
     logprobs: one for each token if they were asked for.
-    prompt_logprobs: on the first output of choice 0 if asked for; None for the prompt's first token, which has none.
+    prompt_logprobs: on the first output of choice 0 if asked for, which then comes before any other choice's; None for
+    the prompt's first token, which has none.
     """
 
     request_id: str
@@ -50,24 +51,58 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token and its log-probability, as clients are told them.
+
+    text: of the token alone; bytes that are no whole character show as U+FFFD.
+    data: the bytes that it adds to the answer; None for a special token, which adds nothing.
+    logprob, rank: see TokenLogprobs; None for a prompt's first token, which nothing predicted.
+    top: the most likely tokens at this place, best first, without alternatives of their own.
+    """
+
+    token_id: int
+    text: str
+    data: bytes | None
+    logprob: float | None
+    rank: int | None
+    top: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered and queued; the first event of every session."""
+    """The prompts are rendered and queued; the first event of every session. Tokens are counted over all prompts."""
 
     num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of one prompt's tokens, if they were asked for; before the text of its first choice."""
+
+    choice: int
+    scores: tuple[TokenScore, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
-    """Answer text, in order, never empty."""
+    """Answer text of one choice, in order, never empty.
+
+    scores: of the choice's tokens since its last event, if they were asked for. Each token's score is told exactly
+    once, in order, with the first event after it: its own text may still be held back then, or be part of a marker.
+    """
 
     text: str
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thinking text, in order, never empty."""
+    """Thinking text of one choice, in order, never empty. `scores` as in Text."""
 
     text: str
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +124,10 @@ class ToolArguments:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. Cached tokens were really skipped; reasoning is part of output."""
+    """Token counts of one request, over all its choices; a prompt counts once however many it has.
+
+    Cached tokens were really skipped; reasoning is part of output.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -99,10 +137,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of every session that ended well."""
+    """The last event of a choice; that of the last choice ends every session that ended well.
+
+    usage: of the request up to here, so that the last one holds all of it.
+    scores: of tokens whose text came to nothing after the last event (a stop string, half a character).
+    """
 
     reason: FinishReason
     usage: Usage
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
 
 
-Event = Started | Text | Reasoning | ToolCallStart | ToolArguments | Finished
+Event = Started | PromptScores | Text | Reasoning | ToolCallStart | ToolArguments | Finished

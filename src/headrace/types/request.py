@@ -68,6 +68,7 @@ class GenerationRequest:
     num_logprobs: alternatives told with each output token, 0 for the token's own log-probability only, None for none.
     num_prompt_logprobs: the same for each prompt token.
     session: requests of one session share a turn in the queue. priority: lower goes first.
+    cache_salt: prompts of different salts never share what the prefix cache holds.
     """
 
     request_id: str
@@ -81,3 +82,4 @@ class GenerationRequest:
     num_prompt_logprobs: int | None = None
     session: str = ""
     priority: int = 0
+    cache_salt: str = ""

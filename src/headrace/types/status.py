@@ -50,7 +50,7 @@ class MemoryStatus:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """bounds: upper limits of the buckets, ascending, without infinity. counts: one more than bounds, not cumulative."""
+    """bounds: upper limits of the buckets, ascending, without infinity. counts: one more, not cumulative."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -82,3 +82,12 @@ class EngineStatus:
     requests: tuple[RequestStatus, ...]
     memory: MemoryStatus
     counters: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """The server's process. cpu_s: of all its threads. peak_memory_bytes: the most that it ever held."""
+
+    uptime_s: float
+    cpu_s: float
+    peak_memory_bytes: int

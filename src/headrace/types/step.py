@@ -18,8 +18,8 @@ class Chunk:
     num_drafts: how many of the last token_ids are guesses; the rest are certain.
     samples: whether the token after the chunk is wanted (false for all but a prompt's last chunk).
     output_index: index that the first sampled token has in the output; keys the draw.
-    forks: sequences (choices 1, 2, …) that begin with the state after this chunk. Each gets a first token of its own, drawn
-    from the chunk's last logits, and a ChunkResult that commits nothing.
+    forks: sequences (choices 1, 2, …) that begin with the state after this chunk. Each gets a first token of its own,
+    drawn from the chunk's last logits, and a ChunkResult that commits nothing.
     """
 
     sequence_id: str

@@ -47,7 +47,8 @@ class RowwiseMixer(nn.Module):
         outputs = []
         for span in view.step.spans:
             state = span.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
-            outputs.append(state.run(feed, inputs[:, span.lo : span.hi], span.num_certain))
+            row = inputs[:, span.lo : span.hi]
+            outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.marks))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def _feed(self, inputs_name: str, arguments: dict[str, Any], cache: Any, inputs: mx.array) -> mx.array:

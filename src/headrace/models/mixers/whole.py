@@ -28,5 +28,6 @@ def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: Packe
     outputs = []
     for span in step.spans:
         state = span.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
-        outputs.append(state.run(feed, ids[:, span.lo : span.hi], span.num_certain)[0])
+        row = ids[:, span.lo : span.hi]
+        outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.marks)[0])
     return mx.concatenate(outputs)

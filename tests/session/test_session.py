@@ -10,16 +10,41 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, Step, describe, fake_session
+from fakes import END, FakeEngine, PlainTemplate, Step, describe, fake_logprobs, fake_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from headrace.errors import ContextTooLong, EngineDead, GenerationFailed, InvalidRequest, ModelError, UnsupportedField
-from headrace.session import Session, fit_max_tokens, resolve_sampling, sampling_defaults
+from headrace.errors import (
+    ContextTooLong,
+    EngineDead,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestCancelled,
+    UnsupportedField,
+)
+from headrace.session.session import Session
 from headrace.text.template import RenderedPrompt
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
-from headrace.types.events import Event, Finished, FinishReason, Reasoning, Started, Text
+from headrace.types.chat import (
+    ChatMessage,
+    ChatRequest,
+    RequestedAnswers,
+    RequestedSampling,
+    RequestedStop,
+    TextPart,
+)
+from headrace.types.events import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptScores,
+    Reasoning,
+    Started,
+    Text,
+    TokenOutput,
+    Usage,
+)
 
 
 def ask(text: str = "hi", **fields: object) -> ChatRequest:
@@ -92,7 +117,7 @@ def test_a_stop_string_ends_the_work_in_the_engine() -> None:
     engine = FakeEngine("one two", " three", asyncio.Event())
     events = events_of(fake_session(engine), ask(stop=RequestedStop(strings=("two",))))
     assert joined(events, Text) == "one "
-    assert engine.aborted == ["request-1"]
+    assert (engine.finished, engine.aborted) == ([("request-1", FinishReason.STOP)], [])
 
 
 def test_closing_the_answer_aborts_the_request() -> None:
@@ -145,11 +170,6 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
     assert engine.requests == []
 
 
-@pytest.mark.parametrize(("asked", "given"), [(None, 100), (7, 7), (100, 100), (128_000, 100)])
-def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(asked: int | None, given: int) -> None:
-    assert fit_max_tokens(900, asked, 1000) == given
-
-
 def test_end_tokens_and_stop_tokens_both_end_an_answer() -> None:
     engine = FakeEngine("abc")
     events = events_of(fake_session(engine), ask(stop=RequestedStop(token_ids=(ord("b"),))))
@@ -163,47 +183,12 @@ def test_ignore_eos_takes_only_the_models_own_end_tokens_away() -> None:
     assert engine.requests[0].stop_token_ids == {ord("z")}
 
 
-def test_the_request_wins_over_the_model_and_the_model_over_neutral_values() -> None:
-    defaults = sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20})
-    params = resolve_sampling(RequestedSampling(temperature=0.0, seed=3), defaults)
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 0.95, 20, 0.0, 3)
-
-
-def test_without_any_word_sampling_is_plain_at_temperature_one() -> None:
-    params = resolve_sampling(RequestedSampling(), sampling_defaults({}))
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
-
-
-def test_a_model_that_does_not_sample_is_greedy_until_a_request_says_otherwise() -> None:
-    defaults = sampling_defaults({"do_sample": False, "temperature": 0.7, "top_p": 0.8})
-    assert resolve_sampling(RequestedSampling(), defaults).temperature == 0.0
-    warmed = resolve_sampling(RequestedSampling(temperature=0.7), defaults)
-    assert (warmed.temperature, warmed.top_p) == (0.7, 0.8)
-
-
-def test_top_k_of_minus_one_is_off() -> None:
-    assert resolve_sampling(RequestedSampling(top_k=-1), RequestedSampling()).top_k == 0
-
-
-def test_draws_without_a_seed_differ_and_negative_seeds_are_kept_apart() -> None:
-    unseeded = {resolve_sampling(RequestedSampling(), RequestedSampling()).seed for _ in range(20)}
-    assert len(unseeded) == 20
-    negative = resolve_sampling(RequestedSampling(seed=-5), RequestedSampling()).seed
-    assert 0 <= negative < 2**63
-    assert negative != resolve_sampling(RequestedSampling(seed=5), RequestedSampling()).seed
-
-
-@pytest.mark.parametrize("config", [{"temperature": "warm"}, {"top_p": 3}, {"top_k": -7}, {"min_p": float("nan")}])
-def test_a_generation_config_that_makes_no_sense_is_the_models_fault(config: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match=r"generation_config\.json"):
-        sampling_defaults(config)
-
-
-def test_what_a_generation_config_wants_and_nobody_built_is_said_at_start_up() -> None:
-    model = describe(generation_config={"repetition_penalty": 1.05, "presence_penalty": 0.0})
-    notes = fake_session(FakeEngine(model=model)).notes
-    assert "repetition_penalty 1.05" in notes[-1]
-    assert not any("presence_penalty" in note for note in notes)
+def test_the_sampling_that_a_generation_config_asks_for_is_said_at_start_up_and_applied() -> None:
+    engine = FakeEngine("a", model=describe(generation_config={"repetition_penalty": 1.05, "presence_penalty": None}))
+    session = fake_session(engine)
+    assert session.notes[-1] == "sampling of generation_config.json: repetition_penalty 1.05"
+    events_of(session, ask())
+    assert engine.requests[0].sampling.repetition_penalty == 1.05
 
 
 def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
@@ -223,7 +208,7 @@ def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
         ({"sampling": RequestedSampling(seed=2**63)}, "seed"),
         ({"stop": RequestedStop(max_tokens=0)}, "max_tokens"),
         ({"stop": RequestedStop(strings=("",))}, "stop"),
-        ({"stop": RequestedStop(token_ids=(257,))}, "stop_token_ids"),
+        ({"stop": RequestedStop(token_ids=(258,))}, "stop_token_ids"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(fields: dict[str, object], param: str) -> None:
@@ -250,7 +235,7 @@ def test_messages_that_come_to_nothing_are_refused() -> None:
 
 
 def test_a_session_finds_tokenizer_template_and_end_token_in_the_models_folder() -> None:
-    folder = Path(__file__).parent / "data" / "text" / "qwen35"
+    folder = Path(__file__).parent.parent / "data" / "text" / "qwen35"
     library = Backend.from_file(str(folder / "tokenizer.json"))
     model = replace(describe(), directory=folder, model_type="qwen3_5", vocab_size=library.get_vocab_size())
     engine = FakeEngine(library.encode("Grüße 🎉").ids, model=model)
@@ -272,7 +257,7 @@ def test_a_dead_engine_is_not_asked() -> None:
 
 def test_an_engine_that_ends_without_a_reason_is_a_failure_not_an_answer() -> None:
     class Mute(FakeEngine):
-        async def generate(self, request):
+        async def play(self, request):
             return
             yield
 
@@ -295,3 +280,143 @@ def test_answers_at_the_same_time_do_not_mix() -> None:
 
     for request, events in zip(requests, asyncio.run(all_answers()), strict=True):
         assert joined(events, Text) == ("ab" if request.stop.strings else "abSTOPcd")
+
+
+def test_every_choice_says_its_text_and_finishes_once_and_the_last_tells_all_tokens() -> None:
+    engine = FakeEngine("Grü", "ße", (END,), num_cached_tokens=3)
+    events = events_of(fake_session(engine), ask("hello", answers=RequestedAnswers(num_choices=3)))
+    assert engine.requests[0].num_choices == 3
+    for choice in range(3):
+        own = [event for event in events[1:] if event.choice == choice]
+        assert joined(own, Text) == "Grüße"
+        assert [type(event) for event in own].count(Finished) == 1
+        assert isinstance(own[-1], Finished)
+    usage = events[-1].usage
+    assert usage == Usage(len("user: hello\n"), 3 * len("Grüße".encode()), 3)
+
+
+def test_a_stop_string_ends_one_choice_and_the_others_go_on() -> None:
+    class TwoVoices(FakeEngine):
+        async def play(self, request):
+            for choice, text in ((0, "a STOP"), (1, "bcd"), (0, " more"), (1, "e"), (0, "!")):
+                yield TokenOutput(request.request_id, tuple(text.encode()), choice=choice)
+            yield TokenOutput(request.request_id, (), FinishReason.LENGTH, choice=1)
+            await asyncio.Event().wait()
+
+    engine = TwoVoices()
+    stopping = ask(answers=RequestedAnswers(num_choices=2), stop=RequestedStop(strings=("STOP",)))
+    events = events_of(fake_session(engine), stopping)
+    assert [joined([event for event in events[1:] if event.choice == each], Text) for each in (0, 1)] == ["a ", "bcde"]
+    finished = [event for event in events if isinstance(event, Finished)]
+    assert [(each.choice, each.reason) for each in finished] == [(0, FinishReason.STOP), (1, FinishReason.LENGTH)]
+    assert finished[-1].usage.num_output_tokens == len("a STOP") + len("bcde")
+    # The engine still worked on choice 0; it is told why nobody waits for it.
+    assert (engine.finished, engine.aborted) == ([("request-1", FinishReason.STOP)], [])
+
+
+def test_choices_think_each_for_itself() -> None:
+    class TwoMinds(FakeEngine):
+        async def play(self, request):
+            for choice, text in ((0, "<think>x"), (1, "plain"), (0, "</think>y"), (1, " text")):
+                yield TokenOutput(request.request_id, tuple(text.encode()), choice=choice)
+            for choice in (1, 0):
+                yield TokenOutput(request.request_id, (), FinishReason.STOP, choice=choice)
+
+    events = events_of(fake_session(TwoMinds()), ask(answers=RequestedAnswers(num_choices=2)))
+    assert joined(events, Reasoning) == "x"
+    assert {event.choice for event in events if isinstance(event, Reasoning)} == {0}
+    assert joined([event for event in events[1:] if event.choice == 1], Text) == "plain text"
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1), st.sampled_from(["a<think>b</think>Grüße 🎉", "<think>é", "ab ST", "🎉"])
+)
+@settings(max_examples=60, deadline=None)
+def test_every_token_has_its_score_exactly_once_in_order_however_steps_deliver_it(sizes: list[int], text: str) -> None:
+    tokens, steps = text.encode(), []
+    while tokens:
+        steps.append(tuple(tokens[: sizes[len(steps) % len(sizes)]]))
+        tokens = tokens[len(steps[-1]) :]
+    wanted = RequestedAnswers(num_logprobs=2)
+    events = events_of(fake_session(FakeEngine(*steps)), ask(answers=wanted, stop=RequestedStop(strings=("STOP",))))
+    scores = [score for event in events[1:] for score in event.scores]
+    assert b"".join(score.data for score in scores) == text.encode()
+    assert [score.logprob for score in scores] == [fake_logprobs(byte, 0).logprob for byte in text.encode()]
+    assert all([each.token_id for each in score.top] == [score.token_id, score.token_id + 1] for score in scores)
+    assert all([each.rank for each in score.top] == [1, 2] for score in scores)
+
+
+def test_scores_come_with_text_that_is_certain_and_wait_for_text_that_is_not() -> None:
+    events = events_of(fake_session(FakeEngine("a", b"\xc3", b"\xa9", "b")), ask(answers=RequestedAnswers(1, 0)))
+    told = [(event.text, b"".join(score.data for score in event.scores)) for event in events[1:-1]]
+    assert told == [("a", b"a"), ("é", b"\xc3\xa9"), ("b", b"b")]
+
+
+def test_the_scores_of_a_stop_string_come_with_the_end() -> None:
+    wanted = ask(answers=RequestedAnswers(1, 0), stop=RequestedStop(strings=("STOP",)))
+    events = events_of(fake_session(FakeEngine("ab", "STOP", "never")), wanted)
+    assert b"".join(score.data for score in events[-1].scores) == b"STOP"
+    scored = [score for event in events[1:] for score in event.scores]
+    assert len(scored) == events[-1].usage.num_output_tokens
+
+
+def test_nobody_is_told_scores_that_were_not_asked_for() -> None:
+    engine = FakeEngine("ab")
+    events = events_of(fake_session(engine), ask())
+    assert (engine.requests[0].num_logprobs, engine.requests[0].num_prompt_logprobs) == (None, None)
+    assert all(event.scores == () for event in events[1:])
+
+
+def test_a_prompts_scores_come_before_any_text_and_its_first_token_has_none() -> None:
+    events = events_of(fake_session(FakeEngine("ab")), ask("x", answers=RequestedAnswers(num_prompt_logprobs=1)))
+    _, told, *rest = events
+    assert isinstance(told, PromptScores)
+    assert b"".join(score.data for score in told.scores) == b"user: x\n"
+    assert (told.scores[0].logprob, told.scores[0].rank, told.scores[0].top) == (None, None, ())
+    assert told.scores[1].logprob == fake_logprobs(ord("s"), 0).logprob
+    assert [each.token_id for each in told.scores[1].top] == [ord("s")]
+    assert not any(isinstance(event, PromptScores) for event in rest)
+
+
+def test_the_engine_is_told_whose_turn_it_is() -> None:
+    engine = FakeEngine("a")
+    events_of(fake_session(engine), ask(session="agent-1", priority=-3))
+    assert (engine.requests[0].session, engine.requests[0].priority) == ("agent-1", -3)
+
+
+def test_a_request_that_the_engine_refuses_never_starts() -> None:
+    engine = FakeEngine("a")
+    engine.refusal = Overloaded("the queue is full", retry_after_s=2)
+    with pytest.raises(Overloaded):
+        events_of(fake_session(engine), ask())
+
+
+def test_a_cancelled_request_ends_with_that_error() -> None:
+    engine = FakeEngine("a", asyncio.Event())
+
+    async def cancel() -> bool:
+        session = fake_session(engine)
+        events = session.chat(ask())
+        assert isinstance(await anext(events), Started)
+        await anext(events)
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        assert await session.abort("request-1")
+        with pytest.raises(RequestCancelled):
+            await waiting
+        return await session.abort("request-1")
+
+    assert asyncio.run(cancel()) is False
+    assert (engine.cancelled, engine.aborted) == (["request-1"], [])
+
+
+def test_an_answer_that_nobody_reads_after_its_start_is_aborted_when_it_is_closed() -> None:
+    engine = FakeEngine("a")
+
+    async def leave_at_once() -> None:
+        events = fake_session(engine).chat(ask())
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(leave_at_once())
+    assert engine.aborted == ["request-1"]

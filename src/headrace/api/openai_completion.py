@@ -1,0 +1,111 @@
+"""POST /v1/completions: its body, and what it means. Prompts are continued as they stand, without a chat template."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from headrace.api.json_body import check, read_object
+from headrace.api.openai_fields import COMPLETION_FIELDS, refuse_unbuilt, unknown_fields
+from headrace.api.openai_sampling import (
+    MAX_LOGPROBS,
+    Call,
+    SamplingBody,
+    check_stream,
+    includes_usage,
+    requested_sampling,
+    requested_session,
+    requested_stop,
+)
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import CompletionRequest, RequestedAnswers
+
+Prompt = str | tuple[int, ...]
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 1024
+"""Of all prompts together."""
+
+# OpenAI's. A chat has an end of its own; a plain text goes on for ever.
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionBody(SamplingBody):
+    """Fields that are honoured."""
+
+    # Of four shapes; see read_prompts.
+    prompt: Any = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    echo: bool | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    best_of: Annotated[int | None, Field(ge=1)] = None
+
+
+def read_completion(body: bytes) -> Call[CompletionRequest]:
+    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    value = read_object(body)
+    refuse_unbuilt(value, COMPLETION_FIELDS)
+    parsed = check(CompletionBody, value)
+    check_stream(parsed)
+    num_choices = parsed.n or 1
+    if parsed.best_of not in (None, num_choices):
+        message = f"best_of is not supported with any value but that of n, which is {num_choices}"
+        raise UnsupportedField(message, param="best_of")
+    prompts = read_prompts(parsed.prompt)
+    if len(prompts) * num_choices > MAX_CHOICES:
+        message = f"n must be at most {MAX_CHOICES // len(prompts)} with {len(prompts)} prompts, not {num_choices}"
+        raise InvalidRequest(message, param="n")
+    max_tokens = _DEFAULT_MAX_TOKENS if parsed.max_tokens is None else parsed.max_tokens
+    request = CompletionRequest(
+        request_id=f"cmpl-{secrets.token_hex(16)}",
+        prompts=prompts,
+        sampling=requested_sampling(parsed),
+        stop=requested_stop(parsed, max_tokens),
+        answers=RequestedAnswers(num_choices, parsed.logprobs, parsed.prompt_logprobs),
+        session=requested_session(parsed),
+        priority=parsed.priority or 0,
+        echo=bool(parsed.echo),
+    )
+    return Call(
+        request=request,
+        model=parsed.model,
+        stream=bool(parsed.stream),
+        include_usage=includes_usage(parsed),
+        ignored=unknown_fields(value, CompletionBody.model_fields, COMPLETION_FIELDS),
+    )
+
+
+def read_prompts(value: object) -> tuple[Prompt, ...]:
+    """A text, a list of texts, token ids, or a list of lists of these. Raises InvalidRequest.
+
+    Told apart by the first element: a union of types would report an error for each of a prompt's tokens.
+    """
+    if value is None:
+        raise InvalidRequest("prompt is missing", param="prompt")
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("prompt must be a text, token ids, or a list of these that is not empty", param="prompt")
+    if type(value[0]) is int:
+        return (read_token_ids(value, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt must hold at most {MAX_PROMPTS} prompts, not {len(value)}", param="prompt")
+    return tuple(_prompt(each, f"prompt[{index}]") for index, each in enumerate(value))
+
+
+def _prompt(value: object, path: str) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        return read_token_ids(value, path)
+    raise InvalidRequest(f"{path} must be a text or token ids", param=path)
+
+
+def read_token_ids(value: list[object], path: str) -> tuple[int, ...]:
+    """The ids in a list. Raises InvalidRequest for the first element that can be none."""
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise InvalidRequest(f"{path}[{index}] must be a token id", param=f"{path}[{index}]")
+    return tuple(token_id for token_id in value if type(token_id) is int)

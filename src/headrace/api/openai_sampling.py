@@ -1,0 +1,148 @@
+"""Fields that chats and completions share, and what they mean.
+
+Types are strict (true is no number, "1" is not 1). Ranges are OpenAI's where it has the field, else vLLM's. What needs
+the model to be checked (token ids, the context) is checked by the session.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import RequestedSampling, RequestedStop
+
+Asked = TypeVar("Asked")
+
+MAX_LOGPROBS = 20
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+
+
+class StreamOptionsBody(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    # Padding against traffic analysis; there is none here, whatever is asked.
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(BaseModel):
+    """How an answer is drawn, how it ends, how it is sent, and who asks."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100, allow_inf_nan=False)] = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]] | None, Field(max_length=1024)] = (
+        None
+    )
+    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=1024)] = None
+    ignore_eos: bool | None = None
+    n: Annotated[int | None, Field(ge=1, le=128)] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    stream: bool | None = None
+    stream_options: StreamOptionsBody | None = None
+    priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Asked]):
+    """What was asked, and how its client wants the answer.
+
+    model: the name that was asked for. ignored: names of unknown fields, for the `x-headrace-ignored` header.
+    """
+
+    request: Asked
+    model: str | None
+    stream: bool
+    include_usage: bool
+    ignored: tuple[str, ...]
+
+
+def requested_sampling(parsed: SamplingBody) -> RequestedSampling:
+    """How the next token is drawn. Raises InvalidRequest for a bias whose key is no token id."""
+    return RequestedSampling(
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        top_k=parsed.top_k,
+        min_p=parsed.min_p,
+        seed=parsed.seed,
+        repetition_penalty=parsed.repetition_penalty,
+        frequency_penalty=parsed.frequency_penalty,
+        presence_penalty=parsed.presence_penalty,
+        logit_bias=_logit_bias(parsed.logit_bias or {}),
+        allowed_token_ids=None if parsed.allowed_token_ids is None else tuple(parsed.allowed_token_ids),
+        bad_words=tuple(parsed.bad_words or ()),
+        min_tokens=parsed.min_tokens,
+    )
+
+
+def requested_stop(parsed: SamplingBody, max_tokens: int | None) -> RequestedStop:
+    """When to end."""
+    stop = parsed.stop or ()
+    return RequestedStop(
+        max_tokens=max_tokens,
+        strings=(stop,) if isinstance(stop, str) else tuple(stop),
+        token_ids=tuple(parsed.stop_token_ids or ()),
+        ignore_eos=bool(parsed.ignore_eos),
+    )
+
+
+def requested_session(parsed: SamplingBody) -> str:
+    """Whose turn it is, as far as the body says it."""
+    return parsed.prompt_cache_key or parsed.user or ""
+
+
+def includes_usage(parsed: SamplingBody) -> bool:
+    """Whether a stream ends with a chunk of token counts."""
+    return bool(parsed.stream_options and parsed.stream_options.include_usage)
+
+
+def check_stream(parsed: SamplingBody) -> None:
+    """Raises InvalidRequest and UnsupportedField for what doesn't go with a stream, or without one."""
+    if parsed.stream and parsed.prompt_logprobs is not None:
+        message = "prompt_logprobs is not supported when stream is true"
+        raise UnsupportedField(message, param="prompt_logprobs")
+    if parsed.stream_options is None:
+        return
+    if not parsed.stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+    if parsed.stream_options.continuous_usage_stats:
+        name = "stream_options.continuous_usage_stats"
+        raise UnsupportedField(f"{name} is not supported: usage comes once, in the last chunk", param=name)
+
+
+def _logit_bias(biases: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    added: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(f"logit_bias: a key must be a token id, not {key[:32]!r}", param="logit_bias")
+        if int(key) in added:
+            raise InvalidRequest(f"logit_bias: token {int(key)} stands there twice", param="logit_bias")
+        added[int(key)] = bias
+    return tuple(added.items())

@@ -1,0 +1,105 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from headrace.api.json_body import check, read_object
+from headrace.api.openai_chat import PromptBody, chat_prompt
+from headrace.api.openai_completion import read_token_ids
+from headrace.api.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, refuse_unbuilt, unknown_fields
+from headrace.api.openai_messages import unknown_message_fields
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatRequest
+
+
+class TokenizeTextBody(BaseModel):
+    """A text to be split into tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeChatBody(PromptBody):
+    """A chat to be rendered and split into tokens."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """Token ids to be put together to a text."""
+
+    model_config = ConfigDict(strict=True)
+
+    # Read by hand: a list's every wrong element would be an error of its own.
+    tokens: Any = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """What is to be split: a text or a chat. adds_special_tokens: of a text, BOS and what else the tokenizer adds."""
+
+    prompt: str | ChatRequest
+    adds_special_tokens: bool
+    model: str | None
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeCall:
+    """What is to be put together."""
+
+    token_ids: tuple[int, ...]
+    model: str | None
+    ignored: tuple[str, ...]
+
+
+def read_tokenize(body: bytes) -> TokenizeCall:
+    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    value = read_object(body)
+    if value.get("messages") is None:
+        text = check(TokenizeTextBody, value)
+        refuse_unbuilt(value, TOKENIZE_FIELDS)
+        ignored = unknown_fields(value, TokenizeTextBody.model_fields, TOKENIZE_FIELDS)
+        return TokenizeCall(text.prompt, text.add_special_tokens is not False, text.model, ignored)
+    if value.get("prompt") is not None:
+        raise InvalidRequest("prompt and messages exclude each other", param="prompt")
+    refuse_unbuilt(value, TOKENIZE_FIELDS)
+    chat = check(TokenizeChatBody, value)
+    if chat.add_special_tokens:
+        message = "add_special_tokens is not supported with messages: the chat template writes them"
+        raise UnsupportedField(message, param="add_special_tokens")
+    ignored = unknown_fields(value, {**TokenizeChatBody.model_fields, "prompt": None}, TOKENIZE_FIELDS)
+    request = chat_prompt(chat, f"tokenize-{secrets.token_hex(8)}")
+    return TokenizeCall(request, False, chat.model, ignored + unknown_message_fields(value["messages"]))
+
+
+def read_detokenize(body: bytes) -> DetokenizeCall:
+    """The call in a body. Raises InvalidRequest with the field's path as its param."""
+    value = read_object(body)
+    parsed = check(DetokenizeBody, value)
+    if not isinstance(parsed.tokens, list):
+        raise InvalidRequest("tokens must be a list of token ids", param="tokens")
+    token_ids = read_token_ids(parsed.tokens, "tokens")
+    return DetokenizeCall(
+        token_ids, parsed.model, unknown_fields(value, DetokenizeBody.model_fields, DETOKENIZE_FIELDS)
+    )
+
+
+def tokenize_answer(token_ids: tuple[int, ...], max_model_len: int) -> dict[str, Any]:
+    """The tokens of a text or of a chat."""
+    return {"tokens": list(token_ids), "count": len(token_ids), "max_model_len": max_model_len, "token_strs": None}
+
+
+def detokenize_answer(text: str) -> dict[str, Any]:
+    """The text of tokens."""
+    return {"prompt": text}

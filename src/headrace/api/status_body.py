@@ -1,0 +1,38 @@
+"""GET /v1/status: the server, the model and every request in work, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from headrace.types.model import ModelDescription
+from headrace.types.status import EngineStatus, ProcessStatus
+
+
+def status_body(
+    status: EngineStatus,
+    model: ModelDescription,
+    names: Sequence[str],
+    process: ProcessStatus,
+    *,
+    version: str,
+    ignored: Mapping[str, int],
+) -> dict[str, Any]:
+    """names: that the model is served under. ignored: how often each unknown field was sent."""
+    body = asdict(status)
+    body["counters"]["finished"] = dict(status.counters.finished)
+    return {
+        "version": version,
+        "process": asdict(process),
+        "model": {
+            "name": model.name,
+            "served_names": list(names),
+            "model_type": model.model_type,
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.vocab_size,
+            "report": list(model.report),
+        },
+        **body,
+        "ignored_fields": dict(ignored),
+    }

@@ -1,0 +1,1 @@
+"""Measures any OpenAI-compatible server from outside, over HTTP alone."""

@@ -1,0 +1,101 @@
+"""Everything that was measured, as JSON: figures to read, and the raw numbers that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from datetime import datetime
+from typing import Any
+
+from headrace.bench.client import Client
+from headrace.bench.figures import Figures, faults, figures_of, kinds_of, sameness, spread
+from headrace.bench.machine import machine, versions
+from headrace.bench.plan import Plan
+from headrace.bench.rounds import PlayedLevel, PlayedRound
+
+FORMAT = 1
+"""Rises when a reader of older reports would misread a new one."""
+
+_DECIMALS = 6
+
+SPREAD_FIGURES = ("ttft_s", "tpot_s", "gap_s", "max_gap_s", "end_to_end_s", "output_tokens_per_s")
+
+
+def report(
+    plan: Plan,
+    command: Sequence[str],
+    when: datetime,
+    servers: Mapping[str, str | None],
+    clients: Sequence[Client],
+    levels: Sequence[PlayedLevel],
+) -> dict[str, Any]:
+    """The whole report. servers: the `server` header by label. The command must not hold a key."""
+    targets = [
+        {"label": each.target.label, "url": each.target.url, "model": each.model, "server": servers[each.target.label]}
+        for each in clients
+    ]
+    return {
+        "format": FORMAT,
+        "date": when.isoformat(timespec="seconds"),
+        "command": list(command),
+        "machine": machine(),
+        "versions": versions(),
+        "targets": targets,
+        "settings": _settings(plan),
+        "levels": [_level(level, levels) for level in levels],
+        "faults": faults(levels),
+    }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    said = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "targets"}
+    return {**said, "tokenizer": None if plan.tokenizer is None else str(plan.tokenizer), "temperature": 0}
+
+
+def _level(level: PlayedLevel, levels: Sequence[PlayedLevel]) -> dict[str, Any]:
+    first = next(each for each in levels if (each.workload, each.streams) == (level.workload, level.streams))
+    same_as_first = None if first is level else asdict(sameness(first.rounds[0], level.rounds[0]))
+    found: dict[str, Any] = _rounded(
+        {
+            "workload": level.workload,
+            "streams": level.streams,
+            "target": level.target,
+            "figures": _spreads([figures_of(played) for played in level.rounds]),
+            "kinds": {
+                kind: _spreads([figures_of(played, kind) for played in level.rounds]) for kind in kinds_of(level)
+            },
+            "same_when_asked_again": asdict(sameness(level.rounds[0], level.again)),
+            "same_as_first_target": same_as_first,
+            "rounds": [_round(played) for played in level.rounds],
+            "again": _round(level.again),
+        }
+    )
+    return found
+
+
+def _spreads(rounds: Sequence[Figures]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_answers": sum(each.num_answers for each in rounds),
+        "num_failed": sum(each.num_failed for each in rounds),
+    }
+    for name in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", *SPREAD_FIGURES):
+        over_rounds = spread(getattr(each, name) for each in rounds)
+        found[name] = None if over_rounds is None else asdict(over_rounds)
+    return found
+
+
+def _round(played: PlayedRound) -> dict[str, Any]:
+    answers = []
+    for outcome in played.outcomes:
+        place = {name: getattr(outcome, name) for name in ("stream", "conversation", "turn", "kind")}
+        answers.append({**place, **asdict(outcome.answer), "fault": outcome.answer.fault})
+    return {"wall_s": played.wall_s, "figures": asdict(figures_of(played)), "answers": answers}
+
+
+def _rounded(value: Any) -> Any:
+    """Microseconds are finer than what is measured, and half the size."""
+    if isinstance(value, float):
+        return round(value, _DECIMALS)
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,54 @@
+"""How much memory sequences may take, and how long a context that leaves room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from headrace.errors import ConfigError
+from headrace.models.packed import PackedModel, Row
+from headrace.state.sequence import SequenceState, StateCost
+from headrace.state.slabs import SlabPool
+
+CONTEXT_STEP = 256
+"""A context that memory limits is a multiple of this."""
+
+
+def state_cost(model: PackedModel) -> StateCost:
+    """What a sequence's state takes by its length, read off a state of one token."""
+    state = SequenceState(SlabPool())
+    state.begin(1)
+    logits = model.forward([Row(state, [0])], [0])
+    mx.eval(logits, state.arrays())
+    state.commit(1)
+    return state.cost()
+
+
+def state_budget(memory_bytes: int, utilization: float) -> int:
+    """Bytes for the states of all sequences: a share of the memory, less what is in use once the model is loaded.
+
+    Raises ConfigError if the weights leave nothing.
+    """
+    budget = int(memory_bytes * utilization) - mx.get_active_memory()
+    if budget <= 0:
+        raise ConfigError(
+            f"the weights take {mx.get_active_memory() / 1e9:.1f} GB, more than the share {utilization} of "
+            f"{memory_bytes / 1e9:.1f} GB that gpu_memory_utilization allows",
+            param="gpu_memory_utilization",
+        )
+    return budget
+
+
+def fitting_context(budget_bytes: int, cost: Callable[[int], int], longest: int) -> int:
+    """The longest context up to `longest` whose state fits the budget, at least 1."""
+    if cost(longest) <= budget_bytes:
+        return longest
+    fits, too_long = 1, longest
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if cost(middle) <= budget_bytes:
+            fits = middle
+        else:
+            too_long = middle
+    return max(1, fits - fits % CONTEXT_STEP) if fits >= CONTEXT_STEP else fits

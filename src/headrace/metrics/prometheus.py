@@ -1,0 +1,108 @@
+"""An engine's status as Prometheus text (exposition format 0.0.4).
+
+Names and labels are vLLM's where it has the metric, so that its dashboards and autoscalers work; what is ours alone
+begins with `headrace:`. A snapshot in, a text out: the client library would add a registry and a dependency to what is
+a page of string formatting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from headrace.types.events import FinishReason
+from headrace.types.status import EngineStatus, Histogram, ProcessStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Shown from the start: a counter that appears with its first event hides that event from rates.
+_FINISH_REASONS = (*(reason.value for reason in FinishReason if reason is not FinishReason.CONTENT_FILTER),)
+
+
+def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str:
+    """All metrics. model_name: the first name that the model is served under."""
+    labels = {"model_name": model_name, "engine": "0"}
+    lines = [*_gauges(status, labels), *_counters(status, labels), *_histograms(status, labels)]
+    return "\n".join([*lines, *_own(status, process, labels)]) + "\n"
+
+
+def _gauges(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    yield from _gauge("vllm:num_requests_running", "Requests that take part in steps.", status.num_running, labels)
+    yield from _gauge("vllm:num_requests_waiting", "Requests that are queued.", status.num_waiting, labels)
+
+
+def _counters(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    counters = status.counters
+    yield from _counter("vllm:prompt_tokens", "Prompt tokens, cached or computed.", counters.num_prompt_tokens, labels)
+    yield from _counter("vllm:generation_tokens", "Output tokens.", counters.num_output_tokens, labels)
+    yield from _counter("vllm:num_preemptions", "Sequences that made room.", counters.num_preemptions, labels)
+    name = "vllm:request_success_total"
+    yield from _heading(name, "counter", "Choices that ended, by the reason.")
+    finished = {**dict.fromkeys((*_FINISH_REASONS, "abort", "error"), 0), **dict(counters.finished)}
+    for reason, count in finished.items():
+        yield _sample(name, {**labels, "finished_reason": reason}, count)
+
+
+def _histograms(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    counters = status.counters
+    token = counters.time_per_output_token_s
+    shown = (
+        ("vllm:time_to_first_token_seconds", "From arrival to the first token.", counters.time_to_first_token_s),
+        ("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", token),
+        # Its older name, which many dashboards still ask for.
+        ("vllm:time_per_output_token_seconds", "Same as vllm:inter_token_latency_seconds.", token),
+        ("vllm:e2e_request_latency_seconds", "From arrival to the end, of finished requests.", counters.request_s),
+        ("vllm:request_queue_time_seconds", "From arrival to the first step.", counters.queue_s),
+    )
+    for name, help, histogram in shown:
+        yield from _histogram(name, help, histogram, labels)
+
+
+def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    memory = status.memory
+    yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
+    for name, help, num_bytes in (
+        ("budget", "What sequences may take.", memory.budget_bytes),
+        ("weights", "The model's weights.", memory.weights_bytes),
+        ("reserved", "Promised to running sequences.", memory.reserved_bytes),
+        ("state", "Held by the states of sequences.", memory.state_bytes),
+        ("device", "In use by MLX, all counted.", memory.device_bytes),
+    ):
+        yield from _gauge(f"headrace:memory_{name}_bytes", help, num_bytes, labels)
+    yield from _counter("headrace:process_cpu_seconds", "Processor time of the process.", process.cpu_s, labels)
+    help = "Most memory that the process ever held."
+    yield from _gauge("headrace:process_peak_memory_bytes", help, process.peak_memory_bytes, labels)
+    yield from _gauge("headrace:process_uptime_seconds", "Time since the server came up.", process.uptime_s, labels)
+
+
+def _gauge(name: str, help: str, value: float, labels: Mapping[str, str]) -> Iterator[str]:
+    yield from _heading(name, "gauge", help)
+    yield _sample(name, labels, value)
+
+
+def _counter(name: str, help: str, value: float, labels: Mapping[str, str]) -> Iterator[str]:
+    yield from _heading(f"{name}_total", "counter", help)
+    yield _sample(f"{name}_total", labels, value)
+
+
+def _histogram(name: str, help: str, histogram: Histogram, labels: Mapping[str, str]) -> Iterator[str]:
+    yield from _heading(name, "histogram", help)
+    limits = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
+    for limit, count in zip(limits, accumulate(histogram.counts), strict=True):
+        yield _sample(f"{name}_bucket", {**labels, "le": limit}, count)
+    yield _sample(f"{name}_sum", labels, histogram.total)
+    yield _sample(f"{name}_count", labels, sum(histogram.counts))
+
+
+def _heading(name: str, kind: str, help: str) -> Iterator[str]:
+    yield f"# HELP {name} {help}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{shown}}} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,155 @@
+"""Counters and histograms over all requests since the start. One thread feeds them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from headrace.types.events import TokenOutput
+from headrace.types.status import Counters, Histogram
+
+UNFINISHED = ("abort", "error")
+"""Reasons of choices that did not end by themselves."""
+
+# Seconds. Wide enough for a 135M model on a CPU as well as for a queue of an hour.
+_FIRST_TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BOUNDS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class _Buckets:
+    """A histogram that grows."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """A value belongs to the first bucket whose bound it does not exceed."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def snapshot(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass(slots=True)
+class _Timing:
+    """Where a request stands. Times are seconds of one clock, whichever the caller uses."""
+
+    submitted: float
+    num_prompt_tokens: int
+    num_open_choices: int
+    is_scheduled: bool = False
+    is_computed: bool = False
+    last_token: dict[int, float] = field(default_factory=dict)
+    """When each choice got its last token."""
+
+
+class Stats:
+    """Fed by the engine's thread; times are monotonic seconds.
+
+    A request is forgotten when its last choice has finished, or when it ended otherwise. What is said about an
+    unknown request is counted as far as it makes sense alone.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Timing] = {}
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_steps = 0
+        self._finished: Counter[str] = Counter()
+        self._first_token = _Buckets(_FIRST_TOKEN_BOUNDS)
+        self._token = _Buckets(_TOKEN_BOUNDS)
+        self._request = _Buckets(_REQUEST_BOUNDS)
+        self._queue = _Buckets(_REQUEST_BOUNDS)
+
+    def submitted(self, request_id: str, num_prompt_tokens: int, now: float, num_choices: int = 1) -> None:
+        """A request is in the queue."""
+        self._requests[request_id] = _Timing(now, num_prompt_tokens, num_choices)
+
+    def scheduled(self, request_id: str, now: float) -> None:
+        """A request takes part in a step; only the first one matters."""
+        timing = self._requests.get(request_id)
+        if timing is not None and not timing.is_scheduled:
+            timing.is_scheduled = True
+            self._queue.observe(now - timing.submitted)
+
+    def output(self, output: TokenOutput, now: float) -> None:
+        """A step brought tokens of one choice, or its end.
+
+        The prompt counts with the first output. Several tokens at once share the time since the choice's last one.
+        """
+        num_tokens = len(output.token_ids)
+        self._num_output_tokens += num_tokens
+        if output.finish_reason is not None:
+            self._finished[output.finish_reason.value] += 1
+        timing = self._requests.get(output.request_id)
+        if timing is None:
+            return
+        if not timing.is_computed:
+            timing.is_computed = True
+            self._num_prompt_tokens += timing.num_prompt_tokens
+            self._num_cached_tokens += output.num_cached_tokens
+            self._first_token.observe(now - timing.submitted)
+        if num_tokens:
+            last = timing.last_token.get(output.choice)
+            if last is not None:
+                self._token.observe((now - last) / num_tokens, num_tokens)
+            elif num_tokens > 1:
+                self._token.observe(0.0, num_tokens - 1)
+            timing.last_token[output.choice] = now
+        if output.finish_reason is not None:
+            timing.num_open_choices -= 1
+            if timing.num_open_choices == 0:
+                self._close(output.request_id, now)
+
+    def ended(self, request_id: str, reason: str, now: float) -> None:
+        """A request ended with choices that have not finished: all of these are counted under the reason.
+
+        reason: of UNFINISHED, or a finish reason that was seen outside of the engine (a stop string). Only with the
+        latter the request counts for the time that requests take. An unknown request is no error: it may just have
+        finished.
+        """
+        timing = self._requests.get(request_id)
+        if timing is None:
+            return
+        self._finished[reason] += timing.num_open_choices
+        if reason in UNFINISHED:
+            del self._requests[request_id]
+        else:
+            self._close(request_id, now)
+
+    def stepped(self) -> None:
+        """A step was carried out."""
+        self._num_steps += 1
+
+    def counters(self) -> Counters:
+        """Everything so far, but for preemptions: the scheduler counts those, and whoever asks both puts them in."""
+        return Counters(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_preemptions=0,
+            num_steps=self._num_steps,
+            finished=tuple(sorted(self._finished.items())),
+            time_to_first_token_s=self._first_token.snapshot(),
+            time_per_output_token_s=self._token.snapshot(),
+            request_s=self._request.snapshot(),
+            queue_s=self._queue.snapshot(),
+        )
+
+    def _close(self, request_id: str, now: float) -> None:
+        self._request.observe(now - self._requests.pop(request_id).submitted)

@@ -1,0 +1,91 @@
+"""One account of every byte in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What bytes are in use for."""
+
+    WEIGHTS = "weights"
+    STATE = "state"
+    """Live state of running sequences."""
+    RECORDS = "records"
+    """Stored pieces of the prefix cache; these can give way."""
+    STASH = "stash"
+    """Inputs of drafted tokens that may have to be replayed."""
+    TRANSIENTS = "transients"
+    """What a step needs while it runs."""
+
+
+class Ledger:
+    """Bytes in use by kind, against one capacity.
+
+    The account follows what is in use and never refuses: who wants bytes asks `make_room` first. So it may be
+    overdrawn, and `room` negative.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Raises ValueError for a negative capacity."""
+        if capacity_bytes < 0:
+            raise ValueError(f"a capacity can't be negative, as {capacity_bytes} bytes is")
+        self._capacity_bytes = capacity_bytes
+        self._used = dict.fromkeys(Kind, 0)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that may be in use together."""
+        return self._capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use, of all kinds."""
+        return sum(self._used.values())
+
+    def used(self, kind: Kind) -> int:
+        """Bytes in use of one kind."""
+        return self._used[kind]
+
+    def room(self) -> int:
+        """Bytes that are left; negative if more are in use than may be."""
+        return self._capacity_bytes - self.used_bytes
+
+    def charge(self, kind: Kind, num_bytes: int) -> None:
+        """`num_bytes` more are in use. Raises ValueError for a negative number."""
+        _check(num_bytes)
+        self._used[kind] += num_bytes
+
+    def release(self, kind: Kind, num_bytes: int) -> None:
+        """`num_bytes` fewer are in use. Raises ValueError, and nothing is done, if that is more than there are."""
+        _check(num_bytes)
+        if num_bytes > self._used[kind]:
+            raise ValueError(f"can't release {num_bytes} bytes of {kind}: only {self._used[kind]} are in use")
+        self._used[kind] -= num_bytes
+
+    def restate(self, kind: Kind, num_bytes: int) -> None:
+        """`num_bytes` of a kind are in use now, as measured. Raises ValueError for a negative number."""
+        _check(num_bytes)
+        self._used[kind] = num_bytes
+
+    def make_room(self, num_bytes: int, evict: Callable[[int], int]) -> bool:
+        """Let caches give way until `num_bytes` are left; whether they are.
+
+        evict: drops what holds at least as many bytes as it is told, or all it can, and says how many that were; what
+        it drops has been released here when it returns. It isn't called if there is room already, and not again once
+        it has released nothing.
+        """
+        _check(num_bytes)
+        room = self.room()
+        while room < num_bytes:
+            evict(num_bytes - room)
+            before, room = room, self.room()
+            if room <= before:
+                return False
+        return True
+
+
+def _check(num_bytes: int) -> None:
+    if num_bytes < 0:
+        raise ValueError(f"a number of bytes can't be negative, as {num_bytes} is")

@@ -1,0 +1,168 @@
+"""Which pieces give way: first what can't be used any more, then what is old and saved little work for its bytes.
+
+The score of a piece is log2(FLOPs that it saves per byte) less its age in half-lives, and the least goes first. By
+age alone a side conversation of 600 tokens would push out one of 100,000; by FLOPs alone nothing would ever grow old.
+Here a piece that saves twice the work per byte may be a half-life older. Marconi (arXiv 2411.19379) adds recency to
+FLOP efficiency in a like way; the logarithm sees to it that even the largest prompt grows old.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from headrace.prefix.holdings import Holdings
+from headrace.prefix.node import Node, below
+
+HALF_LIFE_LOOKUPS = 32
+"""Age is counted in lookups, that is in requests: an idle server forgets nothing. Long enough that a conversation
+survives the other clients and its own side requests between two of its turns."""
+PASSED_HALF_LIVES = 4
+"""A snapshot that its conversation has grown past, with nothing else branching off there, is seldom restored again: it
+counts as so much older."""
+ATTENTION_TOKENS = 16_384
+"""Computing a token at this position takes twice the FLOPs of one at position 0.
+
+A layer of width d takes about 24 d² FLOPs for a token's matmuls and 4 d for each earlier token, so this is 6 d, with
+the d of models that fit a desktop (1,024 to 5,120). Only proportions matter: they make the end of a long prompt dearer.
+"""
+TRIM_TOKENS = 256
+"""A span that is longer than need be loses its end in steps of this many tokens."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """A piece that may go, in the order of going; of equals the one first that was found first."""
+
+    score: float
+    serial: int
+    node: Node = field(compare=False)
+
+
+class Eviction:
+    """One round of freeing bytes. The tree must not be changed by anybody else meanwhile."""
+
+    def __init__(
+        self, roots: Iterable[Node], holdings: Holdings, *, has_spans: bool, needs_snapshots: bool, clock: int
+    ) -> None:
+        self._roots = list(roots)
+        self._holdings = holdings
+        self._has_spans = has_spans
+        self._needs_snapshots = needs_snapshots
+        self._clock = clock
+        self._heap: list[_Candidate] = []
+        self._num_pushed = 0
+
+    def free(self, num_bytes: int) -> int:
+        """Drop pieces until at least `num_bytes` are free or all that is left is in use; returns the bytes freed."""
+        before = self._holdings.num_bytes
+        target = before - num_bytes
+        self._drop_unreachable(target)
+        if self._holdings.num_bytes > target:
+            for node in [node for root in self._roots for node in below(root)]:
+                self._push(node)
+            while self._heap and self._holdings.num_bytes > target:
+                self._drop_next(target)
+        return before - self._holdings.num_bytes
+
+    def _drop_unreachable(self, target: int) -> None:
+        """Drop what lies at or below a hole, from the leaves up. A locked way has no holes."""
+        if not self._has_spans:
+            return
+        held: list[Node] = []
+        waiting = [(child, True) for root in self._roots for child in root.children.values()]
+        while waiting:
+            node, reachable = waiting.pop()
+            reachable = reachable and node.span is not None
+            if not reachable:
+                held.append(node)
+            waiting += [(child, reachable) for child in node.children.values()]
+        for node in reversed(held):
+            if self._holdings.num_bytes <= target:
+                return
+            self._holdings.drop_span(node)
+            self._holdings.drop_snapshot(node)
+            self._holdings.prune(node)
+
+    def _push(self, node: Node) -> None:
+        """Put a node up for going, if it has a piece that can."""
+        if self._may_go(node):
+            self._num_pushed += 1
+            heapq.heappush(self._heap, _Candidate(self._score(node), self._num_pushed, node))
+
+    def _drop_next(self, target: int) -> None:
+        """Drop the least candidate, or put it back if it has become worth more since it was scored."""
+        candidate = heapq.heappop(self._heap)
+        node = candidate.node
+        if not self._may_go(node):
+            return
+        if self._score(node) > candidate.score:
+            self._push(node)
+        elif self._needs_snapshots:
+            self._push(self._drop_snapshot(node))
+        else:
+            self._push(self._drop_end(node, target))
+
+    def _drop_snapshot(self, node: Node) -> Node:
+        """Drop a snapshot, and the spans that led to nothing else. Returns the next snapshot above, now worth less."""
+        self._holdings.drop_snapshot(node)
+        return _snapshot_above(self._holdings.prune(node))
+
+    def _drop_end(self, leaf: Node, target: int) -> Node:
+        """Drop a leaf's span, or only as much of its end as has to go. Returns the leaf that is left, or its parent."""
+        excess = self._holdings.num_bytes - target
+        num_tokens = len(leaf.edge)
+        num_kept = num_tokens - -(-excess * num_tokens // max(1, leaf.span_bytes))
+        num_kept -= num_kept % TRIM_TOKENS
+        if num_kept > 0:
+            self._holdings.split(leaf, num_kept)
+        self._holdings.drop_span(leaf)
+        return self._holdings.prune(leaf)
+
+    def _may_go(self, node: Node) -> bool:
+        """Whether a node has a piece of its own that can be dropped by itself."""
+        if node.parent is None:
+            return False
+        if self._needs_snapshots:
+            return node.snapshot is not None and not node.num_snapshot_locks
+        return node.span is not None and not node.children and not node.num_locks
+
+    def _score(self, node: Node) -> float:
+        used = node.snapshot_used if self._needs_snapshots else node.span_used
+        half_lives = (self._clock - used) / HALF_LIFE_LOOKUPS
+        if len(node.children) == 1:
+            half_lives += PASSED_HALF_LIVES
+        return math.log2(self._efficiency(node)) - half_lives
+
+    def _efficiency(self, node: Node) -> float:
+        """FLOPs that would have to be done again, in those of a token at position 0, per byte that would be freed."""
+        if not self._needs_snapshots:
+            return _flops(node.start, node.end) / max(1, node.span_bytes)
+        assert node.parent is not None
+        return _flops(_snapshot_above(node.parent).end, node.end) / max(1, node.snapshot_bytes + _lone_bytes(node))
+
+
+def _flops(start: int, end: int) -> float:
+    """Of computing the tokens `start` to `end`, in those of a token at position 0."""
+    return (end - start) * (1 + (start + end) / (2 * ATTENTION_TOKENS))
+
+
+def _snapshot_above(node: Node) -> Node:
+    """The nearest node with a snapshot, from this one up; the root if there is none."""
+    while node.parent is not None and node.snapshot is None:
+        node = node.parent
+    return node
+
+
+def _lone_bytes(node: Node) -> int:
+    """Bytes of the spans that lead to this node's snapshot only."""
+    if node.children:
+        return 0
+    num_bytes = 0
+    for above in node.way_up():
+        if above.num_locks or (above is not node and (len(above.children) > 1 or above.snapshot is not None)):
+            break
+        num_bytes += above.span_bytes
+    return num_bytes

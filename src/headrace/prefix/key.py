@@ -1,0 +1,89 @@
+"""What a stored piece is filed under: a namespace, and a key with one number for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+NUM_DIGEST_BYTES = 16
+"""The shortest media digest that is accepted, and the width of what is made of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Prompts of different namespaces never share anything.
+
+    weights: fingerprint of the weights and of how they are held (quantisation, precision); never the model's name.
+    adapter: fingerprint of the adapter, empty for none. salt: the client's or tenant's own secret, empty for none.
+    """
+
+    weights: str
+    adapter: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """The placeholder tokens `start` to `end` stand for one media item.
+
+    digest: of the item's whole content and of whatever else decides its embeddings, at least 16 bytes.
+    """
+
+    start: int
+    end: int
+    digest: bytes
+
+
+def cache_key(token_ids: Sequence[int], media: Sequence[MediaSpan] = ()) -> tuple[int, ...]:
+    """The prompt's tokens, those of media replaced by numbers that only the same item at the same place in it has.
+
+    Text before an item has the key that it has without the item, two items never agree. Media numbers are negative
+    and made of 128 bits of hash, so they can't be token ids.
+
+    media: in the prompt's order. Raises ValueError for a negative token id, and for a media span that is empty, out of
+    order, beyond the prompt or without a proper digest.
+    """
+    key = tuple(token_ids)
+    if key and min(key) < 0:
+        raise ValueError(f"token ids can't be negative, as {min(key)} is")
+    parts: list[int] = []
+    for span in media:
+        if not len(parts) <= span.start < span.end <= len(key):
+            raise ValueError(
+                f"the media span {span.start} to {span.end} is empty, out of order or beyond the {len(key)} tokens"
+            )
+        if len(span.digest) < NUM_DIGEST_BYTES:
+            raise ValueError(f"a media digest has at least {NUM_DIGEST_BYTES} bytes, not {len(span.digest)}")
+        parts += key[len(parts) : span.start]
+        parts += _media_numbers(span, key)
+    return (*parts, *key[len(parts) :])
+
+
+def _media_numbers(span: MediaSpan, key: tuple[int, ...]) -> list[int]:
+    """One number per placeholder. Their count is hashed too: an item scaled differently has another count."""
+    item = blake2b(span.digest, digest_size=NUM_DIGEST_BYTES)
+    item.update(b"/%d" % (span.end - span.start))
+    numbers = []
+    for index, token_id in enumerate(key[span.start : span.end]):
+        place = item.copy()
+        place.update(b"/%d/%d" % (index, token_id))
+        numbers.append(-1 - int.from_bytes(place.digest()))
+    return numbers
+
+
+def common_length(first: Sequence[int], second: Sequence[int], offset: int = 0) -> int:
+    """How many numbers of `second` agree with those of `first` from `offset` on.
+
+    By comparison of slices, which is fast for keys of 100,000 numbers; sequences of one type only.
+    """
+    low, high = 0, min(len(first) - offset, len(second))
+    if first[offset : offset + high] == second[:high]:
+        return high
+    while high - low > 1:  # they agree up to `low` and part before `high`
+        middle = (low + high) // 2
+        if first[offset + low : offset + middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

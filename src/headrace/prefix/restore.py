@@ -1,0 +1,159 @@
+"""What to do with a match: where the prefill begins, where to take snapshots, and what to tell about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.prefix.match import Match, Parting
+from headrace.types.request import Boundary, BoundaryKind
+
+MAX_MARKS = 6
+"""Snapshots taken in one prefill. A snapshot of a hybrid model is as large as the keys and values of some thousand
+tokens, and one turn brings few new places worth it."""
+JUNCTION_TOKENS = 16
+"""A junction that lies fewer tokens behind a boundary counts as that boundary: prompts often agree by chance in the
+first words after one."""
+
+_REASONS = {
+    Parting.WHOLE: "the prompt ends there",
+    Parting.END: "what is stored ends there",
+    Parting.TOKEN: "another token follows in what is stored",
+    Parting.MEDIA: "another media item, or none, follows in what is stored",
+    Parting.EMPTY: "nothing is stored for this model, adapter and salt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How much of a prompt was reused, and where and why it parted from what is stored. It quotes no tokens.
+
+    num_reused_tokens: what really need not be computed. boundary: the last one up to there.
+    num_agreed_tokens: how far keys agree; more than was reused where no state was held.
+    parted_after: the last boundary up to there. limit: tokens that were allowed to be reused.
+    """
+
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    boundary: Boundary | None
+    num_agreed_tokens: int
+    parted_after: Boundary | None
+    parting: Parting
+    limit: int
+
+    @property
+    def text(self) -> str:
+        """One line for the log and the status page."""
+        told = f"reused {self.num_reused_tokens} of {self.num_prompt_tokens} prompt tokens"
+        if self.num_reused_tokens:
+            told += f" ({_place(self.num_reused_tokens, self.boundary)})"
+        if self.parting is not Parting.EMPTY:
+            told += f"; parted at token {self.num_agreed_tokens} ({_place(self.num_agreed_tokens, self.parted_after)})"
+        told += f": {_REASONS[self.parting]}"
+        if self.num_reused_tokens < min(self.num_agreed_tokens, self.limit):
+            told += f"; no state is held after token {self.num_reused_tokens}"
+        elif self.limit < min(self.num_agreed_tokens, self.num_prompt_tokens - 1):
+            told += f"; no more than {self.limit} were to be reused"
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """start: tokens to restore; the prefill begins there. marks: lengths at which to take snapshots, rising."""
+
+    start: int
+    marks: tuple[int, ...]
+    divergence: Divergence
+
+    def marks_within(self, start: int, end: int) -> tuple[int, ...]:
+        """Marks that a chunk of the tokens `start` to `end` reaches."""
+        return tuple(mark for mark in self.marks if start < mark <= end)
+
+
+def plan_restore(
+    match: Match,
+    boundaries: Sequence[Boundary],
+    client_marks: Iterable[int] = (),
+    *,
+    needs_snapshots: bool,
+    max_marks: int = MAX_MARKS,
+    grid: int = 1,
+) -> RestorePlan:
+    """The plan for a prompt.
+
+    boundaries: of the prompt, rising. client_marks: lengths that the client asked to be kept.
+    needs_snapshots: whether the model has windowed or opaque layers; without, there are no marks.
+    grid: marks move down to a multiple of this. Where recurrent layers compute in blocks that are anchored at the
+    prompt's start, a prefill that begins inside of a block rounds differently from a cold one.
+    Raises ValueError for a boundary or mark beyond the prompt.
+    """
+    boundaries = tuple(boundaries)
+    client_marks = tuple(client_marks)
+    for length in (*(boundary.num_tokens for boundary in boundaries), *client_marks):
+        if not 0 <= length <= match.num_prompt_tokens:
+            raise ValueError(f"a mark at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
+    marks = _marks(match, boundaries, client_marks, max_marks, grid) if needs_snapshots else ()
+    divergence = Divergence(
+        num_prompt_tokens=match.num_prompt_tokens,
+        num_reused_tokens=match.num_tokens,
+        boundary=_last_boundary(boundaries, match.num_tokens),
+        num_agreed_tokens=match.num_agreed_tokens,
+        parted_after=_last_boundary(boundaries, match.num_agreed_tokens),
+        parting=match.parting,
+        limit=match.limit,
+    )
+    return RestorePlan(match.num_tokens, marks, divergence)
+
+
+def _marks(
+    match: Match, boundaries: tuple[Boundary, ...], client_marks: tuple[int, ...], max_marks: int, grid: int
+) -> tuple[int, ...]:
+    """The best `max_marks` lengths at which no snapshot is held yet."""
+    chosen: list[int] = []
+    for length in _by_value(match, boundaries, client_marks):
+        mark = length - length % grid
+        if mark > match.num_tokens and mark not in match.snapshot_lengths and mark not in chosen:
+            chosen.append(mark)
+    return tuple(sorted(chosen[:max_marks]))
+
+
+def _by_value(match: Match, boundaries: tuple[Boundary, ...], client_marks: tuple[int, ...]) -> list[int]:
+    """Lengths worth a snapshot, the best first.
+
+    The next turn starts from the prompt boundary; a junction has proved that prompts branch there; a client knows what
+    it asks for; every new conversation starts from the system prompt; an edited turn, from a message, late ones first.
+    """
+    lengths: dict[BoundaryKind, list[int]] = {kind: [] for kind in BoundaryKind}
+    for boundary in reversed(boundaries):
+        lengths[boundary.kind].append(boundary.num_tokens)
+    places = [match.num_tokens, *(boundary.num_tokens for boundary in boundaries), *client_marks]
+    return [
+        *lengths[BoundaryKind.PROMPT],
+        *_junction(match, places),
+        *sorted(client_marks, reverse=True),
+        *lengths[BoundaryKind.SYSTEM],
+        *lengths[BoundaryKind.MESSAGE],
+    ]
+
+
+def _junction(match: Match, places: list[int]) -> list[int]:
+    """The junction, or the place close before it that serves as well; none if there is none."""
+    if match.junction is None:
+        return []
+    place = max(one for one in places if one <= match.junction)
+    return [match.junction if match.junction - place >= JUNCTION_TOKENS else place]
+
+
+def _last_boundary(boundaries: tuple[Boundary, ...], length: int) -> Boundary | None:
+    """The last boundary within the first `length` tokens."""
+    return max(
+        (one for one in boundaries if 0 < one.num_tokens <= length), key=lambda one: one.num_tokens, default=None
+    )
+
+
+def _place(length: int, boundary: Boundary | None) -> str:
+    """Where a length lies, in words."""
+    if boundary is None:
+        return "before the first boundary"
+    distance = length - boundary.num_tokens
+    return f"{f'{distance} past' if distance else 'at'} the {boundary.kind} boundary of token {boundary.num_tokens}"

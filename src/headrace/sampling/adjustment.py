@@ -1,0 +1,157 @@
+"""What a row's settings do to its logits before the temperature: bans, bias and penalties.
+
+An Adjustment is planned on the host and names the tokens that it touches. All rows of a batch are then changed
+together, one stage after the other, by gathering the named logits, changing them and putting them back: no other logit
+is computed with, so the work does not grow with the vocabulary and a row can't change its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from headrace.sampling.history import History, Ids, counts_output
+from headrace.types.request import SamplingParams
+
+_NUM_REMEMBERED = 64
+"""Sets of ids that are kept as arrays from one step to the next; a set of allowed ids may be nearly as large as V."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Tokens of one row, [N], and for each a number that changes its logit, [N]: an amount or a factor.
+
+    An id may stand here twice, with the same number.
+    """
+
+    ids: Ids
+    numbers: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """All that is done to one row, in the order of the fields; None is nothing. Every id is inside the vocabulary.
+
+    allowed: the only ids that may come. banned, biased: amounts to add, -inf for a ban.
+    repeated: factors that divide positive and multiply negative logits. counted: amounts to subtract.
+    """
+
+    allowed: Ids | None
+    banned: Edit | None
+    biased: Edit | None
+    repeated: Edit | None
+    counted: Edit | None
+
+
+def plan_adjustment(
+    params: SamplingParams,
+    output_index: int,
+    history: History | None,
+    stop_token_ids: frozenset[int],
+    num_tokens: int,
+) -> Adjustment:
+    """What these settings ask for at this place of the output; ids outside the vocabulary of `num_tokens` are ignored.
+
+    history: may be None for settings that don't need one, see `needs_history`.
+    """
+    banned = [_inside(params.banned_token_ids, num_tokens)] if params.banned_token_ids else []
+    if history and params.bad_words:
+        banned.append(_word_ends(params.bad_words, history, num_tokens))
+    if output_index < params.min_tokens:
+        banned.append(_inside(stop_token_ids, num_tokens))
+    return Adjustment(
+        allowed=None if params.allowed_token_ids is None else _inside(params.allowed_token_ids, num_tokens),
+        banned=_same_for_all(banned, -np.inf) if banned else None,
+        biased=_biased(params.logit_bias, num_tokens) if params.logit_bias else None,
+        repeated=_repeated(params, history) if history and params.repetition_penalty != 1 else None,
+        counted=_counted(params, history) if history and counts_output(params) else None,
+    )
+
+
+@lru_cache(_NUM_REMEMBERED)
+def _inside(token_ids: frozenset[int], num_tokens: int) -> Ids:
+    """Those of the ids that the vocabulary has."""
+    return np.array([token_id for token_id in token_ids if 0 <= token_id < num_tokens], dtype=np.int32)
+
+
+def _word_ends(bad_words: Sequence[Sequence[int]], history: History, num_tokens: int) -> Ids:
+    """Last ids of the words whose other ids the text ends with."""
+    ends = [word[-1] for word in bad_words if history.ends_with(word[:-1])]
+    return np.array([token_id for token_id in ends if 0 <= token_id < num_tokens], dtype=np.int32)
+
+
+@lru_cache(_NUM_REMEMBERED)
+def _biased(logit_bias: tuple[tuple[int, float], ...], num_tokens: int) -> Edit:
+    """The amounts of an id that is named more than once are added up."""
+    amounts: dict[int, float] = {}
+    for token_id, amount in logit_bias:
+        if 0 <= token_id < num_tokens:
+            amounts[token_id] = amounts.get(token_id, 0.0) + amount
+    return Edit(np.array(list(amounts), dtype=np.int32), np.array(list(amounts.values()), dtype=np.float32))
+
+
+def _repeated(params: SamplingParams, history: History) -> Edit:
+    return _same_for_all([history.prompt_ids, history.output_ids], params.repetition_penalty)
+
+
+def _counted(params: SamplingParams, history: History) -> Edit:
+    amounts = history.output_counts * params.frequency_penalty + params.presence_penalty
+    return Edit(history.output_ids, amounts.astype(np.float32))
+
+
+def _same_for_all(ids: Sequence[Ids], number: float) -> Edit:
+    joined = np.concatenate(ids)
+    return Edit(joined, np.full(len(joined), number, dtype=np.float32))
+
+
+def apply_adjustments(logits: mx.array, adjustments: Mapping[int, Adjustment]) -> mx.array:
+    """The logits, [R, V] float32, with each row that has an adjustment changed by it; the other rows as they are.
+
+    A row with a NaN or +inf comes out with a NaN or +inf, whichever of its tokens are banned.
+    """
+    logits = _keep_only(logits, {row: each.allowed for row, each in adjustments.items() if each.allowed is not None})
+    logits = _edit(logits, {row: each.banned for row, each in adjustments.items()}, mx.add)
+    logits = _edit(logits, {row: each.biased for row, each in adjustments.items()}, mx.add)
+    logits = _edit(logits, {row: each.repeated for row, each in adjustments.items()}, _discourage)
+    return _edit(logits, {row: each.counted for row, each in adjustments.items()}, mx.subtract)
+
+
+def _keep_only(logits: mx.array, allowed: Mapping[int, Ids]) -> mx.array:
+    """Every token of these rows banned but the allowed ones."""
+    if not allowed:
+        return logits
+    is_closed = mx.array([row in allowed for row in range(logits.shape[0])])[:, None]
+    # Banned by addition: a broken logit stays one (NaN - inf and inf - inf are NaN), so its row is still found out.
+    closed = mx.where(is_closed, logits - mx.inf, logits)
+    places = _places(allowed, logits.shape[-1])
+    return _put(closed, places, mx.take(logits, places))
+
+
+def _edit(
+    logits: mx.array, edits: Mapping[int, Edit | None], change: Callable[[mx.array, mx.array], mx.array]
+) -> mx.array:
+    """Each named logit replaced by `change` of it and its number."""
+    wanted = {row: edit for row, edit in edits.items() if edit and len(edit.ids)}
+    if not wanted:
+        return logits
+    places = _places({row: edit.ids for row, edit in wanted.items()}, logits.shape[-1])
+    numbers = mx.array(np.concatenate([edit.numbers for edit in wanted.values()]))
+    return _put(logits, places, change(mx.take(logits, places), numbers))
+
+
+def _discourage(logits: mx.array, factors: mx.array) -> mx.array:
+    return mx.where(logits > 0, logits / factors, logits * factors)
+
+
+def _places(ids: Mapping[int, Ids], num_tokens: int) -> mx.array:
+    """Where the ids of all rows stand in the flattened logits, [N]."""
+    return mx.array(np.concatenate([of_row.astype(np.int64) + row * num_tokens for row, of_row in ids.items()]))
+
+
+def _put(logits: mx.array, places: mx.array, values: mx.array) -> mx.array:
+    return mx.put_along_axis(logits.reshape(-1), places, values, axis=0).reshape(logits.shape)

@@ -1,0 +1,95 @@
+"""What penalties and bad words must know of a sequence's text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.types.request import SamplingParams
+
+Ids = npt.NDArray[np.int32]
+Counts = npt.NDArray[np.int32]
+
+_FIRST_CAPACITY = 64
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a row with these settings can't be drawn without a History."""
+    return params.repetition_penalty != 1 or counts_output(params) or bool(params.bad_words)
+
+
+def counts_output(params: SamplingParams) -> bool:
+    """Whether it matters how often a token came in the output."""
+    return params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+class History:
+    """The tokens of one sequence, and how often each one came in its output.
+
+    It lives on the host and names tokens by id: a step then costs by the different tokens of the text, not by the
+    vocabulary. Ids outside the vocabulary are part of the text but are never counted.
+    """
+
+    __slots__ = ("_counts", "_ids", "_output", "_places", "_prompt", "_prompt_ids", "_vocab_size")
+
+    def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
+        self._prompt = tuple(prompt)
+        ids = {token_id for token_id in prompt if 0 <= token_id < vocab_size}
+        self._prompt_ids: Ids = np.fromiter(ids, dtype=np.int32, count=len(ids))
+        self._vocab_size = vocab_size
+        self._output: list[int] = []
+        # Where each id of the output stands in the two arrays, which have room to grow.
+        self._places: dict[int, int] = {}
+        self._ids: Ids = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
+        self._counts: Counts = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """The different ids of the prompt, in any order."""
+        return self._prompt_ids
+
+    @property
+    def output_ids(self) -> Ids:
+        """The different ids of the output, in the order of their first coming."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def output_counts(self) -> Counts:
+        """How often each of `output_ids` came; a view that the next `append` may change."""
+        return self._counts[: len(self._places)]
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add tokens to the output."""
+        for token_id in token_ids:
+            self._output.append(token_id)
+            if 0 <= token_id < self._vocab_size:
+                self._count(token_id)
+
+    def _count(self, token_id: int) -> None:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+    def ends_with(self, token_ids: Sequence[int]) -> bool:
+        """Whether these are the last tokens of prompt and output together."""
+        num_tokens = len(token_ids)
+        num_output = min(num_tokens, len(self._output))
+        num_prompt = num_tokens - num_output
+        if num_prompt > len(self._prompt):
+            return False
+        tail = self._prompt[len(self._prompt) - num_prompt :] + tuple(self._output[len(self._output) - num_output :])
+        return tail == tuple(token_ids)
+
+    def fork(self) -> History:
+        """A copy that goes its own way. The prompt is shared: a fork costs by the length of the output."""
+        copy = History.__new__(History)
+        copy._prompt, copy._prompt_ids, copy._vocab_size = self._prompt, self._prompt_ids, self._vocab_size
+        copy._output = self._output.copy()
+        copy._places = self._places.copy()
+        copy._ids, copy._counts = self._ids.copy(), self._counts.copy()
+        return copy

@@ -1,0 +1,90 @@
+"""A request from its arrival to the end of its last choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.scheduler.sequence import Sequence, sequence_ids
+from headrace.types.events import TokenLogprobs
+from headrace.types.request import GenerationRequest
+from headrace.types.status import Phase, RequestStatus
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request that is being worked on. Only the scheduler changes it.
+
+    added_s: when it was submitted, in monotonic seconds.
+    sequences: one for each choice, in order, also those that have ended.
+    is_started: it has left the queue.
+    is_aborted: it was given up while it took part in a step.
+    first_output_s: when a step sampled for it first; None until then. num_first_tokens: how many came by that step.
+    prompt_logprobs: of the prompt tokens so far, from the second on, if they are asked for.
+    """
+
+    request: GenerationRequest
+    added_s: float
+    sequences: tuple[Sequence, ...] = field(init=False)
+    is_started: bool = False
+    is_aborted: bool = False
+    first_output_s: float | None = None
+    num_first_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ids = sequence_ids(self.request)
+        self.sequences = tuple(Sequence(self.request, id, choice) for choice, id in enumerate(ids))
+
+    @property
+    def id(self) -> str:
+        """The request's own id."""
+        return self.request.request_id
+
+    @property
+    def num_output(self) -> int:
+        """Tokens sampled so far, over all choices."""
+        return sum(sequence.num_output for sequence in self.sequences)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        return max(0, len(self.request.prompt) - self.sequences[0].num_computed)
+
+    def note_tokens(self, now: float) -> None:
+        """A step has sampled for it: remember when, and how much, if it was the first to do so."""
+        if self.first_output_s is None:
+            self.first_output_s = now
+            self.num_first_tokens = self.num_output
+
+    def status(self, now: float) -> RequestStatus:
+        """How it stands at `now`, in monotonic seconds. The prompt counts once among the computed tokens."""
+        prompt = len(self.request.prompt)
+        num_computed = self.sequences[0].num_computed
+        num_computed += sum(max(0, sequence.num_computed - prompt) for sequence in self.sequences[1:])
+        return RequestStatus(
+            request_id=self.id,
+            phase=self._phase(),
+            num_prompt_tokens=prompt,
+            num_computed_tokens=num_computed,
+            num_cached_tokens=self.sequences[0].num_cached,
+            num_output_tokens=self.num_output,
+            tokens_per_s=self._tokens_per_s(now),
+            age_s=max(0.0, now - self.added_s),
+            session=self.request.session,
+            priority=self.request.priority,
+        )
+
+    def _phase(self) -> Phase:
+        if not self.is_started:
+            return Phase.QUEUED
+        return Phase.PREFILL if self.first_output_s is None else Phase.DECODE
+
+    def _tokens_per_s(self, now: float) -> float:
+        if self.first_output_s is None or now <= self.first_output_s:
+            return 0.0
+        return (self.num_output - self.num_first_tokens) / (now - self.first_output_s)

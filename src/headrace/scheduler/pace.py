@@ -1,0 +1,84 @@
+"""What steps cost, as measured, and how many prompt tokens running streams can bear."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median_low
+
+from headrace.scheduler.prefill import PREFILL_GRID
+
+SLOWDOWN = 2.0
+"""A step that also computes prompts is planned to take this many times a plain decode step.
+
+So streams that run keep half of their speed while others' prompts are computed, for as long as the other half is
+enough for the least chunk, one block of the grid.
+"""
+
+REMEASURE_EVERY = 16
+"""After this many steps in a row with prompts, one goes without: a plain step is what all is measured by."""
+
+_TRUSTED = 2
+"""Measurements before a number is relied on: the lower of two is no first step that waited for a compiler."""
+
+
+@dataclass(slots=True)
+class _PlainSteps:
+    """Latest decode-only steps with about the same number of rows; num_mixed: steps with prompts since the last."""
+
+    durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    num_mixed: int = 0
+
+
+class Pace:
+    """Learns from the duration of steps; takes a step as a plain one for its rows plus an amount per prompt token.
+
+    Medians of the latest measurements, so that a step that was held up by something else counts for nothing.
+    Plain steps are kept apart by the power of two of their rows. The same durations give the same plans.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, _PlainSteps] = {}
+        self._prompt_token_s: deque[float] = deque(maxlen=9)
+
+    def observe(self, num_rows: int, num_prompt_tokens: int, duration_s: float) -> None:
+        """A step with this many decoding rows and prompt tokens has taken `duration_s`."""
+        plain = self._plain_steps(num_rows)
+        if num_prompt_tokens == 0:
+            plain.durations_s.append(duration_s)
+            plain.num_mixed = 0
+            return
+        plain.num_mixed += 1
+        # fewer tokens than a block cost what a step costs at least, and say nothing about long prompts
+        if num_prompt_tokens >= PREFILL_GRID:
+            of_prompts = duration_s - self.plain_step_s(num_rows)
+            self._prompt_token_s.append(max(0.0, of_prompts) / num_prompt_tokens)
+
+    def plain_step_s(self, num_rows: int) -> float:
+        """Seconds of a step that computes one token in each of `num_rows` rows; 0 if that was never measured."""
+        durations = self._plain_steps(num_rows).durations_s
+        return median_low(durations) if durations else 0.0
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Seconds that a prompt token adds to a step; 0 if that was never measured."""
+        return median_low(self._prompt_token_s) if self._prompt_token_s else 0.0
+
+    def prompt_budget(self, num_rows: int, chunk_tokens: int) -> int:
+        """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a plain step.
+
+        Without rows it is all of `chunk_tokens`; else a multiple of PREFILL_GRID, at least one if that fits.
+        """
+        if num_rows == 0:
+            return chunk_tokens
+        plain = self._plain_steps(num_rows)
+        if len(plain.durations_s) < _TRUSTED or plain.num_mixed >= REMEASURE_EVERY:
+            return 0
+        spare_s = (SLOWDOWN - 1) * self.plain_step_s(num_rows)
+        if self.prompt_token_s * chunk_tokens <= spare_s:
+            return chunk_tokens
+        num_blocks = int(spare_s / (self.prompt_token_s * PREFILL_GRID))
+        return min(chunk_tokens, max(1, num_blocks) * PREFILL_GRID)
+
+    def _plain_steps(self, num_rows: int) -> _PlainSteps:
+        return self._plain.setdefault(num_rows.bit_length(), _PlainSteps())

@@ -1,0 +1,66 @@
+"""How running prompts share the tokens of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.scheduler.sequence import Sequence
+from headrace.types.step import Chunk
+
+PREFILL_GRID = 32
+"""A prompt is split at multiples of this many tokens wherever the budget allows.
+
+Recurrent layers compute in blocks of this length, anchored at the sequence's start. A split inside a block
+rounds differently, and where it falls would depend on who else is running.
+"""
+
+
+class PrefillTurns:
+    """Whose prompt is computed next: the one that was served least.
+
+    The clock, where a newcomer's count begins, runs at the pace of an even share: it passes a sequence
+    that is not served, so newcomers can overtake a long prompt for a while but never for good. Between
+    equals the shorter rest goes first. A prompt that could not use the rest of the last step's budget,
+    because it would have left the grid, goes before all others: small newcomers slow the clock down.
+    """
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+
+    def join(self, sequence: Sequence) -> None:
+        """Start the count of a sequence whose prompt is to be computed from now on."""
+        sequence.virtual_time = self._clock
+
+    def plan(self, prompts: Iterable[Sequence], budget: int) -> list[Chunk]:
+        """Chunks of some of the prompts, given from old to young, with at most `budget` tokens, at least 1."""
+        turns = sorted(prompts, key=_turn)
+        chunks: list[Chunk] = []
+        left = budget
+        for sequence in turns:
+            num_tokens = _chunk_length(sequence, left, may_leave_grid=not chunks)
+            sequence.is_passed_over = num_tokens == 0 and left > 0
+            if num_tokens > 0:
+                chunks.append(sequence.next_chunk(num_tokens))
+                sequence.virtual_time += num_tokens
+                left -= num_tokens
+        if turns:
+            self._clock += (budget - left) / len(turns)
+        return chunks
+
+
+def _turn(sequence: Sequence) -> tuple[bool, float, int]:
+    return not sequence.is_passed_over, sequence.virtual_time, sequence.num_wanted
+
+
+def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> int:
+    """Tokens of the sequence's next prompt chunk: its whole rest, or up to a grid line; 0 to wait for the next step.
+
+    A budget that reaches no grid line is used only by the step's first prompt, so that every step makes progress.
+    """
+    if sequence.num_wanted <= budget:
+        return sequence.num_wanted
+    stop = sequence.num_computed + budget
+    aligned = stop - stop % PREFILL_GRID - sequence.num_computed
+    if aligned > 0:
+        return aligned
+    return budget if may_leave_grid else 0

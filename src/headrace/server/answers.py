@@ -1,0 +1,218 @@
+"""POST /v1/chat/completions and /v1/completions: one flow for every route that generates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.api.openai_answer import DONE, AnswerForm, AnswerHeading, server_sent
+from headrace.api.openai_chat import read_chat_completion
+from headrace.api.openai_chat_answer import ChatAnswer
+from headrace.api.openai_completion import read_completion
+from headrace.api.openai_completion_answer import CompletionAnswer
+from headrace.api.openai_errors import error_body
+from headrace.api.openai_models import answer_name
+from headrace.api.openai_sampling import Call
+from headrace.config import ServerConfig
+from headrace.errors import GenerationFailed, HeadraceError, RequestCancelled, RequestError
+from headrace.server.connection import ClientGone, EventStream, while_connected
+from headrace.server.ignored import IgnoredFields
+from headrace.server.live import LiveRequests
+from headrace.server.record import RequestRecord
+from headrace.server.responses import ignored_headers, read_body
+from headrace.session.session import Session, generation_ids
+from headrace.types.chat import ChatRequest, CompletionRequest
+from headrace.types.events import Event, Finished
+
+log = logging.getLogger("headrace.server")
+
+Asked = TypeVar("Asked", bound=ChatRequest | CompletionRequest)
+
+# A larger body is parsed in a thread: half a second of parsing would hold up every stream.
+_INLINE_BODY_BYTES = 64 * 1024
+
+# Nobody reads it: the client is gone. The number is what logs of web servers use.
+_CLIENT_CLOSED_REQUEST = 499
+
+# Whose turn it is can be any text; of two that differ only behind this, the requests share their turn.
+_MAX_SESSION_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[Asked]):
+    """One route: how its body is read, what answers it, and how the answer is written."""
+
+    read: Callable[[bytes], Call[Asked]]
+    events: Callable[[Asked], AsyncGenerator[Event, None]]
+    form: Callable[[Asked, AnswerHeading], AnswerForm]
+    num_prompts: Callable[[Asked], int]
+
+
+def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
+    """/v1/chat/completions."""
+
+    def form(request: ChatRequest, heading: AnswerHeading) -> ChatAnswer:
+        asked = request.answers
+        return ChatAnswer(
+            heading,
+            asked.num_choices,
+            tells_logprobs=asked.num_logprobs is not None,
+            reasoning_field=config.reasoning_field,
+        )
+
+    return Dialect(read_chat_completion, session.chat, form, lambda request: 1)
+
+
+def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
+    """/v1/completions."""
+
+    def form(request: CompletionRequest, heading: AnswerHeading) -> CompletionAnswer:
+        asked = request.answers
+        tells_logprobs = asked.num_logprobs is not None
+        return CompletionAnswer(heading, len(request.prompts), asked.num_choices, tells_logprobs=tells_logprobs)
+
+    return Dialect(read_completion, session.complete, form, lambda request: len(request.prompts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer in the making."""
+
+    form: AnswerForm
+    events: AsyncGenerator[Event, None]
+    record: RequestRecord
+    include_usage: bool
+    headers: dict[str, str]
+
+
+class AnswerRoute(Generic[Asked]):
+    """Answers the calls of one dialect, streamed or whole."""
+
+    def __init__(
+        self,
+        dialect: Dialect[Asked],
+        config: ServerConfig,
+        names: tuple[str, ...],
+        live: LiveRequests,
+        ignored: IgnoredFields,
+    ) -> None:
+        self._dialect = dialect
+        self._config = config
+        self._names = names
+        self._live = live
+        self._ignored = ignored
+
+    async def __call__(self, request: Request) -> Response:
+        """Reads the call and answers it. The guard has put a RequestRecord into the request's state."""
+        record: RequestRecord = request.state.record
+        try:
+            call = await self._read(request)
+            answer = self._begin(request, call, record)
+            if call.stream:
+                return await self._stream(request, answer)
+            return await self._whole(request, answer)
+        except (ClientGone, ClientDisconnect):
+            record.end_answer("abort")
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except HeadraceError as error:
+            record.end_answer(_end_of(error))
+            raise
+
+    async def _read(self, request: Request) -> Call[Asked]:
+        body = await read_body(request, self._config.max_body_bytes)
+        if len(body) > _INLINE_BODY_BYTES:
+            call = await asyncio.to_thread(self._dialect.read, body)
+        else:
+            call = self._dialect.read(body)
+        self._ignored.add(call.ignored)
+        whose = request.headers.get("x-session-id") or call.request.session or _address(request)
+        return replace(call, request=replace(call.request, session=whose[:_MAX_SESSION_LENGTH]))
+
+    def _begin(self, request: Request, call: Call[Asked], record: RequestRecord) -> _Answer:
+        asked = call.request
+        name = answer_name(call.model, self._names, strict=self._config.strict_model_name)
+        heading = AnswerHeading(asked.request_id, name)
+        record.begin_answer(asked.request_id, name)
+        work = generation_ids(asked.request_id, self._dialect.num_prompts(asked))
+        self._live.attach(record.request_id, asked.request_id, work)
+        return _Answer(
+            form=self._dialect.form(asked, heading),
+            events=self._dialect.events(asked),
+            record=record,
+            include_usage=call.include_usage,
+            headers=ignored_headers(call.ignored),
+        )
+
+    async def _whole(self, request: Request, answer: _Answer) -> Response:
+        collected = await while_connected(request.receive, _collect(answer))
+        return JSONResponse(answer.form.whole(collected), headers=answer.headers)
+
+    async def _stream(self, request: Request, answer: _Answer) -> Response:
+        # Up to the first event a request can still be refused with a status of its own.
+        started = await while_connected(request.receive, _first(answer))
+        return EventStream(
+            _pieces(answer, started),
+            answer.events,
+            headers=answer.headers,
+            ping=lambda: server_sent(answer.form.ping()),
+            ping_interval_s=self._config.ping_interval_s,
+            on_leaving=lambda: answer.record.end_answer("abort"),
+        )
+
+
+async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None]:
+    """The stream's bytes. The caller closes the events, which aborts a request that is not finished."""
+    form, usage = answer.form, None
+    try:
+        for chunk in form.chunks(started):
+            yield server_sent(chunk)
+        async for event in answer.events:
+            answer.record.take(event)
+            usage = event.usage if isinstance(event, Finished) else usage
+            for chunk in form.chunks(event):
+                yield server_sent(chunk)
+        if answer.include_usage and usage is not None:
+            yield server_sent(form.usage_chunk(usage))
+        yield DONE
+    except HeadraceError as error:
+        answer.record.end_answer(_end_of(error))
+        yield server_sent(error_body(error))
+    except Exception:
+        # An outer wall: the status is out already, only an event can still tell the client.
+        log.exception("%s failed", answer.record.request_id)
+        answer.record.end_answer("error")
+        message = f"the server failed; its log has the reason: {answer.record.request_id}"
+        yield server_sent(error_body(GenerationFailed(message)))
+
+
+async def _collect(answer: _Answer) -> list[Event]:
+    collected = []
+    async with aclosing(answer.events) as events:
+        async for event in events:
+            answer.record.take(event)
+            collected.append(event)
+    return collected
+
+
+async def _first(answer: _Answer) -> Event:
+    event = await anext(answer.events)
+    answer.record.take(event)
+    return event
+
+
+def _end_of(error: HeadraceError) -> str:
+    """What a log calls an end that is no finish."""
+    if isinstance(error, RequestCancelled):
+        return "abort"
+    return "refused" if isinstance(error, RequestError) else "error"
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else ""

@@ -1,0 +1,107 @@
+"""What is logged about a request: times, counts and reasons, never what was said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headrace.types.events import Event, Finished, Reasoning, Started, Text, Usage
+
+
+class RequestRecord:
+    """One HTTP request, and the answer that was generated for it if any.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, request_id: str, method: str, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.request_id = request_id
+        self.status: int | None = None
+        self._method = method
+        self._path = path
+        self._clock = clock
+        self._arrived = clock()
+        self._answer: _AnswerRecord | None = None
+
+    def begin_answer(self, answer_id: str, model: str) -> None:
+        """The request is one for generated text."""
+        self._answer = _AnswerRecord(answer_id, model)
+
+    def take(self, event: Event) -> None:
+        """An event of the answer is on its way to the client."""
+        if self._answer is not None:
+            self._answer.take(event, self._clock())
+
+    def end_answer(self, reason: str) -> None:
+        """The answer ended otherwise than by its choices' finishes."""
+        if self._answer is not None:
+            self._answer.reasons.append(reason)
+
+    def fields(self) -> dict[str, Any]:
+        """Names and values for a log that machines read. Seconds are rounded to microseconds."""
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "method": self._method,
+            "path": self._path,
+            "status": self.status,
+            "duration_s": round(self._clock() - self._arrived, 6),
+        }
+        return {**fields, **self._answer.fields(self._arrived)} if self._answer is not None else fields
+
+    def line(self) -> str:
+        """The same for people."""
+        told = self.fields()
+        words = [f"{self._method} {self._path} {self.status or '-'} {told['duration_s']:.3f}s {self.request_id}"]
+        if self._answer is not None:
+            words += _answer_words(told)
+        return " ".join(words)
+
+
+def _answer_words(told: dict[str, Any]) -> Iterator[str]:
+    yield f"{told['answer_id']} {told['model']}"
+    yield f"{told['num_prompt_tokens']}+{told['num_output_tokens']} tokens, {told['num_cached_tokens']} cached"
+    if told["time_to_first_token_s"] is not None:
+        yield f"first after {told['time_to_first_token_s']:.3f}s"
+    if told["tokens_per_s"] is not None:
+        yield f"{told['tokens_per_s']:.1f} tokens/s"
+    yield ",".join(told["finish_reasons"]) or "-"
+
+
+class _AnswerRecord:
+    """The generated part of a request."""
+
+    def __init__(self, answer_id: str, model: str) -> None:
+        self.reasons: list[str] = []
+        self._answer_id = answer_id
+        self._model = model
+        self._usage = Usage(0, 0)
+        self._first: float | None = None
+        self._last = 0.0
+
+    def take(self, event: Event, now: float) -> None:
+        match event:
+            case Started(num_prompt_tokens):
+                self._usage = Usage(num_prompt_tokens, 0)
+            case Text() | Reasoning():
+                self._first = now if self._first is None else self._first
+                self._last = now
+            case Finished(reason, usage):
+                self._usage = usage
+                self._last = now
+                self.reasons.append(reason.value)
+
+    def fields(self, arrived: float) -> dict[str, Any]:
+        """Tokens per second are those after the first, until the last choice finished."""
+        num_later = self._usage.num_output_tokens - 1
+        seconds = self._last - self._first if self._first is not None else 0.0
+        return {
+            "answer_id": self._answer_id,
+            "model": self._model,
+            "num_prompt_tokens": self._usage.num_prompt_tokens,
+            "num_cached_tokens": self._usage.num_cached_tokens,
+            "num_output_tokens": self._usage.num_output_tokens,
+            "time_to_first_token_s": None if self._first is None else round(self._first - arrived, 6),
+            "tokens_per_s": round(num_later / seconds, 3) if num_later > 0 and seconds > 0 else None,
+            "finish_reasons": self.reasons,
+        }

@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.api.openai_models import answer_name
+from headrace.api.openai_tokenize import detokenize_answer, read_detokenize, read_tokenize, tokenize_answer
+from headrace.config import ServerConfig
+from headrace.server.ignored import IgnoredFields
+from headrace.server.responses import ignored_headers, read_body
+from headrace.session.session import Session
+
+Parsed = TypeVar("Parsed")
+
+
+class TokenRoutes:
+    """Text to tokens and back, as the model's own tokenizer and template do it."""
+
+    def __init__(self, session: Session, config: ServerConfig, names: tuple[str, ...], ignored: IgnoredFields) -> None:
+        self._session = session
+        self._config = config
+        self._names = names
+        self._ignored = ignored
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or a chat."""
+        call = await self._read(request, read_tokenize)
+        self._check(call.model, call.ignored)
+        if isinstance(call.prompt, str):
+            token_ids = await self._session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
+        else:
+            token_ids = await self._session.tokenize_chat(call.prompt)
+        answer = tokenize_answer(token_ids, self._session.model.max_model_len)
+        return JSONResponse(answer, headers=ignored_headers(call.ignored))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        call = await self._read(request, read_detokenize)
+        self._check(call.model, call.ignored)
+        text = await self._session.detokenize(call.token_ids)
+        return JSONResponse(detokenize_answer(text), headers=ignored_headers(call.ignored))
+
+    async def _read(self, request: Request, read: Callable[[bytes], Parsed]) -> Parsed:
+        return await asyncio.to_thread(read, await read_body(request, self._config.max_body_bytes))
+
+    def _check(self, model: str | None, ignored: tuple[str, ...]) -> None:
+        answer_name(model, self._names, strict=self._config.strict_model_name)
+        self._ignored.add(ignored)

@@ -1,0 +1,217 @@
+"""The way back: token ids to text to events, for each choice of each prompt, and what is counted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from headrace.text.detokenize import Detokenizer
+from headrace.text.stream_parser import StreamParser
+from headrace.text.tokenizer import Tokenizer
+from headrace.types.events import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptScores,
+    Reasoning,
+    Text,
+    TokenLogprobs,
+    TokenOutput,
+    TokenScore,
+    Usage,
+)
+from headrace.types.request import GenerationRequest
+
+
+class Scorer:
+    """Token ids and their log-probabilities as clients are told them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def score(self, told: TokenLogprobs) -> TokenScore:
+        """One token of an answer, with its alternatives."""
+        top = tuple(self._token(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(told.top, start=1))
+        return replace(self._token(told.token_id, told.logprob, told.rank), top=top)
+
+    def prompt(self, token_ids: Sequence[int], told: Sequence[TokenLogprobs | None]) -> tuple[TokenScore, ...]:
+        """All tokens of a prompt; what nothing predicted has no log-probability."""
+        return tuple(
+            self._token(token_id, None, None) if each is None else self.score(each)
+            for token_id, each in zip(token_ids, told, strict=True)
+        )
+
+    def _token(self, token_id: int, logprob: float | None, rank: int | None) -> TokenScore:
+        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+        return TokenScore(token_id, text, data, logprob, rank)
+
+
+class ChoiceAnswer:
+    """The way back of one choice.
+
+    Tokens are taken one by one, so that counts don't depend on how many of them a step delivered. A token whose text
+    is held back (a marker, half a character) is counted with the kind of text that comes out after it.
+
+    choice: its number in the whole request. scorer: None if nobody asked for log-probabilities.
+    """
+
+    def __init__(self, choice: int, detokenizer: Detokenizer, parser: StreamParser, scorer: Scorer | None) -> None:
+        self.choice = choice
+        self.reason: FinishReason | None = None
+        self.num_output_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._detokenizer = detokenizer
+        self._parser = parser
+        self._scorer = scorer
+        self._num_undecided = 0
+        self._untold: list[TokenScore] = []
+        self._events: list[Text | Reasoning] = []
+
+    def push(self, output: TokenOutput) -> list[Text | Reasoning]:
+        """Events of one output of the engine, neighbours of a kind joined; sets `reason` at the choice's end."""
+        for index, token_id in enumerate(output.token_ids):
+            self.num_output_tokens += 1
+            self._num_undecided += 1
+            if self._scorer is not None:
+                self._untold.append(self._scorer.score(output.logprobs[index]))
+            self._parse(self._detokenizer.push((token_id,)))
+            if self._parser.stopped:
+                self.reason = FinishReason.STOP
+                return self._taken_events()
+        if output.finish_reason is not None:
+            self._parse(self._detokenizer.finish())
+            self._add(self._parser.finish())
+            self.reason = FinishReason.STOP if self._parser.stopped else output.finish_reason
+        return self._taken_events()
+
+    def say_prompt(self, text: str, scores: Iterable[TokenScore]) -> list[Text | Reasoning]:
+        """Events that begin the answer with its prompt, which is neither counted nor parsed."""
+        self._untold.extend(scores)
+        if text:
+            self._emit(Text(text))
+        return self._taken_events()
+
+    def untold_scores(self) -> tuple[TokenScore, ...]:
+        """Scores of tokens that no event has told, once there are no more events."""
+        untold, self._untold = tuple(self._untold), []
+        return untold
+
+    def _parse(self, text: str) -> None:
+        if text:
+            self._add(self._parser.push(text))
+
+    def _add(self, events: Iterable[Text | Reasoning]) -> None:
+        for event in events:
+            if isinstance(event, Reasoning):
+                self.num_reasoning_tokens += self._num_undecided
+            self._num_undecided = 0
+            self._emit(event)
+
+    def _emit(self, event: Text | Reasoning) -> None:
+        """Joins a piece to the one before it if it can: each event becomes a message on the wire."""
+        kind, text, scores = type(event), event.text, self.untold_scores()
+        if self._events and type(self._events[-1]) is kind:
+            before = self._events.pop()
+            text, scores = before.text + text, before.scores + scores
+        self._events.append(kind(text, self.choice, scores))
+
+    def _taken_events(self) -> list[Text | Reasoning]:
+        events, self._events = self._events, []
+        return events
+
+
+class PromptAnswers:
+    """The way back of one prompt and all of its choices.
+
+    request: what the engine was asked. choices: one for each of its choices, in order.
+    scorer: for the prompt's own tokens. num_prompt_logprobs: alternatives told with them in an event of their own, None
+    for no such event. echo: the prompt's text if answers begin with it. num_echo_logprobs: alternatives told with the
+    echoed tokens, None if no scores of them are told. wants_output: false if only the prompt is of interest.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        choices: Sequence[ChoiceAnswer],
+        scorer: Scorer,
+        *,
+        num_prompt_logprobs: int | None = None,
+        echo: str | None = None,
+        num_echo_logprobs: int | None = None,
+        wants_output: bool = True,
+    ) -> None:
+        self.request = request
+        self.choices = choices
+        self.num_cached_tokens = 0
+        self._scorer = scorer
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._echo = echo
+        self._num_echo_logprobs = num_echo_logprobs
+        self._wants_output = wants_output
+        self._has_begun = False
+        self._num_open = len(choices)
+        self._num_open_in_engine = len(choices)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return self._num_open == 0
+
+    @property
+    def is_over_in_engine(self) -> bool:
+        """Whether the engine has ended every choice by itself, too."""
+        return self._num_open_in_engine == 0
+
+    def push(self, output: TokenOutput, everything: Sequence[PromptAnswers]) -> list[Event]:
+        """Events of one output of the engine. `everything`: all prompts of the request, for the usage told at an end.
+
+        Outputs of a choice that has ended already (a stop string is not known to the engine) say nothing.
+        """
+        self._num_open_in_engine -= output.finish_reason is not None
+        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        events: list[Event] = [] if self._has_begun else self._begin(output)
+        if not self._wants_output:
+            for choice in self.choices:
+                choice.reason = FinishReason.LENGTH
+            return [*events, *(self._finished(choice, everything) for choice in self.choices)]
+        choice = self.choices[output.choice]
+        if choice.reason is None:
+            events += choice.push(output)
+            if choice.reason is not None:
+                events.append(self._finished(choice, everything))
+        return events
+
+    def _begin(self, output: TokenOutput) -> list[Event]:
+        """Events before any text of the model: the prompt's scores and, in every choice, its text."""
+        self._has_begun = True
+        events: list[Event] = []
+        scores: tuple[TokenScore, ...] = ()
+        if output.prompt_logprobs is not None:
+            scores = self._scorer.prompt(self.request.prompt, output.prompt_logprobs)
+        if self._num_prompt_logprobs is not None:
+            events.append(PromptScores(self.choices[0].choice, _cut_top(scores, self._num_prompt_logprobs)))
+        if self._echo is not None:
+            told = () if self._num_echo_logprobs is None else _cut_top(scores, self._num_echo_logprobs)
+            for choice in self.choices:
+                events += choice.say_prompt(self._echo, told)
+        return events
+
+    def _finished(self, choice: ChoiceAnswer, everything: Sequence[PromptAnswers]) -> Finished:
+        assert choice.reason is not None
+        self._num_open -= 1
+        return Finished(choice.reason, usage_of(everything), choice.choice, choice.untold_scores())
+
+
+def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
+    """Token counts of a request as far as it has come; each prompt counts once."""
+    choices = [choice for prompt in prompts for choice in prompt.choices]
+    return Usage(
+        num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),
+        num_output_tokens=sum(choice.num_output_tokens for choice in choices),
+        num_cached_tokens=sum(prompt.num_cached_tokens for prompt in prompts),
+        num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
+    )
+
+
+def _cut_top(scores: Sequence[TokenScore], num_top: int) -> tuple[TokenScore, ...]:
+    return tuple(replace(score, top=score.top[:num_top]) for score in scores)

@@ -1,0 +1,319 @@
+"""Requests from end to end.
+
+    ChatRequest → render ┐
+                         ├→ GenerationRequest → engine → token ids → text → events
+    CompletionRequest ───┘
+
+The engine sees token ids only and the APIs see events only; everything between them is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from typing import Protocol
+
+from headrace.errors import EngineDead, GenerationFailed, InvalidRequest
+from headrace.families.family import ModelFamily
+from headrace.families.registry import explain, find_family
+from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
+from headrace.session.interleave import interleaved
+from headrace.session.settings import (
+    check_answers,
+    check_min_tokens,
+    check_prompt_ids,
+    check_sampling,
+    check_stop,
+    explain_defaults,
+    fit_max_tokens,
+    resolve_sampling,
+    sampling_defaults,
+)
+from headrace.text.stream_parser import StreamParser
+from headrace.text.template import ChatTemplate, RenderedPrompt
+from headrace.text.tokenizer import Tokenizer
+from headrace.types.chat import ChatRequest, CompletionRequest
+from headrace.types.events import Event, FinishReason, Started, TokenOutput
+from headrace.types.model import ModelDescription
+from headrace.types.request import GenerationRequest
+from headrace.types.status import EngineStatus
+
+# A completion is text as the model wrote it: no thinking, no frames.
+_PLAIN_TEXT = ModelFamily("plain text")
+
+# The end of a prompt that a completion's text may depend on: a character that it leaves unfinished, and whether the
+# next token begins the text (some tokenizers drop a space there). More than the longest run of tokens that is held.
+_NUM_CONTEXT_TOKENS = 16
+
+
+class TokenStream(Protocol):
+    """Outputs of one request. Raises GenerationFailed, EngineDead, and RequestCancelled after `TokenSource.abort`."""
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput]:
+        """Itself."""
+
+    async def __anext__(self) -> TokenOutput:
+        """The next output."""
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends the request for a reason that only the reader sees (a stop string); it is counted under this reason.
+
+        No more outputs are read.
+        """
+
+    async def aclose(self) -> None:
+        """Aborts the request if it is not over; also before any output was read."""
+
+
+class TokenSource(Protocol):
+    """What a session needs of an engine."""
+
+    @property
+    def model(self) -> ModelDescription:
+        """The loaded model, as data."""
+
+    async def submit(self, request: GenerationRequest) -> TokenStream:
+        """Queues a request. Cancelling whoever waits for that aborts it.
+
+        Raises what the request is refused for (InvalidRequest, Overloaded), and EngineDead.
+        """
+
+    async def abort(self, request_id: str) -> bool:
+        """Cancels a request; whoever reads its outputs gets RequestCancelled. False if there is no such request."""
+
+    async def status(self) -> EngineStatus:
+        """What the engine is doing. Raises EngineDead."""
+
+    def health(self) -> str | None:
+        """None while all is well, else what is wrong."""
+
+
+class Session:
+    """Serves requests with one engine. Holds no state of any request."""
+
+    def __init__(self, engine: TokenSource, tokenizer: Tokenizer, template: ChatTemplate, family: ModelFamily) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._template = template
+        self._family = family
+        self._scorer = Scorer(tokenizer)
+        self._defaults = sampling_defaults(engine.model.generation_config)
+
+    @classmethod
+    def over(cls, engine: TokenSource) -> Session:
+        """A session with the tokenizer and the template that lie in the model's folder. Raises ModelError."""
+        tokenizer = Tokenizer.load(engine.model.directory)
+        family = find_family(engine.model.model_type, tokenizer.chat_template)
+        return cls(engine, tokenizer, ChatTemplate(tokenizer, family), family)
+
+    @property
+    def model(self) -> ModelDescription:
+        """The loaded model, as data."""
+        return self._engine.model
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for start-up: how the model's family is served, and the sampling that the model asks for."""
+        return (*explain(self._family), *explain_defaults(self._defaults))
+
+    def health(self) -> str | None:
+        """None while the engine is well, else what is wrong."""
+        return self._engine.health()
+
+    async def status(self) -> EngineStatus:
+        """What the engine is doing. Raises EngineDead."""
+        self._refuse_if_dead()
+        return await self._engine.status()
+
+    async def abort(self, request_id: str) -> bool:
+        """Cancels one prompt's work by its id (see `generation_ids`). False if there is no such work."""
+        return await self._engine.abort(request_id)
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        """Events of a chat's answers.
+
+        Started comes once the engine has queued the request, then text and reasoning of every choice as they are made,
+        and a Finished for each choice. Closing the generator aborts the request in the engine. Raises RequestError
+        before Started when the request can't be served, EngineDead, GenerationFailed, and RequestCancelled.
+        """
+        return self._answer(partial(self._chat_prompts, request))
+
+    def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
+        """Events of a completion's answers, as for a chat. Prompts are worked on side by side."""
+        return self._answer(partial(self._completion_prompts, request))
+
+    async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
+        """The prompt that a chat comes to. Raises InvalidRequest."""
+        return (await self._rendered(request)).token_ids
+
+    async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
+        encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
+        return tuple(await asyncio.to_thread(encode, text))
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        """The text of token ids, special tokens by their names. Raises InvalidRequest for an id that is no token."""
+        check_prompt_ids(token_ids, self.model.vocab_size, "tokens")
+        return await asyncio.to_thread(self._decode, token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, keep_special=frozenset(self._tokenizer.added_tokens))
+
+    def _refuse_if_dead(self) -> None:
+        if (reason := self._engine.health()) is not None:
+            raise EngineDead(f"the engine is not running: {reason}")
+
+    async def _answer(self, prepare: Callable[[], Awaitable[Sequence[PromptAnswers]]]) -> AsyncGenerator[Event, None]:
+        self._refuse_if_dead()
+        prompts = await prepare()
+        async with AsyncExitStack() as open_streams:
+            outputs = await self._submit(prompts, open_streams)
+            streams = [self._events(prompt, each, prompts) for prompt, each in zip(prompts, outputs, strict=True)]
+            yield Started(usage_of(prompts).num_prompt_tokens)
+            async with aclosing(interleaved(streams)) as events:
+                async for event in events:
+                    yield event
+
+    async def _submit(self, prompts: Sequence[PromptAnswers], open_streams: AsyncExitStack) -> list[TokenStream]:
+        """Queues all prompts, side by side: the engine answers between two steps, once for all of them.
+
+        What was queued is closed with `open_streams`, whatever became of the others.
+        """
+        submitting = [asyncio.ensure_future(self._engine.submit(prompt.request)) for prompt in prompts]
+        try:
+            await asyncio.wait(submitting)
+        finally:
+            for task in submitting:
+                task.cancel()
+            settled = await asyncio.gather(*submitting, return_exceptions=True)
+            for each in settled:
+                if not isinstance(each, BaseException):
+                    open_streams.push_async_callback(each.aclose)
+        return [task.result() for task in submitting]
+
+    async def _events(
+        self, prompt: PromptAnswers, outputs: TokenStream, everything: Sequence[PromptAnswers]
+    ) -> AsyncGenerator[Event, None]:
+        """Events of one prompt's choices."""
+        async for output in outputs:
+            events = prompt.push(output, everything)
+            if prompt.is_over and not prompt.is_over_in_engine:
+                reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
+                outputs.finish(reason)
+            for event in events:
+                yield event
+            if prompt.is_over:
+                return
+        raise GenerationFailed("the engine ended the answer without a reason")
+
+    async def _rendered(self, request: ChatRequest) -> RenderedPrompt:
+        # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+        prompt = await asyncio.to_thread(self._template.render, request)
+        if not prompt.token_ids:
+            raise InvalidRequest("the messages come to an empty prompt", param="messages")
+        return prompt
+
+    async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
+        self._check(request)
+        prompt = await self._rendered(request)
+        generation = self._generation(request, request.request_id, prompt, "messages")
+        choices = [
+            ChoiceAnswer(
+                choice,
+                self._tokenizer.detokenizer(self._family.keep_special_tokens),
+                StreamParser(self._family, thinking_open=prompt.thinking_open, stop_strings=request.stop.strings),
+                self._scorer_for(request),
+            )
+            for choice in range(request.answers.num_choices)
+        ]
+        told = request.answers.num_prompt_logprobs
+        return (PromptAnswers(generation, choices, self._scorer, num_prompt_logprobs=told),)
+
+    async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
+        self._check(request, least_max_tokens=0)
+        return await asyncio.to_thread(self._completions, request)
+
+    def _completions(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
+        request_ids = generation_ids(request.request_id, len(request.prompts))
+        num_choices = request.answers.num_choices
+        return tuple(
+            self._completion(request, request_id, prompt, first_choice=index * num_choices)
+            for index, (request_id, prompt) in enumerate(zip(request_ids, request.prompts, strict=True))
+        )
+
+    def _completion(
+        self, request: CompletionRequest, request_id: str, prompt: str | tuple[int, ...], first_choice: int
+    ) -> PromptAnswers:
+        if isinstance(prompt, str):
+            token_ids = tuple(self._tokenizer.encode_document(prompt))
+        else:
+            check_prompt_ids(prompt, self.model.vocab_size, "prompt")
+            token_ids = prompt
+        if not token_ids:
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        echo = (prompt if isinstance(prompt, str) else self._decode(prompt)) if request.echo else None
+        choices = []
+        for choice in range(first_choice, first_choice + request.answers.num_choices):
+            detokenizer = self._tokenizer.detokenizer()
+            detokenizer.push(token_ids[-_NUM_CONTEXT_TOKENS:])
+            parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
+            choices.append(ChoiceAnswer(choice, detokenizer, parser, self._scorer_for(request)))
+        return PromptAnswers(
+            self._generation(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt"),
+            choices,
+            self._scorer,
+            num_prompt_logprobs=request.answers.num_prompt_logprobs,
+            echo=echo,
+            num_echo_logprobs=request.answers.num_logprobs,
+            wants_output=request.stop.max_tokens != 0,
+        )
+
+    def _check(self, request: ChatRequest | CompletionRequest, least_max_tokens: int = 1) -> None:
+        check_sampling(request.sampling, self.model.vocab_size)
+        check_stop(request.stop, self.model.vocab_size, least=least_max_tokens)
+        check_min_tokens(request.sampling, request.stop)
+        check_answers(request.answers, request.priority)
+
+    def _scorer_for(self, request: ChatRequest | CompletionRequest) -> Scorer | None:
+        return None if request.answers.num_logprobs is None else self._scorer
+
+    def _generation(
+        self, request: ChatRequest | CompletionRequest, request_id: str, prompt: RenderedPrompt, param: str
+    ) -> GenerationRequest:
+        stop_token_ids = frozenset(request.stop.token_ids)
+        if not request.stop.ignore_eos:
+            # Many a config.json names the end of a document only, and the tokenizer the end of a turn.
+            end = self._tokenizer.eos_token_id
+            stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
+        # A prompt that is only to be scored or echoed still takes a step that samples.
+        wanted = request.stop.max_tokens if request.stop.max_tokens != 0 else 1
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt.token_ids,
+            sampling=resolve_sampling(request.sampling, self._defaults, self._tokenizer.encode),
+            max_tokens=fit_max_tokens(len(prompt.token_ids), wanted, self.model.max_model_len, param),
+            stop_token_ids=stop_token_ids,
+            boundaries=prompt.boundaries,
+            num_choices=request.answers.num_choices,
+            num_logprobs=request.answers.num_logprobs,
+            num_prompt_logprobs=_num_prompt_logprobs(request),
+            session=request.session,
+            priority=request.priority,
+        )
+
+
+def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
+    """Ids under which the engine knows a request's prompts: the request's own if it has one."""
+    if num_prompts == 1:
+        return (request_id,)
+    return tuple(f"{request_id}-{index}" for index in range(num_prompts))
+
+
+def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    """The larger of what is asked for by itself and with an echo."""
+    wanted = [request.answers.num_prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        wanted.append(request.answers.num_logprobs)
+    return max((number for number in wanted if number is not None), default=None)

@@ -1,0 +1,192 @@
+"""What a client asked for, checked and completed: the model's defaults, and words as token ids.
+
+Defaults are merged in this order, the later one winning: neutral values, the model's generation_config.json, the
+request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from headrace.errors import ContextTooLong, InvalidRequest, ModelError
+from headrace.types.chat import RequestedAnswers, RequestedSampling, RequestedStop
+from headrace.types.request import SamplingParams
+
+Number = TypeVar("Number", int, float)
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+"""Alternatives that may be asked for at each token."""
+
+_DEFAULTED = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+_LARGEST_SEED = 2**63 - 1
+
+# A bound that no use of the penalty comes near; a logit of 0 times infinity would be no number.
+_LARGEST_REPETITION_PENALTY = 100.0
+
+# Of a priority: what fits any counter. Lower goes first.
+_LARGEST_PRIORITY = 2**31 - 1
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> RequestedSampling:
+    """The model's own sampling out of its generation_config.json. Raises ModelError when a value makes no sense."""
+    said: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
+    defaults = replace(RequestedSampling(), **said)
+    try:
+        check_sampling(defaults, vocab_size=0)
+    except (InvalidRequest, TypeError) as error:
+        raise ModelError(f"generation_config.json: {error}") from error
+    if generation_config.get("do_sample") is False:
+        # Greedy until a request brings a temperature; the other values then hold.
+        defaults = replace(defaults, temperature=0.0)
+    return defaults
+
+
+def explain_defaults(defaults: RequestedSampling) -> tuple[str, ...]:
+    """A line for start-up that names the model's own sampling, if it has any."""
+    said = [f"{name} {getattr(defaults, name)}" for name in _DEFAULTED if getattr(defaults, name) is not None]
+    return (f"sampling of generation_config.json: {', '.join(said)}",) if said else ()
+
+
+def resolve_sampling(
+    requested: RequestedSampling, defaults: RequestedSampling, encode: Callable[[str], Sequence[int]]
+) -> SamplingParams:
+    """The request's values, else the model's, else the neutral ones; without a seed, draws differ each time.
+
+    encode: the tokenizer's, for bad words.
+    """
+    forbidden = _forbidden(requested.bad_words, encode)
+    allowed = requested.allowed_token_ids
+    return SamplingParams(
+        temperature=_first(requested.temperature, defaults.temperature, 1.0),
+        top_p=_first(requested.top_p, defaults.top_p, 1.0),
+        # Clients of other servers say "off" with -1.
+        top_k=int(max(0, _first(requested.top_k, defaults.top_k, 0))),
+        min_p=_first(requested.min_p, defaults.min_p, 0.0),
+        seed=secrets.randbits(63) if requested.seed is None else requested.seed & _LARGEST_SEED,
+        repetition_penalty=_first(requested.repetition_penalty, defaults.repetition_penalty, 1.0),
+        frequency_penalty=_first(requested.frequency_penalty, defaults.frequency_penalty, 0.0),
+        presence_penalty=_first(requested.presence_penalty, defaults.presence_penalty, 0.0),
+        logit_bias=requested.logit_bias,
+        allowed_token_ids=None if allowed is None else frozenset(allowed),
+        banned_token_ids=forbidden.token_ids,
+        bad_words=forbidden.sequences,
+        min_tokens=requested.min_tokens or 0,
+    )
+
+
+def _first(requested: Number | None, default: Number | None, neutral: Number) -> Number:
+    if requested is not None:
+        return requested
+    return neutral if default is None else default
+
+
+@dataclass(frozen=True, slots=True)
+class _Forbidden:
+    """Single tokens that may not come, and sequences of several whose last may not come after the others."""
+
+    token_ids: frozenset[int]
+    sequences: tuple[tuple[int, ...], ...]
+
+
+def _forbidden(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> _Forbidden:
+    """The tokens of each word, as it is written at a text's start and after a space."""
+    spelled = {tuple(encode(space + word.lstrip(" "))): None for word in words for space in ("", " ")}
+    return _Forbidden(
+        frozenset(token_ids[0] for token_ids in spelled if len(token_ids) == 1),
+        tuple(token_ids for token_ids in spelled if len(token_ids) > 1),
+    )
+
+
+def check_sampling(sampling: RequestedSampling, vocab_size: int) -> None:
+    """Raises InvalidRequest for the first value out of its range."""
+    _check("temperature", sampling.temperature, 0.0, 2.0)
+    _check("top_p", sampling.top_p, 0.0, 1.0)
+    if sampling.top_p == 0:
+        raise InvalidRequest("top_p must be in (0, 1], not 0; a temperature of 0 is greedy", param="top_p")
+    _check("top_k", sampling.top_k, -1, 2**31 - 1)
+    _check("min_p", sampling.min_p, 0.0, 1.0)
+    _check("seed", sampling.seed, -(2**63), _LARGEST_SEED)
+    _check("repetition_penalty", sampling.repetition_penalty, 0.0, _LARGEST_REPETITION_PENALTY)
+    if sampling.repetition_penalty == 0:
+        raise InvalidRequest("repetition_penalty must be over 0; 1 is off", param="repetition_penalty")
+    _check("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check("min_tokens", sampling.min_tokens, 0, 2**31 - 1)
+    for token_id, bias in sampling.logit_bias:
+        _check_token_id("logit_bias", token_id, vocab_size)
+        _check("logit_bias", bias, -100.0, 100.0)
+    if sampling.allowed_token_ids is not None:
+        if not sampling.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+        _check_token_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    if not all(word.strip(" ") for word in sampling.bad_words):
+        raise InvalidRequest("bad_words must not hold an empty word", param="bad_words")
+
+
+def check_stop(stop: RequestedStop, vocab_size: int, *, least: int = 1) -> None:
+    """Raises InvalidRequest for the first value that can't end anything. `least`: of max_tokens."""
+    if stop.max_tokens is not None and stop.max_tokens < least:
+        raise InvalidRequest(f"max_tokens must be at least {least}, not {stop.max_tokens}", param="max_tokens")
+    if not all(stop.strings):
+        raise InvalidRequest("stop must not hold an empty string", param="stop")
+    _check_token_ids("stop_token_ids", stop.token_ids, vocab_size)
+
+
+def check_answers(answers: RequestedAnswers, priority: int) -> None:
+    """Raises InvalidRequest for the first value out of its range."""
+    _check("n", answers.num_choices, 1, MAX_CHOICES)
+    _check("logprobs", answers.num_logprobs, 0, MAX_LOGPROBS)
+    _check("prompt_logprobs", answers.num_prompt_logprobs, 0, MAX_LOGPROBS)
+    _check("priority", priority, -_LARGEST_PRIORITY, _LARGEST_PRIORITY)
+
+
+def check_min_tokens(sampling: RequestedSampling, stop: RequestedStop) -> None:
+    """Raises InvalidRequest if more tokens are demanded than allowed."""
+    if sampling.min_tokens and stop.max_tokens is not None and sampling.min_tokens > stop.max_tokens:
+        message = f"min_tokens must be at most max_tokens ({stop.max_tokens}), not {sampling.min_tokens}"
+        raise InvalidRequest(message, param="min_tokens")
+
+
+def _check(name: str, value: float | None, low: float, high: float) -> None:
+    # The comparison is false for NaN, which is refused like any other value out of range.
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(f"{name} must be in [{low}, {high}], not {value}", param=name)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        _check_token_id(name, token_id, vocab_size)
+
+
+def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(f"{name} must hold token ids in [0, {vocab_size}), not {token_id}", param=name)
+
+
+def check_prompt_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest for the first id that is no token of the model."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        _check_token_ids(param, token_ids, vocab_size)
+
+
+def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len: int, param: str = "messages") -> int:
+    """How many tokens the answer may have: what was asked, at most what the context leaves.
+
+    Clients ask for far more than the context holds as a matter of course, so that is no error. A prompt that leaves
+    no room raises ContextTooLong in the wording that agents act on. `param`: the field that the prompt came in.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
+            f"{num_prompt_tokens} tokens. Please reduce the length of the {param}.",
+            param=param,
+        )
+    return room if requested is None else min(requested, room)

@@ -1,0 +1,99 @@
+"""The pages about the APIs list what the code knows: no field, route or metric more, and none less."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeEngine, fake_session
+from pydantic import BaseModel
+from starlette.routing import Route
+
+from headrace.api.openai_chat import ChatCompletionBody
+from headrace.api.openai_completion import CompletionBody
+from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS, FieldRules
+from headrace.api.openai_tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from headrace.config import ServerConfig
+from headrace.metrics.prometheus import render
+from headrace.metrics.stats import Stats
+from headrace.server.app import build_app
+from headrace.types.status import EngineStatus, MemoryStatus, ProcessStatus
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+PAGES: Mapping[str, tuple[type[BaseModel], FieldRules]] = {
+    "api-chat.md": (ChatCompletionBody, CHAT_FIELDS),
+    "api-completions.md": (CompletionBody, COMPLETION_FIELDS),
+}
+
+
+def rows(page: str, section: str | None = None) -> list[list[str]]:
+    """Cells of the rows of a section's table, without its head; of the text before all sections if None."""
+    before, *sections = re.split(r"^## ", (DOCS / page).read_text(), flags=re.MULTILINE)
+    if section is not None:
+        (before,) = [text for text in sections if text.partition("\n")[0] == section]
+    lines = [line for line in before.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(page: str, section: str | None = None) -> list[str]:
+    """First cells of a table, which are code."""
+    return [cells[0].strip("`") for cells in rows(page, section)]
+
+
+def same(listed: list[str], known: Any) -> bool:
+    return sorted(listed) == sorted(known)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_lists_every_field_under_what_becomes_of_it(page: str) -> None:
+    body, rules = PAGES[page]
+    assert same(names(page, "Honoured"), body.model_fields)
+    assert same(names(page, "Refused"), rules.neutral_values)
+    assert same(names(page, "Accepted without effect"), rules.without_effect)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_tells_which_values_of_a_refused_field_are_accepted(page: str) -> None:
+    _, rules = PAGES[page]
+    for cell, values in rows(page, "Refused"):
+        name = cell.strip("`")
+        told = [json.loads(value) for value in re.findall(r"`([^`]*)`", values)]
+        assert told == (list(rules.neutral_values[name]) or [None]), name
+
+
+@pytest.mark.parametrize(
+    ("section", "bodies", "rules"),
+    [
+        ("POST /tokenize", (TokenizeTextBody, TokenizeChatBody), TOKENIZE_FIELDS),
+        ("POST /detokenize", (DetokenizeBody,), DETOKENIZE_FIELDS),
+    ],
+)
+def test_fields_of_the_smaller_routes_are_listed_with_their_treatment(
+    section: str, bodies: tuple[type[BaseModel], ...], rules: FieldRules
+) -> None:
+    treatment = {cells[0].strip("`"): cells[1] for cells in rows("api-server.md", section)}
+    known = {name: "honoured" for body in bodies for name in body.model_fields}
+    assert treatment == {**known, **dict.fromkeys(rules.neutral_values, "refused")}
+
+
+def test_every_route_is_listed() -> None:
+    app = build_app(fake_session(FakeEngine()), ServerConfig())
+    known = [
+        f"{method} {route.path.replace(':path', '')}"
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods - {"HEAD"}
+    ]
+    assert same(names("api-server.md"), known)
+
+
+def test_every_metric_is_listed() -> None:
+    status = EngineStatus(0, 0, (), MemoryStatus(0, 0, 0, 0, 0), Stats().counters())
+    page = render(status, "m", ProcessStatus(0, 0, 0))
+    known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]
+    assert same(names("api-server.md", "GET /metrics"), known)

@@ -1,0 +1,167 @@
+"""The prefix cache in the engine: what is reused is really skipped, and nobody can tell from the output."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import tiny
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.engine import Engine
+from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+WARM = replace(GREEDY, temperature=1.0, seed=7)
+FAMILIES = ("llama", "qwen3_5", "gpt_oss", "falcon_h1", "lfm2")
+RECURRENT = ("qwen3_5", "gpt_oss", "falcon_h1", "lfm2")
+CHUNK = 32
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engines(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    """One with a cache, one without."""
+    folder = tiny.save(family, tmp_path_factory.mktemp("models") / family)
+    made = [
+        Engine.launch(
+            Config(str(folder), ModelConfig(numerics="exact"), EngineConfig(prefill_chunk=CHUNK, prefix_cache=switch))
+        )
+        for switch in ("on", "off")
+    ]
+    yield made[0], made[1]
+    for engine in made:
+        engine.stop()
+
+
+def tokens(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
+
+
+counter = iter(range(1_000_000))
+
+
+async def ask(
+    engine: Engine, prompt: tuple[int, ...], marks: tuple[int, ...] = (), sampling: SamplingParams = GREEDY, **fields
+) -> tuple[list[int], int]:
+    """The output's tokens, and how many of the prompt's were cached."""
+    boundaries = tuple(Boundary(mark, BoundaryKind.MESSAGE) for mark in marks)
+    request = GenerationRequest(f"r{next(counter)}", prompt, sampling, 8, boundaries=boundaries, **fields)
+    output: list[int] = []
+    num_cached = 0
+    async for part in await engine.submit(request):
+        output += part.token_ids
+        num_cached = part.num_cached_tokens
+    return output, num_cached
+
+
+async def test_a_growing_conversation_pays_only_for_what_is_new(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    history, num_last = tokens(1, 40), 0
+    for turn in range(6):
+        marks = (len(history) - 3,)
+        output, num_cached = await ask(cached, history, marks)
+        expected, none = await ask(cold, history, marks)
+        assert output == expected
+        assert none == 0
+        # all that the last turn had computed: its prompt, and its output but for the last token
+        assert num_cached == num_last
+        num_last = len(history) + len(output) - 1
+        history = (*history, *output, *tokens(100 + turn, 9))
+
+
+async def test_a_longer_variant_in_between_changes_nothing(engines: tuple[Engine, Engine]) -> None:
+    """A, then A with text put in front of its tail, then A again."""
+    cached, cold = engines
+    head, tail = tokens(2, 50), tokens(3, 20)
+    first, _ = await ask(cached, head + tail, (50,))
+    await ask(cached, head + tokens(4, 31) + tail, (50,))
+    third, num_cached = await ask(cached, head + tail, (50,))
+    expected, _ = await ask(cold, head + tail, (50,))
+    assert first == third == expected
+    assert num_cached >= 50
+
+
+async def test_the_same_prompt_again_computes_at_least_its_last_token(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    prompt = tokens(5, 47)
+    outputs = [await ask(cached, prompt, (44,), WARM) for _ in range(3)]
+    expected, _ = await ask(cold, prompt, (44,), WARM)
+    assert [output for output, _ in outputs] == [expected] * 3
+    assert outputs[0][1] == 0
+    assert 44 <= outputs[1][1] == outputs[2][1] <= 46
+
+
+async def test_many_questions_under_one_system_prompt(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    system = tokens(6, 45)
+    prompts = [system + tokens(200 + number, 3 + number % 5) for number in range(12)]
+    expected = [await ask(cold, prompt, (45,)) for prompt in prompts]
+    for _ in range(2):
+        got = await asyncio.gather(*(ask(cached, prompt, (45,)) for prompt in prompts))
+        assert [output for output, _ in got] == [output for output, _ in expected]
+    assert min(num_cached for _, num_cached in got) >= 45
+
+
+async def test_identical_prompts_in_the_queue_are_computed_once(engines: tuple[Engine, Engine]) -> None:
+    cached, _ = engines
+    prompt = tokens(7, 150)
+    results = await asyncio.gather(*(ask(cached, prompt, (140,), replace(WARM, seed=i)) for i in range(4)))
+    num_computed = [len(prompt) - num_cached for _, num_cached in results]
+    assert sorted(num_computed)[-1] == 150
+    assert sum(num_computed) <= 150 + 3 * 10
+
+
+async def test_an_aborted_prompt_is_not_computed_again(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    prompt = tokens(8, 400)
+    stream = await cached.submit(GenerationRequest("given-up", prompt, GREEDY, 8))
+    while (status := await cached.status()).requests[0].num_computed_tokens < 200:
+        pass
+    await stream.aclose()
+    num_computed = status.requests[0].num_computed_tokens
+    output, num_cached = await ask(cached, prompt)
+    expected, _ = await ask(cold, prompt)
+    assert output == expected
+    assert num_cached >= num_computed
+    assert (await cached.status()).num_running == 0
+
+
+async def test_salts_never_share(engines: tuple[Engine, Engine]) -> None:
+    cached, _ = engines
+    prompt = tokens(9, 60)
+    assert (await ask(cached, prompt, (50,), cache_salt="one"))[1] == 0
+    assert (await ask(cached, prompt, (50,), cache_salt="two"))[1] == 0
+    assert (await ask(cached, prompt, (50,), cache_salt="one"))[1] >= 50
+
+
+async def test_choices_and_prompt_logprobs_go_with_a_cached_prefix(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    prompt = tokens(10, 66)
+    await ask(cached, prompt, (60,))
+
+    async def choices(engine: Engine) -> dict[int, list[int]]:
+        request = GenerationRequest(f"n{next(counter)}", prompt, WARM, 6, num_choices=3, num_prompt_logprobs=None)
+        texts: dict[int, list[int]] = {}
+        async for part in await engine.submit(request):
+            texts.setdefault(part.choice, []).extend(part.token_ids)
+        return texts
+
+    assert await choices(cached) == await choices(cold)
+    told = GenerationRequest(f"p{next(counter)}", prompt, GREEDY, 1, num_prompt_logprobs=0)
+    parts = [part async for part in await cached.submit(told)]
+    assert parts[0].num_cached_tokens == 0
+    assert parts[0].prompt_logprobs is not None
+    assert len(parts[0].prompt_logprobs) == len(prompt)

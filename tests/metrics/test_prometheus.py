@@ -1,0 +1,135 @@
+"""The metrics page, read back by the rules of the text format."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+
+from headrace.metrics.prometheus import render
+from headrace.types.status import Counters, EngineStatus, Histogram, MemoryStatus, ProcessStatus
+
+FIRST_TOKEN = Histogram((0.5, 1.0), (3, 0, 2), 7.25)
+OTHER = Histogram((2.5,), (1, 0), 0.125)
+STATUS = EngineStatus(
+    num_running=3,
+    num_waiting=2,
+    requests=(),
+    memory=MemoryStatus(1000, 400, 300, 200, 640),
+    counters=Counters(
+        11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5),
+        OTHER, OTHER,
+    ),
+)  # fmt: skip
+PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
+
+NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'
+SAMPLE = re.compile(rf"({NAME})\{{((?:{LABEL},?)*)\}} ([-+0-9.eInf]+)")
+
+
+@dataclass
+class Family:
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
+
+
+def read(text: str) -> dict[str, Family]:
+    """Metric families of a page; fails on anything that the format does not allow."""
+    assert text.endswith("\n")
+    families: dict[str, Family] = {}
+    helped = ""
+    for line in text.removesuffix("\n").split("\n"):
+        if line.startswith("# HELP "):
+            helped = line.split(" ")[2]
+            assert re.fullmatch(NAME, helped)
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name == helped
+            assert name not in families, "a family stands together"
+            families[name] = Family(kind)
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match, line
+            family = families[helped]
+            suffixes = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
+            assert match[1] in {helped + suffix for suffix in suffixes}
+            labels = dict(each.split("=", 1) for each in re.findall(LABEL, match[2]))
+            family.samples.append((match[1], {name: text[1:-1] for name, text in labels.items()}, float(match[3])))
+    return families
+
+
+def value(families: dict[str, Family], name: str, **labels: str) -> float:
+    (found,) = [
+        number
+        for sample, given, number in families[name].samples
+        if sample == name and all(given[each] == text for each, text in labels.items())
+    ]
+    return found
+
+
+def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
+    families = read(render(STATUS, "m", PROCESS))
+    assert {family.kind for family in families.values()} == {"gauge", "counter", "histogram"}
+    for name, family in families.items():
+        assert (family.kind == "counter") == name.endswith("_total")
+        assert name.startswith(("vllm:", "headrace:"))
+        assert all(labels["model_name"] == "m" and labels["engine"] == "0" for _, labels, _ in family.samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("vllm:num_requests_running", 3),
+        ("vllm:num_requests_waiting", 2),
+        ("vllm:prompt_tokens_total", 11),
+        ("vllm:generation_tokens_total", 22),
+        ("vllm:num_preemptions_total", 4),
+        ("headrace:steps_total", 99),
+        ("headrace:memory_budget_bytes", 1000),
+        ("headrace:memory_weights_bytes", 400),
+        ("headrace:memory_reserved_bytes", 300),
+        ("headrace:memory_state_bytes", 200),
+        ("headrace:memory_device_bytes", 640),
+        ("headrace:process_uptime_seconds", 12.5),
+        ("headrace:process_cpu_seconds_total", 3.25),
+        ("headrace:process_peak_memory_bytes", 77),
+    ],
+)
+def test_each_number_stands_under_its_name(name: str, number: float) -> None:
+    assert value(read(render(STATUS, "m", PROCESS)), name) == number
+
+
+def test_every_reason_is_there_from_the_start() -> None:
+    families = read(render(STATUS, "m", PROCESS))
+    told = {
+        reason: value(families, "vllm:request_success_total", finished_reason=reason)
+        for reason in ("stop", "length", "tool_calls", "abort", "error")
+    }
+    assert told == {"stop": 7, "length": 1, "tool_calls": 0, "abort": 6, "error": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "buckets", "total"),
+    [
+        ("vllm:time_to_first_token_seconds", {"0.5": 3, "1.0": 3, "+Inf": 5}, 7.25),
+        ("vllm:inter_token_latency_seconds", {"0.1": 8, "+Inf": 17}, 1.5),
+        ("vllm:time_per_output_token_seconds", {"0.1": 8, "+Inf": 17}, 1.5),
+        ("vllm:e2e_request_latency_seconds", {"2.5": 1, "+Inf": 1}, 0.125),
+        ("vllm:request_queue_time_seconds", {"2.5": 1, "+Inf": 1}, 0.125),
+    ],
+)
+def test_buckets_of_a_histogram_are_cumulative_and_the_last_holds_everything(
+    name: str, buckets: dict[str, int], total: float
+) -> None:
+    samples = read(render(STATUS, "m", PROCESS))[name].samples
+    assert {labels["le"]: number for sample, labels, number in samples if sample.endswith("_bucket")} == buckets
+    assert [number for sample, _, number in samples if sample.endswith("_sum")] == [total]
+    assert [number for sample, _, number in samples if sample.endswith("_count")] == [buckets["+Inf"]]
+
+
+def test_a_models_name_may_be_any_text() -> None:
+    families = read(render(STATUS, 'a "b"\\\nc', PROCESS))
+    (_, labels, _) = families["vllm:num_requests_running"].samples[0]
+    assert labels["model_name"] == r"a \"b\"\\\nc"

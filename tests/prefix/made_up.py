@@ -1,0 +1,150 @@
+"""Pieces that know what they hold, and a store that counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.prefix.key import Namespace
+from headrace.prefix.match import Match
+from headrace.prefix.pieces import CutSpan, HeldPieces, Piece
+from headrace.prefix.radix import PrefixTree
+
+HERE = Namespace("weights")
+THERE = Namespace("weights", salt="another tenant")
+SPAN_OVERHEAD_BYTES = 3
+"""So that two halves weigh more than the whole, as blocks that are held by both do."""
+
+
+@dataclass(frozen=True, eq=False)
+class MadeUpPiece:
+    """Tokens `start` to the end of `prefix`, all of whose tokens decide the values; a snapshot starts at its end."""
+
+    namespace: Namespace
+    prefix: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.start == len(self.prefix)
+
+
+@dataclass
+class MadeUpStore:
+    """Fails when a piece is dropped or split that is not alive."""
+
+    bytes_per_token: int = 10
+    snapshot_bytes: int = 50
+    live: list[MadeUpPiece] = field(default_factory=list)
+    num_cut_tokens: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.live)
+
+    def span(self, namespace: Namespace, prefix: Sequence[int], start: int) -> MadeUpPiece:
+        num_bytes = (len(prefix) - start) * self.bytes_per_token + SPAN_OVERHEAD_BYTES
+        return self._made(MadeUpPiece(namespace, tuple(prefix), start, num_bytes))
+
+    def snapshot(self, namespace: Namespace, prefix: Sequence[int]) -> MadeUpPiece:
+        return self._made(MadeUpPiece(namespace, tuple(prefix), len(prefix), self.snapshot_bytes))
+
+    def cutter(self, namespace: Namespace, key: Sequence[int]) -> CutSpan:
+        def cut(start: int, end: int) -> Piece:
+            assert 0 <= start < end <= len(key)
+            self.num_cut_tokens += end - start
+            return self.span(namespace, key[:end], start)
+
+        return cut
+
+    def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
+        piece = self._taken(span)
+        middle = piece.start + num_tokens
+        assert piece.start < middle < len(piece.prefix)
+        head = self.span(piece.namespace, piece.prefix[:middle], piece.start)
+        return head, self.span(piece.namespace, piece.prefix, middle)
+
+    def drop(self, piece: Piece) -> None:
+        self._taken(piece)
+
+    def _made(self, piece: MadeUpPiece) -> MadeUpPiece:
+        self.live.append(piece)
+        return piece
+
+    def _taken(self, piece: Piece) -> MadeUpPiece:
+        assert isinstance(piece, MadeUpPiece)
+        self.live.remove(piece)  # raises if it isn't there: each piece goes once
+        return piece
+
+
+@dataclass
+class Shelf:
+    """A tree with its store, for one sort of model."""
+
+    has_spans: bool
+    needs_snapshots: bool
+    store: MadeUpStore = field(default_factory=MadeUpStore)
+    tree: PrefixTree = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tree = PrefixTree(self.store, has_spans=self.has_spans, needs_snapshots=self.needs_snapshots)
+
+    def put(
+        self, key: Sequence[int], snapshots: Sequence[int] = (), namespace: Namespace = HERE, start: int = 0
+    ) -> None:
+        """Insert a key with snapshots at some lengths, if the model needs any."""
+        key = tuple(key)
+        lengths = snapshots if self.needs_snapshots else ()
+        pieces: Mapping[int, Piece] = {one: self.store.snapshot(namespace, key[:one]) for one in lengths}
+        cut = self.store.cutter(namespace, key) if self.has_spans else None
+        self.tree.insert(namespace, key, cut=cut, snapshots=pieces, start=start)
+
+    def length(self, key: Sequence[int], namespace: Namespace = HERE) -> int:
+        """How many tokens of a prompt need no computing."""
+        return self.find(key, namespace).num_tokens
+
+    def find(self, key: Sequence[int], namespace: Namespace = HERE) -> Match:
+        return self.tree.match(namespace, tuple(key), len(key) - 1)
+
+    def best_length(self, key: Sequence[int], limit: int, namespace: Namespace = HERE) -> int:
+        """The deepest usable length by the pieces that are alive, looked at one by one."""
+        key = tuple(key)
+        covered: set[int] = set()
+        ends = set(range(1, limit + 1))
+        mine = [piece for piece in self.store.live if piece.namespace == namespace]
+        for span in (piece for piece in mine if not piece.is_snapshot):
+            if span.prefix[: span.start] == key[: span.start]:
+                pairs = zip(span.prefix[span.start :], key[span.start :], strict=False)
+                for place, (held, wanted) in enumerate(pairs, span.start):
+                    if held != wanted:
+                        break
+                    covered.add(place)
+        if self.needs_snapshots:
+            ends &= {one.start for one in mine if one.is_snapshot and one.prefix == key[: one.start]}
+        if self.has_spans:
+            reach = next(place for place in range(len(key) + 1) if place not in covered)
+            ends = {end for end in ends if end <= reach}
+        return max(ends, default=0)
+
+    def check_held(self, held: HeldPieces, key: Sequence[int], namespace: Namespace = HERE) -> None:
+        """What was read is alive, is the key's own, and is whole."""
+        key = tuple(key)
+        place = 0
+        for part in held.spans:
+            assert part.piece in self.store.live and isinstance(part.piece, MadeUpPiece)
+            assert part.piece.namespace == namespace and part.piece.start == part.start == place < part.end
+            assert part.piece.prefix[: part.end] == key[: part.end] and len(part.piece.prefix) >= part.end
+            place = part.end
+        assert place == (held.num_tokens if self.has_spans else 0)
+        if self.needs_snapshots and held.num_tokens:
+            assert held.snapshot in self.store.live and isinstance(held.snapshot, MadeUpPiece)
+            assert held.snapshot.is_snapshot and held.snapshot.namespace == namespace
+            assert held.snapshot.prefix == key[: held.num_tokens]
+        else:
+            assert held.snapshot is None
+
+
+def made_up_tokens(seed: int, num_tokens: int) -> tuple[int, ...]:
+    """Token ids that agree with those of no other seed."""
+    return tuple((seed * 1_000_003 + place * 7) % 150_000 + seed * 150_000 for place in range(num_tokens))

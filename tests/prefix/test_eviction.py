@@ -1,0 +1,162 @@
+"""Who gives way when bytes run short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from prefix.made_up import MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
+
+from headrace.prefix.budget import Kind, Ledger
+from headrace.prefix.pieces import Piece
+
+SPAN_BYTES_PER_TOKEN = 20_000
+SNAPSHOT_BYTES = 60_000_000
+SORTS = {"sliceable": (True, False), "opaque": (False, True), "both": (True, True)}
+
+
+def shelf_of(sort: str, store: MadeUpStore | None = None) -> Shelf:
+    """A tree for pieces as large as those of a hybrid model of 35B parameters."""
+    return Shelf(*SORTS[sort], store=store or MadeUpStore(SPAN_BYTES_PER_TOKEN, SNAPSHOT_BYTES))
+
+
+def shrink_to(shelf: Shelf, budget_bytes: int) -> None:
+    shelf.tree.evict(max(0, shelf.tree.num_bytes - budget_bytes))
+    assert shelf.tree.num_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("sort", sorted(SORTS))
+def test_a_side_conversation_does_not_evict_a_long_one(sort: str) -> None:
+    shelf = shelf_of(sort)
+    long = made_up_tokens(1, 100_000)
+    shelf.put(long, range(5_000, 100_001, 5_000))
+    budget_bytes = shelf.tree.num_bytes + 1000
+    for turn in range(20):
+        side = made_up_tokens(2 + turn, 600)
+        shelf.length(side)
+        shelf.put(side, [600])
+        shrink_to(shelf, budget_bytes)
+    assert shelf.length(long + made_up_tokens(1000, 300)) == 100_000
+
+
+@pytest.mark.parametrize("sort", sorted(SORTS))
+def test_even_a_long_conversation_goes_when_it_is_old_enough(sort: str) -> None:
+    shelf = shelf_of(sort)
+    long = made_up_tokens(1, 20_000)
+    shelf.put(long, [20_000])
+    budget_bytes = shelf.tree.num_bytes
+    for number in range(300):
+        other = made_up_tokens(2 + number % 50, 4_000) + (number,)
+        shelf.length(other)
+        shelf.put(other, [4_000])
+        shrink_to(shelf, budget_bytes)
+    assert shelf.length(long) == 0
+
+
+@dataclass
+class ChargingStore(MadeUpStore):
+    """Charges a ledger for what it makes."""
+
+    ledger: Ledger = field(default_factory=lambda: Ledger(0))
+
+    def _made(self, piece: MadeUpPiece) -> MadeUpPiece:
+        self.ledger.charge(Kind.RECORDS, piece.num_bytes)
+        return super()._made(piece)
+
+    def _taken(self, piece: Piece) -> MadeUpPiece:
+        self.ledger.release(Kind.RECORDS, piece.num_bytes)
+        return super()._taken(piece)
+
+
+@pytest.mark.parametrize("sort", sorted(SORTS))
+def test_sixty_distinct_prompts_stay_within_a_small_budget(sort: str) -> None:
+    weights_bytes = 10**9
+    one_prompt_bytes = 4_000 * SPAN_BYTES_PER_TOKEN + SNAPSHOT_BYTES + 3
+    ledger = Ledger(weights_bytes + 8 * one_prompt_bytes)
+    ledger.charge(Kind.WEIGHTS, weights_bytes)
+    shelf = shelf_of(sort, ChargingStore(SPAN_BYTES_PER_TOKEN, SNAPSHOT_BYTES, ledger=ledger))
+    for number in range(60):
+        prompt = made_up_tokens(number, 4_000)
+        assert shelf.length(prompt) == 0
+        assert ledger.make_room(one_prompt_bytes, shelf.tree.evict)
+        shelf.put(prompt, [3_999])
+        assert ledger.room() >= 0
+        assert ledger.used(Kind.RECORDS) == shelf.tree.num_bytes
+        assert shelf.length(prompt) == 3_999
+    assert shelf.tree.summary().num_nodes >= 7
+
+
+def test_a_span_loses_only_as_much_of_its_end_as_it_must() -> None:
+    shelf = shelf_of("sliceable")
+    key = made_up_tokens(1, 10_000)
+    shelf.put(key)
+    assert shelf.tree.evict(1_000 * SPAN_BYTES_PER_TOKEN) >= 1_000 * SPAN_BYTES_PER_TOKEN
+    assert 9_000 - 256 <= shelf.length(key) <= 9_000
+
+
+def test_a_snapshot_goes_and_the_span_that_leads_on_stays() -> None:
+    shelf = shelf_of("both")
+    key = made_up_tokens(1, 3_000)
+    shelf.put(key, [1_000, 3_000])
+    assert shelf.tree.evict(1) == SNAPSHOT_BYTES
+    assert shelf.length(key + (7,)) == 3_000
+    assert shelf.length(key[:1_000] + (7,)) == 0
+
+
+def test_the_tip_of_a_conversation_outlives_what_it_has_passed() -> None:
+    shelf = shelf_of("both")
+    key = made_up_tokens(1, 5_000)
+    for end in range(500, 5_001, 500):
+        shelf.length(key[:end])
+        shelf.put(key[:end], [end])
+    shelf.tree.evict(9 * SNAPSHOT_BYTES)
+    assert shelf.length(key + (7,)) == 5_000
+
+
+def test_a_shared_beginning_outlives_the_prompts_that_branch_off_there() -> None:
+    for sort in SORTS:
+        shelf = shelf_of(sort)
+        system = made_up_tokens(1, 2_000)
+        for number in range(10):
+            prompt = system + made_up_tokens(2 + number, 300)
+            shelf.length(prompt)
+            shelf.put(prompt, [2_000, 2_300])
+        shelf.tree.evict(shelf.tree.num_bytes // 2)
+        assert shelf.length(system + (7,)) == 2_000
+
+
+def test_of_like_prompts_the_one_used_least_lately_goes() -> None:
+    for sort in SORTS:
+        shelf = shelf_of(sort)
+        keys = [made_up_tokens(number, 1_000) for number in range(3)]
+        for key in keys:
+            shelf.length(key)
+            shelf.put(key, [1_000])
+        shelf.length(keys[0] + (7,))
+        shelf.tree.evict(shelf.tree.num_bytes // 3 - 1)
+        assert [shelf.length(key + (7,)) > 0 for key in keys] == [True, False, True]
+
+
+def test_what_lies_behind_a_hole_goes_first() -> None:
+    shelf = shelf_of("both")
+    lost, whole = made_up_tokens(1, 50_000), made_up_tokens(2, 10)
+    shelf.put(whole, [10])
+    shelf.put(lost, [50_000], start=10_000)
+    shelf.tree.evict(1)
+    assert shelf.length(whole + (7,)) == 10
+    assert shelf.tree.summary().num_tokens == 10
+
+
+def test_nothing_more_is_evicted_than_was_asked_for() -> None:
+    shelf = shelf_of("opaque")
+    for number in range(10):
+        shelf.put(made_up_tokens(number, 100), [100])
+    assert shelf.tree.evict(3 * SNAPSHOT_BYTES) == 3 * SNAPSHOT_BYTES
+    assert shelf.tree.evict(0) == 0
+
+
+def test_a_piece_without_bytes_can_be_evicted_too() -> None:
+    shelf = Shelf(False, True, store=MadeUpStore(snapshot_bytes=0))
+    shelf.put((1, 2), [2])
+    assert shelf.tree.evict(1) == 0
+    assert shelf.store.live == []

@@ -1,0 +1,377 @@
+"""What the tree finds, what it takes over, and what it refuses."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+from prefix.made_up import HERE, THERE, MadeUpStore, Shelf, made_up_tokens
+
+from headrace.prefix.key import MediaSpan, cache_key
+from headrace.prefix.match import Parting
+from headrace.prefix.pieces import Piece
+from headrace.prefix.radix import PrefixTree
+
+A, B, C = (made_up_tokens(seed, 1000) for seed in range(3))
+
+
+def dense() -> Shelf:
+    return Shelf(has_spans=True, needs_snapshots=False)
+
+
+def hybrid() -> Shelf:
+    return Shelf(has_spans=True, needs_snapshots=True)
+
+
+def opaque() -> Shelf:
+    return Shelf(has_spans=False, needs_snapshots=True)
+
+
+def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
+    shelf = dense()
+    shelf.put(A)
+    assert shelf.length(A) == len(A) - 1
+
+
+def test_a_snapshot_at_the_prompts_very_end_is_no_hit_for_the_same_prompt() -> None:
+    shelf = hybrid()
+    shelf.put(A, [500, 1000])
+    match = shelf.find(A)
+    assert match.num_tokens == 500
+    assert match.snapshot_lengths == (1000,)
+    assert match.junction == 999
+    assert shelf.length(A + B) == 1000
+
+
+def test_sliceable_layers_alone_hit_at_any_length() -> None:
+    shelf = dense()
+    shelf.put(A)
+    assert shelf.length(A[:1]) == 0
+    assert shelf.length(A[:300] + B) == 300
+    assert shelf.length(A[:1] + B) == 1
+
+
+@pytest.mark.parametrize("shelf", [hybrid(), opaque()])
+def test_other_layers_hit_where_a_snapshot_is(shelf: Shelf) -> None:
+    shelf.put(A, [200, 700])
+    assert shelf.length(A[:700] + B) == 700
+    assert shelf.length(A[:699] + B) == 200
+    assert shelf.length(A[:199] + B) == 0
+
+
+def test_two_namespaces_never_share() -> None:
+    shelf = dense()
+    shelf.put(A)
+    assert shelf.length(A, THERE) == 0
+    assert shelf.find(A, THERE).parting is Parting.EMPTY
+
+
+def test_token_ids_with_the_same_low_byte_are_different() -> None:
+    shelf = dense()
+    shelf.put([65, 65, 65])
+    assert shelf.length([321, 321, 321]) == 0
+
+
+def test_a_later_part_is_no_hit_behind_another_beginning() -> None:
+    for shelf in (dense(), hybrid(), opaque()):
+        shelf.put(A + B, [1000, 2000])
+        assert shelf.length(C + B) == 0
+        assert shelf.length(B) == 0
+
+
+def test_the_third_of_a_longer_b_and_a_again_finds_what_the_first_left() -> None:
+    for shelf in (dense(), hybrid(), opaque()):
+        shelf.put(A + B, [1000, 2000])
+        shelf.put(A[:500] + C + B, [500, 2500])
+        match = shelf.find(A + B + C)
+        assert match.num_tokens == 2000
+        shelf.check_held(shelf.tree.read(match), A + B + C)
+
+
+def test_a_system_prompt_is_shared_and_two_images_are_not() -> None:
+    text, placeholders = A[:300], (151_655,) * 64
+    cat, dog = (
+        cache_key(text + placeholders + B, [MediaSpan(300, 364, sha256(name).digest())]) for name in (b"cat", b"dog")
+    )
+    shelf = dense()
+    shelf.put(cat)
+    match = shelf.find(dog)
+    assert (match.num_tokens, match.parting) == (300, Parting.MEDIA)
+    assert shelf.find(text + B).parting is Parting.MEDIA
+    assert shelf.length(cat) == len(cat) - 1
+
+
+def test_a_junction_is_where_others_have_been_but_no_state_is() -> None:
+    shelf = hybrid()
+    shelf.put(A + B, [100, 2000])
+    match = shelf.find(A + C)
+    assert (match.num_tokens, match.num_agreed_tokens, match.junction) == (100, 1000, 1000)
+    shelf.put(A + C, [1000, 2000])
+    assert shelf.length(A + made_up_tokens(5, 10)) == 1000
+    assert shelf.find(A + B + C).junction is None
+
+
+def test_a_snapshot_behind_the_parting_is_none_of_the_prompts() -> None:
+    shelf = opaque()
+    shelf.put(A, [200, 1000])
+    assert shelf.find(A[:600] + B).snapshot_lengths == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_agreed", "parting"),
+    [
+        (A[:400], 400, Parting.WHOLE),
+        (A + C, 1000, Parting.END),
+        (A[:400] + C, 400, Parting.TOKEN),
+        (C, 0, Parting.TOKEN),
+    ],
+)
+def test_a_match_says_where_and_why_it_parts(prompt: tuple[int, ...], num_agreed: int, parting: Parting) -> None:
+    shelf = dense()
+    shelf.put(A)
+    match = shelf.find(prompt)
+    assert (match.num_agreed_tokens, match.parting) == (num_agreed, parting)
+
+
+def test_parting_at_a_fork_is_told_as_another_token() -> None:
+    shelf = dense()
+    shelf.put(A + B)
+    shelf.put(A + C)
+    match = shelf.find(A + made_up_tokens(5, 10))
+    assert (match.num_agreed_tokens, match.parting) == (1000, Parting.TOKEN)
+
+
+def test_only_what_is_missing_is_cut() -> None:
+    shelf = dense()
+    shelf.put(A)
+    shelf.put(A[:600] + B)
+    assert shelf.store.num_cut_tokens == len(A) + len(B)
+    shelf.put(A[:600] + B)
+    shelf.put(A[:300])
+    assert shelf.store.num_cut_tokens == len(A) + len(B)
+
+
+def test_missing_tokens_are_counted_before_they_are_cut() -> None:
+    shelf = dense()
+    assert shelf.tree.num_missing_tokens(HERE, A) == 1000
+    shelf.put(A)
+    assert shelf.tree.num_missing_tokens(HERE, A[:600] + B) == 1000
+    assert shelf.tree.num_missing_tokens(HERE, A[:600]) == 0
+    assert opaque().tree.num_missing_tokens(HERE, A) == 0
+
+
+def test_nothing_is_stored_beyond_the_last_snapshot() -> None:
+    shelf = hybrid()
+    shelf.put(A, [600])
+    assert shelf.store.num_cut_tokens == 600
+    shelf.put(B)
+    assert shelf.tree.summary().num_tokens == 600
+
+
+def test_a_snapshot_that_is_held_already_is_dropped() -> None:
+    shelf = opaque()
+    shelf.put(A, [1000])
+    first = list(shelf.store.live)
+    shelf.put(A, [1000])
+    assert shelf.store.live == first
+
+
+def test_a_hole_is_of_no_use_until_it_is_filled() -> None:
+    shelf = hybrid()
+    shelf.put(A, [200, 1000], start=400)
+    assert shelf.length(A + B) == 0
+    assert shelf.tree.num_missing_tokens(HERE, A) == 400
+    shelf.put(A, [1000])
+    assert shelf.length(A + B) == 1000
+    assert shelf.store.num_cut_tokens == 1000
+
+
+def test_an_insertion_that_fails_leaves_the_tree_as_it_was() -> None:
+    shelf = hybrid()
+    shelf.put(A, [1000])
+    before = shelf.tree.num_bytes
+    snapshot = shelf.store.snapshot(HERE, A[:500] + B)
+
+    def cut(start: int, end: int) -> Piece:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        shelf.tree.insert(HERE, A[:500] + B, cut=cut, snapshots={1500: snapshot})
+    assert snapshot in shelf.store.live  # still the caller's
+    shelf.store.drop(snapshot)
+    assert shelf.tree.num_bytes == shelf.store.num_bytes
+    assert shelf.tree.num_bytes - before == 3  # the span of A is in two parts now
+    assert shelf.length(A + B) == 1000
+    assert shelf.length(A[:500] + B) == 0
+
+
+def test_spans_cut_before_a_failure_are_not_leaked() -> None:
+    shelf = hybrid()
+
+    def cut(start: int, end: int) -> Piece:
+        if start:
+            raise MemoryError
+        return shelf.store.span(HERE, A[:end], start)
+
+    snapshots: dict[int, Piece] = {one: shelf.store.snapshot(HERE, A[:one]) for one in (500, 1000)}
+    with pytest.raises(MemoryError):
+        shelf.tree.insert(HERE, A, cut=cut, snapshots=snapshots)
+    for snapshot in snapshots.values():
+        shelf.store.drop(snapshot)
+    assert shelf.store.live == []
+    assert shelf.tree.summary().num_nodes == 0
+
+
+def test_a_split_that_fails_leaves_the_span_whole() -> None:
+    class Failing(MadeUpStore):
+        def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
+            raise MemoryError
+
+    shelf = Shelf(has_spans=True, needs_snapshots=False, store=Failing())
+    shelf.put(A)
+    with pytest.raises(MemoryError):
+        shelf.put(A[:500] + B)
+    assert shelf.length(A + B) == 1000
+    assert shelf.tree.summary().num_nodes == 1
+
+
+def test_what_is_locked_is_neither_evicted_nor_cleared() -> None:
+    shelf = hybrid()
+    shelf.put(A + B, [1000, 2000])
+    shelf.put(A + C, [2000])
+    match = shelf.find(A + B + C)
+    shelf.tree.lock(match)
+    shelf.tree.evict(10**9)
+    assert shelf.tree.num_bytes == shelf.tree.summary().locked_bytes > 0
+    shelf.tree.clear()
+    shelf.check_held(shelf.tree.read(match), A + B)
+    assert shelf.length(A + C + B) == 0
+    shelf.tree.unlock(match)
+    shelf.tree.clear()
+    assert shelf.store.live == []
+
+
+def test_a_locked_span_may_be_split_and_is_read_in_its_parts() -> None:
+    shelf = dense()
+    shelf.put(A)
+    match = shelf.find(A[:700])
+    shelf.tree.lock(match)
+    assert len(shelf.tree.read(match).spans) == 1
+    shelf.put(A[:200] + B)
+    held = shelf.tree.read(match)
+    assert [(part.start, part.end) for part in held.spans] == [(0, 200), (200, 699)]
+    shelf.check_held(held, A)
+    shelf.tree.unlock(match)
+    assert shelf.tree.summary().locked_bytes == 0
+
+
+def test_two_locks_on_one_way_are_two() -> None:
+    shelf = hybrid()
+    shelf.put(A, [1000])
+    matches = [shelf.find(A + B), shelf.find(A + C)]
+    for match in matches:
+        shelf.tree.lock(match)
+    shelf.tree.unlock(matches[0])
+    assert shelf.tree.evict(10**9) == 0
+    shelf.tree.unlock(matches[1])
+    assert shelf.tree.evict(10**9) > 0
+
+
+def test_locks_are_taken_once_and_given_back_once() -> None:
+    shelf = dense()
+    shelf.put(A)
+    match = shelf.find(A)
+    with pytest.raises(ValueError, match="isn't locked"):
+        shelf.tree.unlock(match)
+    shelf.tree.lock(match)
+    with pytest.raises(ValueError, match="locked already"):
+        shelf.tree.lock(match)
+    shelf.tree.unlock(match)
+    with pytest.raises(ValueError, match="isn't locked"):
+        shelf.tree.unlock(match)
+
+
+@pytest.mark.parametrize("shelf", [dense(), hybrid(), opaque()])
+def test_a_match_that_was_evicted_can_neither_be_locked_nor_read(shelf: Shelf) -> None:
+    shelf.put(A, [500])
+    match = shelf.find(A)
+    shelf.tree.evict(10**9)
+    for use in (shelf.tree.lock, shelf.tree.read):
+        with pytest.raises(ValueError, match="has been evicted"):
+            use(match)
+    shelf.put(A, [500])
+    with pytest.raises(ValueError, match="has been evicted"):
+        shelf.tree.lock(match)
+
+
+def test_no_match_can_be_locked_and_read_as_well() -> None:
+    shelf = dense()
+    match = shelf.find(A)
+    shelf.tree.lock(match)
+    assert shelf.tree.read(match).spans == ()
+    shelf.tree.unlock(match)
+
+
+def test_clearing_one_namespace_leaves_the_other() -> None:
+    shelf = dense()
+    shelf.put(A)
+    shelf.put(A, namespace=THERE)
+    num_bytes = shelf.tree.num_bytes
+    assert shelf.tree.clear(HERE) == num_bytes // 2
+    assert (shelf.length(A), shelf.length(A, THERE)) == (0, 999)
+
+
+def test_the_summary_counts_what_there_is_and_what_was_asked() -> None:
+    shelf = hybrid()
+    shelf.put(A + B, [1000, 2000])
+    shelf.length(A + C)
+    shelf.length(C)
+    freed = shelf.tree.evict(1)
+    summary = shelf.tree.summary()
+    assert summary.num_namespaces == 1
+    assert summary.span_bytes + summary.snapshot_bytes == shelf.store.num_bytes == shelf.tree.num_bytes
+    assert (summary.num_lookups, summary.num_hits) == (2, 1)
+    assert (summary.num_lookup_tokens, summary.num_hit_tokens) == (3000, 1000)
+    assert summary.evicted_bytes == freed > 0
+
+
+def test_a_conversation_of_two_thousand_turns_is_found_and_forgotten() -> None:
+    shelf = hybrid()
+    turns = 2000
+    key = made_up_tokens(1, turns * 5)
+    shelf.put(key, range(5, turns * 5 + 1, 5))
+    match = shelf.find(key + A)
+    assert match.num_tokens == turns * 5
+    assert len(shelf.tree.read(match).spans) == turns
+    shelf.tree.evict(shelf.tree.num_bytes // 2)
+    shelf.tree.evict(shelf.tree.num_bytes)
+    assert shelf.store.live == []
+
+
+def test_a_caller_may_give_the_key_as_a_list() -> None:
+    shelf = dense()
+    shelf.put(list(A))
+    assert shelf.tree.match(HERE, list(A), 999).num_tokens == 999
+    assert shelf.tree.num_missing_tokens(HERE, list(A)) == 0
+
+
+def test_impossible_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to be stored"):
+        PrefixTree(MadeUpStore(), has_spans=False, needs_snapshots=False)
+    shelf = dense()
+    cut = shelf.store.cutter(HERE, A)
+    snapshot = shelf.store.snapshot(HERE, A)
+    for limit in (-1, 1001):
+        with pytest.raises(ValueError, match="limit"):
+            shelf.tree.match(HERE, A, limit)
+    with pytest.raises(ValueError, match="cut"):
+        shelf.tree.insert(HERE, A)
+    with pytest.raises(ValueError, match="cut"):
+        opaque().tree.insert(HERE, A, cut=cut, snapshots={1000: snapshot})
+    with pytest.raises(ValueError, match="no use for snapshots"):
+        shelf.tree.insert(HERE, A, cut=cut, snapshots={1000: snapshot})
+    with pytest.raises(ValueError, match="start 1001"):
+        shelf.tree.insert(HERE, A, cut=cut, start=1001)
+    for length in (0, 1001):
+        with pytest.raises(ValueError, match=f"snapshot at {length}"):
+            opaque().tree.insert(HERE, A, snapshots={length: snapshot})

@@ -1,0 +1,144 @@
+"""Where a prefill begins, where it takes snapshots, and what is told about it."""
+
+from __future__ import annotations
+
+import pytest
+from prefix.made_up import HERE, Shelf, made_up_tokens
+
+from headrace.prefix.match import Match, Parting
+from headrace.prefix.restore import RestorePlan, plan_restore
+from headrace.types.request import Boundary, BoundaryKind
+
+SYSTEM, MESSAGE, PROMPT = BoundaryKind.SYSTEM, BoundaryKind.MESSAGE, BoundaryKind.PROMPT
+TURNS = (
+    Boundary(200, SYSTEM),
+    Boundary(400, MESSAGE),
+    Boundary(600, MESSAGE),
+    Boundary(800, MESSAGE),
+    Boundary(990, PROMPT),
+)
+KEY = made_up_tokens(1, 1000)
+OTHER = made_up_tokens(2, 1000)
+
+
+def match_of(*stored: tuple[tuple[int, ...], list[int]], prompt: tuple[int, ...] = KEY, spans: bool = True) -> Match:
+    """What a tree of a hybrid model knows of a prompt after some keys with their snapshots."""
+    shelf = Shelf(has_spans=spans, needs_snapshots=True)
+    for key, snapshots in stored:
+        shelf.put(key, snapshots)
+    return shelf.find(prompt)
+
+
+def plan(match: Match, boundaries: tuple[Boundary, ...] = TURNS, *client_marks: int, most: int = 9) -> RestorePlan:
+    return plan_restore(match, boundaries, client_marks, needs_snapshots=True, max_marks=most)
+
+
+def test_a_cold_prompt_is_marked_at_all_its_boundaries() -> None:
+    cold = plan(match_of())
+    assert (cold.start, cold.marks) == (0, (200, 400, 600, 800, 990))
+
+
+def test_a_warm_prompt_is_marked_behind_its_beginning_only() -> None:
+    warm = plan(match_of((KEY, [200, 600])))
+    assert (warm.start, warm.marks) == (600, (800, 990))
+
+
+@pytest.mark.parametrize(
+    ("most", "marks"),
+    [
+        (0, ()),
+        (1, (990,)),
+        (2, (700, 990)),
+        (3, (333, 700, 990)),
+        (4, (200, 333, 700, 990)),
+        (5, (200, 333, 700, 800, 990)),
+        (6, (200, 333, 600, 700, 800, 990)),
+    ],
+)
+def test_the_best_marks_are_taken_when_there_are_too_many(most: int, marks: tuple[int, ...]) -> None:
+    match = match_of((KEY[:700] + OTHER, [1700]))
+    assert match.junction == 700
+    assert plan(match, TURNS, 333, most=most).marks == marks
+
+
+def test_a_junction_close_behind_a_boundary_counts_as_the_boundary() -> None:
+    match = match_of((KEY[:405] + OTHER, [1405]))
+    assert match.junction == 405
+    assert plan(match).marks == (200, 400, 600, 800, 990)
+    assert plan(match, most=2).marks == (400, 990)
+
+
+def test_a_junction_close_behind_the_restored_state_is_left_out() -> None:
+    match = match_of((KEY[:405] + OTHER, [400, 1405]))
+    assert (match.num_tokens, match.junction) == (400, 405)
+    assert plan(match, TURNS[-1:]).marks == (990,)
+
+
+def test_no_mark_is_where_a_snapshot_lies_already() -> None:
+    match = match_of((KEY, [200, 1000]))
+    assert match.snapshot_lengths == (1000,)
+    assert plan(match, (Boundary(1000, PROMPT),)).marks == (999,)  # the junction serves the same prompt next time
+
+
+def test_a_prompt_of_a_model_with_sliceable_layers_only_has_no_marks() -> None:
+    shelf = Shelf(has_spans=True, needs_snapshots=False)
+    shelf.put(KEY[:500])
+    made = plan_restore(shelf.find(KEY), TURNS, (300,), needs_snapshots=False)
+    assert (made.start, made.marks) == (500, ())
+
+
+def test_marks_move_down_to_the_grid_and_fall_together_there() -> None:
+    made = plan_restore(match_of((KEY, [192])), TURNS, (410,), needs_snapshots=True, grid=32)
+    assert (made.start, made.marks) == (192, (384, 576, 800, 960))
+
+
+def test_a_chunk_is_told_the_marks_that_it_reaches() -> None:
+    made = plan(match_of())
+    assert made.marks_within(200, 600) == (400, 600)
+    assert made.marks_within(0, 199) == ()
+
+
+def test_marks_beyond_the_prompt_are_refused() -> None:
+    with pytest.raises(ValueError, match="1001"):
+        plan(match_of(), (Boundary(1001, PROMPT),))
+    with pytest.raises(ValueError, match="-5"):
+        plan(match_of(), (), -5)
+
+
+def test_the_divergence_names_the_boundaries_and_the_reason() -> None:
+    told = plan(match_of((KEY[:700] + OTHER, [200, 1700]))).divergence
+    assert (told.num_reused_tokens, told.boundary) == (200, TURNS[0])
+    assert (told.num_agreed_tokens, told.parted_after, told.parting) == (700, TURNS[2], Parting.TOKEN)
+    assert told.text == (
+        "reused 200 of 1000 prompt tokens (at the system boundary of token 200); "
+        "parted at token 700 (100 past the message boundary of token 600): "
+        "another token follows in what is stored; no state is held after token 200"
+    )
+
+
+def test_the_divergence_of_a_first_prompt_says_that_nothing_is_stored() -> None:
+    assert plan(match_of()).divergence.text == (
+        "reused 0 of 1000 prompt tokens: nothing is stored for this model, adapter and salt"
+    )
+
+
+def test_the_divergence_of_a_full_hit_ends_with_the_prompt() -> None:
+    shelf = Shelf(has_spans=True, needs_snapshots=False)
+    shelf.put(KEY)
+    assert plan_restore(shelf.find(KEY), (), needs_snapshots=False).divergence.text == (
+        "reused 999 of 1000 prompt tokens (before the first boundary); "
+        "parted at token 1000 (before the first boundary): the prompt ends there"
+    )
+
+
+def test_the_divergence_tells_when_more_could_have_been_reused() -> None:
+    shelf = Shelf(has_spans=True, needs_snapshots=False)
+    shelf.put(KEY)
+    text = plan_restore(shelf.tree.match(HERE, KEY, 0), (), needs_snapshots=False).divergence.text
+    assert text.endswith("the prompt ends there; no more than 0 were to be reused")
+
+
+def test_the_divergence_quotes_no_tokens() -> None:
+    secret = 149_999
+    text = plan(match_of((KEY[:700] + OTHER, [1700]), prompt=KEY[:700] + (secret,) * 300)).divergence.text
+    assert str(secret) not in text and str(OTHER[0]) not in text

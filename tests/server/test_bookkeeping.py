@@ -1,0 +1,115 @@
+"""What the server remembers beside its routes: live requests, ignored fields, a request's record, log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+from headrace.server.ignored import OTHERS, IgnoredFields
+from headrace.server.live import LiveRequests
+from headrace.server.log_format import FIELDS, JsonLines, use_log_format
+from headrace.server.record import RequestRecord
+from headrace.types.events import Finished, FinishReason, Started, Text, Usage
+
+
+def test_work_is_found_by_the_requests_id_and_by_its_answers_until_it_is_released() -> None:
+    live = LiveRequests()
+    request_id = live.admit("mine")
+    assert request_id == "mine"
+    assert live.work_of("mine") == ()
+    live.attach("mine", "cmpl-1", ("cmpl-1-0", "cmpl-1-1"))
+    assert live.work_of("mine") == live.work_of("cmpl-1") == ("cmpl-1-0", "cmpl-1-1")
+    live.release("mine")
+    # An id of nobody may still be one that the engine knows.
+    assert live.work_of("mine") == ("mine",)
+    assert live.work_of("cmpl-1") == ("cmpl-1",)
+
+
+def test_ids_that_would_do_harm_or_are_taken_are_replaced() -> None:
+    live = LiveRequests()
+    sent = [None, "", "a b", "a\r\nb", "x" * 129, "ü", "../a", "mine", "mine"]
+    given = [live.admit(each) for each in sent]
+    assert len(set(given)) == len(given)
+    assert [each for each in given if not each.startswith("req_")] == ["mine"]
+
+
+def test_ignored_fields_are_counted_and_their_number_is_bounded() -> None:
+    ignored = IgnoredFields()
+    ignored.add(["zeal", "zeal", "x" * 1000])
+    assert ignored.counts == {"zeal": 2, "x" * 64: 1}
+    ignored.add([f"field{index}" for index in range(1000)])
+    ignored.add(["zeal"])
+    assert len(ignored.counts) == 257
+    assert ignored.counts[OTHERS] == 1000 - 254
+    assert ignored.counts["zeal"] == 3
+
+
+def test_a_record_measures_from_arrival_to_the_first_text_and_from_there_to_the_end() -> None:
+    moments = iter([100.0, 100.5, 102.0, 103.0, 106.0, 107.0])
+    record = RequestRecord("req_1", "POST", "/v1/completions", clock=lambda: next(moments))
+    record.begin_answer("cmpl-1", "m")
+    record.take(Started(9))
+    record.take(Text("a"))
+    record.take(Text("b", 1))
+    record.take(Finished(FinishReason.LENGTH, Usage(9, 13, 4)))
+    record.status = 200
+    assert record.fields() == {
+        "request_id": "req_1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "duration_s": 7.0,
+        "answer_id": "cmpl-1",
+        "model": "m",
+        "num_prompt_tokens": 9,
+        "num_cached_tokens": 4,
+        "num_output_tokens": 13,
+        "time_to_first_token_s": 2.0,
+        "tokens_per_s": 3.0,
+        "finish_reasons": ["length"],
+    }
+
+
+def test_a_record_of_an_answer_without_text_has_no_speed() -> None:
+    record = RequestRecord("req_1", "POST", "/", clock=lambda: 1.0)
+    record.begin_answer("cmpl-1", "m")
+    record.end_answer("abort")
+    fields = record.fields()
+    assert (fields["time_to_first_token_s"], fields["tokens_per_s"]) == (None, None)
+    assert record.line() == "POST / - 0.000s req_1 cmpl-1 m 0+0 tokens, 0 cached abort"
+
+
+def test_json_lines_hold_the_fields_or_the_message_and_a_traceback_if_there_is_one() -> None:
+    formatter = JsonLines()
+    record = logging.LogRecord("headrace.server", logging.INFO, "", 0, "said %s", ("so",), None)
+    plain = json.loads(formatter.format(record))
+    assert (plain["message"], plain["level"], plain["logger"]) == ("said so", "INFO", "headrace.server")
+    assert plain["time"].endswith("+00:00")
+    setattr(record, FIELDS, {"status": 200})
+    told = json.loads(formatter.format(record))
+    assert told["status"] == 200
+    assert "message" not in told
+    try:
+        raise ValueError("broken\nin two")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    line = formatter.format(record)
+    assert "\n" not in line
+    assert "ValueError: broken\nin two" in json.loads(line)["traceback"]
+
+
+def test_the_log_format_is_switched_for_every_handler() -> None:
+    root = logging.getLogger()
+    handler = logging.NullHandler()
+    before = [(each, each.formatter) for each in root.handlers]
+    root.addHandler(handler)
+    try:
+        use_log_format("text")
+        assert handler.formatter is None
+        use_log_format("json")
+        assert isinstance(handler.formatter, JsonLines)
+    finally:
+        root.removeHandler(handler)
+        for each, formatter in before:
+            each.setFormatter(formatter)

@@ -1,0 +1,232 @@
+"""Status, metrics, cancelling, request ids and log lines, through the real application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fakes import END, FakeEngine, fake_session
+
+from headrace import __version__
+from headrace.config import ServerConfig
+from headrace.errors import GenerationFailed, Overloaded
+from headrace.server.app import build_app
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "any", "messages": [{"role": "user", "content": "tell me a secret"}]}
+PATIENCE_S = 20
+
+
+def talk(
+    engine: FakeEngine,
+    conversation: Callable[[httpx.AsyncClient], Awaitable[Any]],
+    config: ServerConfig | None = None,
+) -> Any:
+    app = build_app(fake_session(engine), config or ServerConfig())
+
+    async def scenario() -> Any:
+        transport = httpx.ASGITransport(app, client=("203.0.113.7", 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await conversation(client)
+
+    return asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def started(engine: FakeEngine) -> asyncio.Event:
+    event = asyncio.Event()
+    engine.on_start = event.set
+    return event
+
+
+def test_status_tells_the_engine_the_model_and_what_was_ignored() -> None:
+    engine = FakeEngine("a", asyncio.Event())
+
+    async def conversation(client: httpx.AsyncClient) -> dict[str, Any]:
+        running = started(engine)
+        asking = asyncio.create_task(client.post(CHAT, json={**BODY, "zeal": 1, "priority": 2, "user": "eve"}))
+        await running.wait()
+        status = (await client.get("/v1/status")).json()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        return status
+
+    status = talk(engine, conversation)
+    assert status["version"] == __version__
+    assert (status["model"]["name"], status["model"]["served_names"]) == ("fake-model", ["fake-model"])
+    assert status["ignored_fields"] == {"zeal": 1}
+    (request,) = status["requests"]
+    assert request["request_id"] == engine.requests[0].request_id
+    assert (request["phase"], request["session"], request["priority"]) == ("decode", "eve", 2)
+    assert status["num_running"] == 1
+    assert status["memory"]["budget_bytes"] == 1000
+    assert status["counters"]["finished"] == {"stop": 1}
+    assert set(status["counters"]["request_s"]) == {"bounds", "counts", "total"}
+    assert status["process"]["peak_memory_bytes"] > 1_000_000
+    assert status["process"]["cpu_s"] > 0
+
+
+def test_metrics_are_told_in_the_text_format() -> None:
+    async def conversation(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.get("/metrics")
+
+    response = talk(FakeEngine(), conversation, ServerConfig(served_model_name=("mine", "yours")))
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'vllm:generation_tokens_total{model_name="mine",engine="0"} 2\n' in response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/metrics"])
+def test_status_and_metrics_need_the_key_and_a_living_engine(path: str) -> None:
+    async def conversation(client: httpx.AsyncClient) -> list[int]:
+        without = await client.get(path)
+        with_key = await client.get(path, headers={"authorization": "Bearer k"})
+        engine.sick = "its thread ended"
+        dead = await client.get(path, headers={"authorization": "Bearer k"})
+        return [without.status_code, with_key.status_code, dead.status_code]
+
+    engine = FakeEngine()
+    assert talk(engine, conversation, ServerConfig(api_key="k")) == [401, 200, 503]
+
+
+@pytest.mark.parametrize("named_by", ["request", "answer"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_cancelled_by_its_own_id_or_its_answers(stream: bool, named_by: str) -> None:
+    engine = FakeEngine("a", asyncio.Event())
+
+    async def conversation(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        running = started(engine)
+        asking = asyncio.create_task(
+            client.post(CHAT, json={**BODY, "stream": stream}, headers={"x-request-id": "mine"})
+        )
+        await running.wait()
+        id = "mine" if named_by == "request" else engine.requests[0].request_id
+        cancelled = await client.post(f"/v1/requests/{id}/cancel")
+        return cancelled, await asking, await client.post(f"/v1/requests/{id}/cancel")
+
+    cancelled, answer, again = talk(engine, conversation)
+    assert cancelled.status_code == 200
+    assert cancelled.json()["cancelled"] == engine.cancelled == [engine.requests[0].request_id]
+    assert answer.headers["x-request-id"] == "mine"
+    if stream:
+        *_, last = [line for line in answer.text.split("\n") if line]
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 499
+        error = answer.json()["error"]
+    assert error["code"] == "request_cancelled"
+    assert again.status_code == 404
+
+
+def test_cancelling_a_completion_cancels_the_work_of_all_its_prompts() -> None:
+    engine = FakeEngine("a", asyncio.Event())
+
+    async def conversation(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        everything = asyncio.Event()
+        engine.on_start = lambda: everything.set() if len(engine.requests) == 3 else None
+        body = {"prompt": ["x", "y", "z"]}
+        asking = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "mine"}))
+        await everything.wait()
+        return await client.post("/v1/requests/mine/cancel"), await asking
+
+    cancelled, answer = talk(engine, conversation)
+    assert sorted(cancelled.json()["cancelled"]) == sorted(request.request_id for request in engine.requests)
+    assert answer.status_code == 499
+
+
+@pytest.mark.parametrize("id", ["nobody", "req_1", "chatcmpl-0", "%2e%2e"])
+def test_cancelling_what_is_not_there_is_a_404(id: str) -> None:
+    async def conversation(client: httpx.AsyncClient) -> httpx.Response:
+        assert (await client.post(CHAT, json=BODY, headers={"x-request-id": "req_1"})).status_code == 200
+        return await client.post(f"/v1/requests/{id}/cancel")
+
+    response = talk(FakeEngine("a"), conversation)
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "not_found"
+
+
+def test_an_id_that_a_live_request_has_is_given_to_no_other() -> None:
+    engine = FakeEngine("a", asyncio.Event())
+
+    async def conversation(client: httpx.AsyncClient) -> tuple[str, str]:
+        headers = {"x-request-id": "mine"}
+        running = started(engine)
+        asking = asyncio.create_task(client.post(CHAT, json=BODY, headers=headers))
+        await running.wait()
+        other = await client.get("/health", headers=headers)
+        await client.post("/v1/requests/mine/cancel")
+        await asking
+        return other.headers["x-request-id"], (await client.get("/health", headers=headers)).headers["x-request-id"]
+
+    during, after = talk(engine, conversation)
+    assert during.startswith("req_")
+    assert after == "mine"
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "headrace.server" and record.levelno == logging.INFO]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_line_is_logged_for_a_finished_request_with_numbers_and_no_content(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine("an answer", (END,), num_cached_tokens=4)
+
+    async def conversation(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(CHAT, json={**BODY, "stream": stream, "user": "eve"})
+
+    with caplog.at_level(logging.INFO, "headrace.server"):
+        response = talk(engine, conversation)
+    (record,) = logged(caplog)
+    fields = record.fields
+    assert fields["request_id"] == response.headers["x-request-id"]
+    assert (fields["method"], fields["path"], fields["status"]) == ("POST", CHAT, 200)
+    assert fields["answer_id"] == engine.requests[0].request_id
+    assert fields["model"] == "fake-model"
+    assert fields["num_prompt_tokens"] == len("user: tell me a secret\n")
+    assert (fields["num_output_tokens"], fields["num_cached_tokens"]) == (len("an answer"), 4)
+    assert fields["finish_reasons"] == ["stop"]
+    assert 0 <= fields["time_to_first_token_s"] <= fields["duration_s"]
+    for hidden in ("secret", 'answer"', "an answer", "eve"):
+        assert hidden not in record.getMessage() + json.dumps(fields)
+
+
+def test_a_line_says_how_an_answer_ended_that_did_not_finish(caplog: pytest.LogCaptureFixture) -> None:
+    async def conversation(client: httpx.AsyncClient) -> None:
+        for stream in (False, True):
+            await client.post(CHAT, json={**BODY, "stream": stream})
+
+    with caplog.at_level(logging.INFO, "headrace.server"):
+        talk(FakeEngine("par", GenerationFailed("the row failed")), conversation)
+    whole, streamed = logged(caplog)
+    assert (whole.fields["status"], whole.fields["finish_reasons"]) == (500, ["error"])
+    assert (streamed.fields["status"], streamed.fields["finish_reasons"]) == (200, ["error"])
+    assert "error" in streamed.getMessage()
+
+
+def test_a_line_tells_a_refused_request_from_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine("a")
+    engine.refusal = Overloaded("the queue is full", retry_after_s=1)
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        await client.post(CHAT, json=BODY)
+
+    with caplog.at_level(logging.INFO, "headrace.server"):
+        talk(engine, conversation)
+    (record,) = logged(caplog)
+    assert (record.fields["status"], record.fields["finish_reasons"]) == (429, ["refused"])
+
+
+def test_a_request_without_an_answer_has_no_numbers_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def conversation(client: httpx.AsyncClient) -> None:
+        await client.get("/health")
+        await client.post(CHAT, json={})
+
+    with caplog.at_level(logging.INFO, "headrace.server"):
+        talk(FakeEngine(), conversation)
+    assert [record.fields["status"] for record in logged(caplog)] == [200, 400]
+    assert all("num_output_tokens" not in record.fields for record in logged(caplog))

@@ -1,0 +1,166 @@
+"""What a request asks for, completed with the model's defaults and checked."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import ByteTokenizer
+
+from headrace.errors import InvalidRequest, ModelError
+from headrace.session.settings import (
+    check_answers,
+    check_min_tokens,
+    check_prompt_ids,
+    check_sampling,
+    explain_defaults,
+    fit_max_tokens,
+    resolve_sampling,
+    sampling_defaults,
+)
+from headrace.types.chat import RequestedAnswers, RequestedSampling, RequestedStop
+from headrace.types.request import SamplingParams
+
+
+def resolve(requested: RequestedSampling, defaults: RequestedSampling | None = None) -> SamplingParams:
+    return resolve_sampling(requested, defaults or RequestedSampling(), ByteTokenizer().encode)
+
+
+def test_the_request_wins_over_the_model_and_the_model_over_neutral_values() -> None:
+    defaults = sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    params = resolve(RequestedSampling(temperature=0.0, seed=3), defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 0.95, 20, 0.0, 3)
+
+
+def test_without_any_word_sampling_is_plain_at_temperature_one() -> None:
+    params = resolve(RequestedSampling(), sampling_defaults({}))
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+
+
+def test_a_model_that_does_not_sample_is_greedy_until_a_request_says_otherwise() -> None:
+    defaults = sampling_defaults({"do_sample": False, "temperature": 0.7, "top_p": 0.8})
+    assert resolve(RequestedSampling(), defaults).temperature == 0.0
+    warmed = resolve(RequestedSampling(temperature=0.7), defaults)
+    assert (warmed.temperature, warmed.top_p) == (0.7, 0.8)
+
+
+def test_top_k_of_minus_one_is_off() -> None:
+    assert resolve(RequestedSampling(top_k=-1), RequestedSampling()).top_k == 0
+
+
+def test_draws_without_a_seed_differ_and_negative_seeds_are_kept_apart() -> None:
+    unseeded = {resolve(RequestedSampling(), RequestedSampling()).seed for _ in range(20)}
+    assert len(unseeded) == 20
+    negative = resolve(RequestedSampling(seed=-5), RequestedSampling()).seed
+    assert 0 <= negative < 2**63
+    assert negative != resolve(RequestedSampling(seed=5), RequestedSampling()).seed
+
+
+@pytest.mark.parametrize("config", [{"temperature": "warm"}, {"top_p": 3}, {"top_k": -7}, {"min_p": float("nan")}])
+def test_a_generation_config_that_makes_no_sense_is_the_models_fault(config: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        sampling_defaults(config)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 100), (7, 7), (100, 100), (128_000, 100)])
+def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(asked: int | None, given: int) -> None:
+    assert fit_max_tokens(900, asked, 1000) == given
+
+
+def test_the_models_penalties_are_defaults_like_its_temperature() -> None:
+    defaults = sampling_defaults({"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": None})
+    params = resolve(RequestedSampling(), defaults)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.05, 0.5, 0.0)
+    assert resolve(RequestedSampling(repetition_penalty=1.0), defaults).repetition_penalty == 1.0
+
+
+def test_defaults_are_explained_as_they_are_applied() -> None:
+    assert explain_defaults(sampling_defaults({})) == ()
+    (line,) = explain_defaults(sampling_defaults({"temperature": 0.7, "top_k": 20}))
+    assert line.endswith("temperature 0.7, top_k 20")
+
+
+def test_controls_are_taken_over_as_they_are() -> None:
+    params = resolve(
+        RequestedSampling(
+            repetition_penalty=1.3, frequency_penalty=-0.5, presence_penalty=2.0, logit_bias=((5, -100.0), (6, 1.5)),
+            allowed_token_ids=(5, 6, 5), min_tokens=4,
+        )
+    )  # fmt: skip
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.3, -0.5, 2.0)
+    assert params.logit_bias == ((5, -100.0), (6, 1.5))
+    assert params.allowed_token_ids == {5, 6}
+    assert params.min_tokens == 4
+
+
+def test_without_controls_every_one_is_off() -> None:
+    params = resolve(RequestedSampling(seed=1))
+    assert params == SamplingParams(1.0, 1.0, 0, 0.0, 1)
+
+
+def test_bad_words_are_forbidden_at_the_start_and_after_a_space() -> None:
+    vocabulary = {"no": (7,), " no": (8,), "never": (9, 10), " never": (11, 10)}
+    params = resolve_sampling(
+        RequestedSampling(bad_words=("no", " no", "never")), RequestedSampling(), vocabulary.__getitem__
+    )
+    assert params.banned_token_ids == {7, 8}
+    assert set(params.bad_words) == {(9, 10), (11, 10)}
+    assert len(params.bad_words) == 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (RequestedSampling(repetition_penalty=0.0), "repetition_penalty"),
+        (RequestedSampling(repetition_penalty=float("inf")), "repetition_penalty"),
+        (RequestedSampling(frequency_penalty=2.1), "frequency_penalty"),
+        (RequestedSampling(presence_penalty=-2.1), "presence_penalty"),
+        (RequestedSampling(min_tokens=-1), "min_tokens"),
+        (RequestedSampling(logit_bias=((100, 1.0),)), "logit_bias"),
+        (RequestedSampling(logit_bias=((1, 101.0),)), "logit_bias"),
+        (RequestedSampling(logit_bias=((1, float("nan")),)), "logit_bias"),
+        (RequestedSampling(allowed_token_ids=()), "allowed_token_ids"),
+        (RequestedSampling(allowed_token_ids=(3, 100)), "allowed_token_ids"),
+        (RequestedSampling(allowed_token_ids=(-1,)), "allowed_token_ids"),
+        (RequestedSampling(bad_words=("ok", " ")), "bad_words"),
+    ],
+)
+def test_a_control_out_of_its_range_or_outside_the_vocabulary_is_refused_by_name(
+    sampling: RequestedSampling, param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_sampling(sampling, vocab_size=100)
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("answers", "priority", "param"),
+    [
+        (RequestedAnswers(num_choices=0), 0, "n"),
+        (RequestedAnswers(num_choices=129), 0, "n"),
+        (RequestedAnswers(num_logprobs=21), 0, "logprobs"),
+        (RequestedAnswers(num_prompt_logprobs=-1), 0, "prompt_logprobs"),
+        (RequestedAnswers(), 2**31, "priority"),
+    ],
+)
+def test_answers_that_nobody_could_give_are_refused_by_name(
+    answers: RequestedAnswers, priority: int, param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_answers(answers, priority)
+    assert caught.value.param == param
+
+
+def test_more_tokens_than_allowed_can_not_be_demanded() -> None:
+    check_min_tokens(RequestedSampling(min_tokens=5), RequestedStop(max_tokens=5))
+    check_min_tokens(RequestedSampling(min_tokens=5), RequestedStop())
+    with pytest.raises(InvalidRequest) as caught:
+        check_min_tokens(RequestedSampling(min_tokens=6), RequestedStop(max_tokens=5))
+    assert caught.value.param == "min_tokens"
+
+
+def test_prompt_ids_outside_the_vocabulary_are_refused_with_the_first_of_them() -> None:
+    check_prompt_ids((0, 99), 100, "prompt")
+    check_prompt_ids((), 100, "prompt")
+    for token_ids in ((1, 100, 200), (1, -5, 100)):
+        with pytest.raises(InvalidRequest, match=rf"not {token_ids[1]}$"):
+            check_prompt_ids(token_ids, 100, "prompt")
