@@ -161,3 +161,19 @@ def test_every_other_family_of_mlx_lm_is_served(name: str) -> None:
     difference, same_ids, _ = compare(name, "exact")
     assert difference <= TOLERANCE
     assert same_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama"])
+def test_half_precision_agrees_to_its_own_rounding(name: str) -> None:
+    """In bfloat16 the packed step may round otherwise than one token at a time, by no more than a few units in the last
+    place of the largest logit."""
+    model = tiny.build(name)
+    model.set_dtype(mx.bfloat16, lambda dtype: dtype == mx.float32)
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    prompt = np.random.default_rng(3).integers(0, vocab_size, 31).tolist()
+    expected = tiny.reference(model, prompt).astype(mx.float32)
+    packed = check(model, Kernels("exact", "cpu"), vocab_size, "bfloat16").packed
+    assert Level.ROWS not in packed.levels.values()
+    (got,) = MixedSteps(packed, [prompt], vocab_size).run()
+    unit = 2.0**-8 * float(mx.abs(expected).max())
+    assert float(mx.abs(got.astype(mx.float32) - expected).max()) <= unit

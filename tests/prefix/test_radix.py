@@ -99,6 +99,9 @@ def test_a_system_prompt_is_shared_and_two_images_are_not() -> None:
     assert (match.num_tokens, match.parting) == (300, Parting.MEDIA)
     assert shelf.find(text + B).parting is Parting.MEDIA
     assert shelf.length(cat) == len(cat) - 1
+    shelf.tree.clear()
+    shelf.put(text + B)
+    assert shelf.find(cat).parting is Parting.MEDIA
 
 
 def test_a_junction_is_where_others_have_been_but_no_state_is() -> None:
@@ -147,8 +150,10 @@ def test_only_what_is_missing_is_cut() -> None:
     shelf.put(A[:600] + B)
     assert shelf.store.num_cut_tokens == len(A) + len(B)
     shelf.put(A[:600] + B)
+    num_nodes = shelf.tree.summary().num_nodes
     shelf.put(A[:300])
     assert shelf.store.num_cut_tokens == len(A) + len(B)
+    assert shelf.tree.summary().num_nodes == num_nodes  # no span was split for it
 
 
 def test_missing_tokens_are_counted_before_they_are_cut() -> None:
@@ -184,6 +189,14 @@ def test_a_hole_is_of_no_use_until_it_is_filled() -> None:
     shelf.put(A, [1000])
     assert shelf.length(A + B) == 1000
     assert shelf.store.num_cut_tokens == 1000
+
+
+def test_a_hole_is_filled_no_further_than_the_key_goes() -> None:
+    shelf = dense()
+    shelf.put(A, start=500)
+    shelf.put(A[:300])
+    assert shelf.length(A) == 300
+    assert shelf.tree.num_missing_tokens(HERE, A) == 200
 
 
 def test_an_insertion_that_fails_leaves_the_tree_as_it_was() -> None:
@@ -302,6 +315,26 @@ def test_a_match_that_was_evicted_can_neither_be_locked_nor_read(shelf: Shelf) -
     shelf.put(A, [500])
     with pytest.raises(ValueError, match="has been evicted"):
         shelf.tree.lock(match)
+
+
+def test_a_match_whose_snapshot_alone_was_evicted_cannot_be_used() -> None:
+    shelf = hybrid()
+    shelf.put(A + B, [1000, 2000])
+    match = shelf.find(A + C)
+    assert shelf.tree.evict(1) == shelf.store.snapshot_bytes
+    with pytest.raises(ValueError, match="has been evicted"):
+        shelf.tree.lock(match)
+
+
+def test_a_locked_span_that_is_split_behind_the_match_is_read_up_to_the_match() -> None:
+    shelf = dense()
+    shelf.put(A)
+    match = shelf.find(A[:300])
+    shelf.tree.lock(match)
+    shelf.put(A[:700] + B)
+    held = shelf.tree.read(match)
+    assert [(part.start, part.end) for part in held.spans] == [(0, 299)]
+    shelf.check_held(held, A)
 
 
 def test_no_match_can_be_locked_and_read_as_well() -> None:

@@ -167,7 +167,7 @@ class Loop:
             return
         self._requests[request.request_id] = request
         self._sinks[request.request_id] = command.sink
-        self._stats.submitted(request.request_id, len(request.prompt), command.now)
+        self._stats.submitted(request.request_id, len(request.prompt), command.now, request.num_choices)
         command.sink(Accepted())
 
     def _abort(self, command: Abort) -> None:

@@ -69,11 +69,11 @@ class Holdings:
         return upper
 
     def prune(self, node: Node) -> Node:
-        """Take a node out if it is an unlocked leaf that isn't worth its place, then those above it likewise.
+        """Take a node out if it is a leaf that isn't worth its place, then those above it likewise.
 
-        Returns the node at which that ended.
+        Returns the node at which that ended. A locked leaf is always worth its place.
         """
-        while node.parent is not None and not node.children and not node.num_locks and not self._is_worth(node):
+        while node.parent is not None and not node.children and not self._is_worth(node):
             self.drop_span(node)
             parent, node.parent = node.parent, None
             del parent.children[node.edge[0]]

@@ -182,12 +182,11 @@ class PrefixTree:
         return HeldPieces(match.num_tokens, tuple(reversed(spans)), snapshot)
 
     def _check_held(self, match: Match) -> None:
+        """A node that is still in the tree has its spans, for none goes before those below it have gone."""
         if match.num_tokens == 0:
             return
         way = list(match.node.way_up())
-        is_held = bool(way) and way[-1].parent is self._roots.get(match.namespace) and match.num_tokens <= way[0].end
-        if self._has_spans:
-            is_held &= all(node.span is not None for node in way if node.start < match.num_tokens)
+        is_held = bool(way) and way[-1].parent is self._roots.get(match.namespace)
         if self._needs_snapshots:
             is_held &= match.node.snapshot is not None
         if not is_held:
