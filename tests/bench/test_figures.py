@@ -130,6 +130,13 @@ def test_thinking_that_became_content_is_a_difference() -> None:
     assert sameness(played(saying("ab")), played(thought)).num_same == 0
 
 
+def test_white_space_at_the_ends_counts_unless_it_is_to_be_ignored() -> None:
+    first, second = played(saying(" a b\n")), played(saying("a b"))
+    assert sameness(first, second).num_same == 0
+    assert sameness(first, second, ignore_ends=True).num_same == 1
+    assert sameness(first, played(saying("ab")), ignore_ends=True).num_same == 0
+
+
 def test_answers_that_failed_or_never_came_are_not_compared() -> None:
     failed = replace(ANSWER, error="gone")
     assert sameness(played(saying("a"), failed), played(failed, failed)) == Sameness(0, 0, None)

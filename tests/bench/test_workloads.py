@@ -113,6 +113,9 @@ def test_mixed_has_chats_on_all_streams_but_one_that_comes_late_with_long_prompt
     assert [stream.late for stream in chatting] == [False] * 3
     assert {each.kinds for stream in chatting for each in stream.conversations} == {("short",)}
     assert last.late
+    assert {each.max_tokens for each in last.conversations} == {16}
+    shorter = build_round(replace(PLAN, max_tokens=4), "mixed", 4, 0)
+    assert {each.max_tokens for stream in shorter for each in stream.conversations} == {4}
     assert [each.kinds for each in last.conversations] == [("long",)] * 2
 
 

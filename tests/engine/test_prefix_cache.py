@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine import engine as engine_module
 from headrace.engine.engine import Engine
+from headrace.types.events import FinishReason
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -165,3 +168,61 @@ async def test_choices_and_prompt_logprobs_go_with_a_cached_prefix(engines: tupl
     assert parts[0].num_cached_tokens == 0
     assert parts[0].prompt_logprobs is not None
     assert len(parts[0].prompt_logprobs) == len(prompt)
+
+
+async def test_a_prompt_alone_warms_the_cache(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    prompt = tokens(11, 70)
+    warm_up = GenerationRequest(f"w{next(counter)}", prompt, GREEDY, 0)
+    parts = [part async for part in await cached.submit(warm_up)]
+    assert [(part.token_ids, part.finish_reason) for part in parts] == [((), FinishReason.LENGTH)]
+    longer = prompt + tokens(12, 5)
+    output, num_cached = await ask(cached, longer)
+    assert num_cached == len(prompt)
+    assert output == (await ask(cold, longer))[0]
+
+
+async def test_reuse_is_told_with_the_first_output(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    prompt = tokens(13, 60)
+    await ask(cached, prompt, (50,))
+    request = GenerationRequest(f"t{next(counter)}", prompt[:55] + tokens(14, 9), GREEDY, 4)
+    told = [part.reuse async for part in await cached.submit(request)]
+    assert told[1:] == [None] * len(told[1:])
+    assert told[0] is not None
+    assert "of 64 prompt tokens" in told[0]
+    assert "parted at token 55" in told[0]
+    assert [part.reuse async for part in await cold.submit(request)] == [None] * 4
+
+
+async def test_the_cache_gives_way_and_is_counted(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    await ask(cached, tokens(15, 100), (90,))
+    status = await cached.status()
+    assert status.cache is not None
+    assert status.cache.num_bytes == status.memory.records_bytes > 0
+    assert status.cache.num_hit_tokens <= status.cache.num_lookup_tokens
+    freed = await cached.clear_cache()
+    assert freed == status.cache.num_bytes
+    assert (await cached.status()).memory.records_bytes == 0
+    assert (await ask(cached, tokens(15, 100), (90,)))[1] == 0
+    assert (await cold.status()).cache is None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+async def test_sixty_prompts_under_a_small_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays flat, nothing is refused, and the account agrees with the device."""
+    folder = tiny.save(name, tmp_path / name)
+    monkeypatch.setattr(engine_module, "state_budget", lambda memory_bytes, utilization: 3_000_000)
+    engine = Engine.launch(Config(str(folder), ModelConfig(), EngineConfig(prefill_chunk=256)))
+    try:
+        for number in range(60):
+            output, _ = await ask(engine, tokens(1000 + number, 400), (390,))
+            assert len(output) == 8
+            memory = (await engine.status()).memory
+            assert memory.records_bytes + memory.reserved_bytes <= memory.budget_bytes
+        assert memory.records_bytes > memory.budget_bytes // 2
+        accounted = memory.weights_bytes + memory.state_bytes + memory.records_bytes
+        assert abs(memory.device_bytes - accounted) <= 0.05 * memory.device_bytes
+    finally:
+        engine.stop()

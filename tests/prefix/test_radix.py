@@ -318,7 +318,7 @@ def test_a_match_that_was_evicted_can_neither_be_locked_nor_read(shelf: Shelf) -
 
 
 def test_a_match_whose_snapshot_alone_was_evicted_cannot_be_used() -> None:
-    shelf = hybrid()
+    shelf = Shelf(has_spans=True, needs_snapshots=True, store=MadeUpStore(snapshot_bytes=10**6))
     shelf.put(A + B, [1000, 2000])
     match = shelf.find(A + C)
     assert shelf.tree.evict(1) == shelf.store.snapshot_bytes

@@ -29,7 +29,7 @@ def test_what_can_not_fit_the_context_is_refused_with_the_numbers() -> None:
     ("bad", "param", "message"),
     [
         (request("a", 0), "prompt", "no tokens"),
-        (request("a", 1, max_tokens=0), "max_tokens", "not 0"),
+        (request("a", 1, max_tokens=-1), "max_tokens", "not -1"),
         (request("a", 1, n=0), "n", "from 1 to 4, .* not 0"),
         (request("a", 1, n=5), "n", "from 1 to 4, .* not 5"),
     ],

@@ -122,8 +122,11 @@ def ratio(
     )
 
 
-def sameness(first: PlayedRound, second: PlayedRound) -> Sameness:
-    """Compares the answers to the same questions; one that has a fault on either side is not compared."""
+def sameness(first: PlayedRound, second: PlayedRound, *, ignore_ends: bool = False) -> Sameness:
+    """Compares the answers to the same questions; one that has a fault on either side is not compared.
+
+    ignore_ends: white space at the ends of a text makes no difference. Some servers cut it off.
+    """
     others = {_place(outcome): outcome.answer for outcome in second.outcomes}
     num_compared = num_same = 0
     difference = None
@@ -132,7 +135,7 @@ def sameness(first: PlayedRound, second: PlayedRound) -> Sameness:
         if other is None or answer.fault is not None or other.fault is not None:
             continue
         num_compared += 1
-        if (answer.reasoning, answer.content) == (other.reasoning, other.content):
+        if _said(answer, ignore_ends) == _said(other, ignore_ends):
             num_same += 1
         elif difference is None:
             difference = Difference(*_place(outcome), _text(answer), _text(other))
@@ -152,6 +155,12 @@ def faults(levels: Sequence[PlayedLevel]) -> list[str]:
 
 def _place(outcome: Outcome) -> tuple[int, int, int]:
     return outcome.stream, outcome.conversation, outcome.turn
+
+
+def _said(answer: Answer, ignore_ends: bool) -> tuple[str, str]:
+    if ignore_ends:
+        return answer.reasoning.strip(), answer.content.strip()
+    return answer.reasoning, answer.content
 
 
 def _text(answer: Answer) -> str:

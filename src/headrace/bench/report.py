@@ -54,7 +54,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 def _level(level: PlayedLevel, levels: Sequence[PlayedLevel]) -> dict[str, Any]:
     first = next(each for each in levels if (each.workload, each.streams) == (level.workload, level.streams))
-    same_as_first = None if first is level else asdict(sameness(first.rounds[0], level.rounds[0]))
+    same_as_first = None if first is level else asdict(sameness(first.rounds[0], level.rounds[0], ignore_ends=True))
     found: dict[str, Any] = _rounded(
         {
             "workload": level.workload,

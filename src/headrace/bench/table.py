@@ -96,7 +96,7 @@ def _compared_row(ours: PlayedLevel, theirs: PlayedLevel, kind: str | None) -> R
     ratios = (_spread(ratio(ours, theirs, figure, kind)) for _, figure in _RATIOS)
     if kind is not None:
         return ("", f"  {kind}", "", *ratios, "")
-    same = _share(sameness(ours.rounds[0], theirs.rounds[0]))
+    same = _share(sameness(ours.rounds[0], theirs.rounds[0], ignore_ends=True))
     return (theirs.workload, theirs.target, str(theirs.streams), *ratios, same)
 
 

@@ -45,7 +45,7 @@ def random_words(random: Random, count: int) -> list[str]:
 
 
 def random_text(random: Random, num_tokens: int) -> str:
-    """Sentences of random words, about `num_tokens` tokens. Two texts part within the first words: no cache helps."""
+    """Sentences of random words, about `num_tokens` tokens."""
     left = max(1, round(num_tokens / TOKENS_PER_WORD))
     sentences = []
     while left:

@@ -1,7 +1,8 @@
 """What is asked: conversations, spread over streams that work at the same time.
 
 A round is one measured run. Its prompts depend on the seed, the level and the number of the repeat alone, so every
-server gets the same ones, and none twice: a prefix cache helps only where a workload repeats a prefix on purpose.
+server gets the same ones, and none twice: beyond what a chat template puts before the first word, a prefix cache helps
+only where a workload repeats a prefix on purpose.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def _mixed(plan: Plan, streams: int, random: Random) -> Round:
     """All streams but one chat; then the last comes with long prompts, one after the other."""
     chatting = streams - 1
     chats = [_short(plan, random) for _ in range(_num_conversations(plan, chatting))]
-    prompts = tuple(_long(plan, random, _LONG_ANSWER_TOKENS) for _ in range(_CONVERSATIONS_PER_STREAM))
+    prompts = tuple(
+        _long(plan, random, min(plan.max_tokens, _LONG_ANSWER_TOKENS)) for _ in range(_CONVERSATIONS_PER_STREAM)
+    )
     return (*_dealt(chats, chatting), Stream(prompts, late=True))
 
 
@@ -125,4 +128,6 @@ def _long(plan: Plan, random: Random, max_tokens: int) -> Conversation:
 
 def _short_question(random: Random) -> str:
     first, second, third = random_words(random, 3)
-    return f"Tell a long story about {first}, {second} and {third}, with every detail that comes to your mind."
+    return (
+        f"{first.capitalize()}, {second}, {third}: tell a long story about them, with every detail that comes to mind."
+    )

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from headrace.backend import blas, device, limits
 from headrace.config import Config
-from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, MemoryPlan, Stop, Submit
+from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, Loop, MemoryPlan, Stop, Submit
 from headrace.engine.memory import fitting_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
@@ -35,9 +35,12 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import EngineStatus
+from headrace.types.status import CacheStatus, EngineStatus
 
 logger = logging.getLogger(__name__)
+
+BUFFER_CACHE_SHARE = 0.05
+"""Share of the memory that MLX may keep in freed buffers."""
 
 SNAPSHOT_GRID = 1
 """Snapshots are taken at the very token where conversations branch, not at a multiple of anything."""
@@ -172,6 +175,14 @@ class Engine:
         """How things stand between two steps. Raises EngineDead."""
         return await self._ask(Inspect)
 
+    async def cache(self) -> CacheStatus | None:
+        """What the prefix cache holds; None if it is off. Raises EngineDead."""
+        return (await self.status()).cache
+
+    async def clear_cache(self) -> int:
+        """Drop what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
+        return await self._ask(ClearCache)
+
     async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
         """Put a command that is answered into the inbox and wait for the answer."""
         event_loop = asyncio.get_running_loop()
@@ -239,6 +250,8 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
     products = blas.install(config.models.numerics)
     limits.restore_open_files()
     here = device.current()
+    # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
+    mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
     files = _files(config)
     loaded = load(
         files,

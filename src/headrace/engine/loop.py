@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -14,6 +15,7 @@ from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
+from headrace.prefix.budget import Kind, Ledger
 from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
 from headrace.types.events import TokenOutput
 from headrace.types.request import GenerationRequest
@@ -64,7 +66,14 @@ class Stop:
     """End the thread after the step in progress."""
 
 
-Command = Submit | Abort | Inspect | Stop
+@dataclass(frozen=True, slots=True)
+class ClearCache:
+    """Drop what the prefix cache holds and isn't in use; `reply` gets the bytes freed."""
+
+    reply: Callable[[int], None]
+
+
+Command = Submit | Abort | Inspect | ClearCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,8 @@ class Loop:
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._memory = memory
+        self._ledger = Ledger(memory.budget_bytes + memory.weights_bytes)
+        self._ledger.charge(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
         self._requests: dict[str, GenerationRequest] = {}
@@ -125,6 +136,8 @@ class Loop:
                 command.reply(False)
             elif isinstance(command, Inspect):
                 command.reply(self._status())
+            elif isinstance(command, ClearCache):
+                command.reply(0)
         for sink in self._sinks.values():
             sink(error)
         self._sinks.clear()
@@ -145,7 +158,14 @@ class Loop:
         self._runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
         if self._prefixes is not None:
-            self._prefixes.shrink(self._memory.budget_bytes - self._scheduler.reserved_bytes)
+            self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes)
+            self._ledger.restate(Kind.RECORDS, self._prefixes.num_bytes)
+            self._ledger.make_room(0, partial(self._evict, self._prefixes))
+
+    def _evict(self, prefixes: PrefixPool, num_bytes: int) -> int:
+        num_freed = prefixes.evict(num_bytes)
+        self._ledger.restate(Kind.RECORDS, prefixes.num_bytes)
+        return num_freed
 
     def _take(self, command: Command) -> None:
         match command:
@@ -155,6 +175,8 @@ class Loop:
                 self._abort(command)
             case Inspect(reply):
                 reply(self._status())
+            case ClearCache(reply):
+                reply(0 if self._prefixes is None else self._prefixes.clear())
             case Stop():
                 self._is_stopping = True
 
@@ -184,6 +206,7 @@ class Loop:
             weights_bytes=self._memory.weights_bytes,
             reserved_bytes=self._scheduler.reserved_bytes,
             state_bytes=self._runner.state_bytes,
+            records_bytes=0 if self._prefixes is None else self._prefixes.num_bytes,
             device_bytes=mx.get_active_memory(),
         )
         return EngineStatus(
@@ -191,6 +214,7 @@ class Loop:
             num_waiting=self._scheduler.num_waiting,
             requests=self._scheduler.status(time.monotonic()),
             memory=memory,
+            cache=None if self._prefixes is None else self._prefixes.status(),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from headrace.prefix.key import Namespace, cache_key, common_length
 from headrace.prefix.match import Match
 from headrace.prefix.pieces import Piece
-from headrace.prefix.radix import PrefixTree, TreeSummary
-from headrace.prefix.restore import Divergence, plan_restore
+from headrace.prefix.radix import PrefixTree
+from headrace.prefix.restore import plan_restore
+from headrace.scheduler.prefixes import CachedPrefix
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.types.request import GenerationRequest
+from headrace.types.status import CacheStatus
 
 WAIT_TOKENS = 64
 """A request waits for a running prompt that will save it so many tokens or more."""
@@ -44,7 +46,6 @@ class _Prompt:
     namespace: Namespace
     key: tuple[int, ...]
     match: Match
-    divergence: Divergence
     marks: set[int]
     num_computed: int
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
@@ -68,12 +69,22 @@ class PrefixPool:
         """Bytes of all records."""
         return self._tree.num_bytes
 
-    def summary(self) -> TreeSummary:
-        """What the tree holds and how often it helped."""
-        return self._tree.summary()
+    def status(self) -> CacheStatus:
+        """What is held and how often it helped."""
+        summary = self._tree.summary()
+        return CacheStatus(
+            num_bytes=self._tree.num_bytes,
+            num_tokens=summary.num_tokens,
+            num_nodes=summary.num_nodes,
+            num_snapshots=summary.num_snapshots,
+            num_lookups=summary.num_lookups,
+            num_hits=summary.num_hits,
+            num_lookup_tokens=summary.num_lookup_tokens,
+            num_hit_tokens=summary.num_hit_tokens,
+        )
 
-    def find(self, request: GenerationRequest) -> int | None:
-        """How many of the prompt's tokens need no computing; at least one is left.
+    def find(self, request: GenerationRequest) -> CachedPrefix | None:
+        """What of the prompt needs no computing; at least one token is left.
 
         None if a prompt that is being computed will soon be of more help: the request had better wait for it.
         """
@@ -86,10 +97,8 @@ class PrefixPool:
             return None
         plan = plan_restore(match, request.boundaries, needs_snapshots=self._needs_snapshots, grid=self._grid)
         self._tree.lock(match)
-        self._prompts[request.request_id] = _Prompt(
-            namespace, key, match, plan.divergence, set(plan.marks), match.num_tokens
-        )
-        return match.num_tokens
+        self._prompts[request.request_id] = _Prompt(namespace, key, match, set(plan.marks), match.num_tokens)
+        return CachedPrefix(match.num_tokens, plan.divergence.text)
 
     def _is_worth_waiting(self, namespace: Namespace, key: tuple[int, ...], match: Match) -> bool:
         """Whether a prompt in progress shares much more; a snapshot is then asked of it where the two part."""
@@ -106,11 +115,6 @@ class PrefixPool:
             if common - match.num_tokens >= WAIT_TOKENS:
                 return True
         return False
-
-    def divergence(self, request_id: str) -> Divergence | None:
-        """What was reused for a request that has started, and why no more."""
-        prompt = self._prompts.get(request_id)
-        return None if prompt is None else prompt.divergence
 
     def restore(self, request_id: str, state: SequenceState) -> None:
         """Bring a fresh state to the length that `find` gave."""
@@ -158,11 +162,10 @@ class PrefixPool:
         if prompt is not None:
             self._tree.unlock(prompt.match)
 
-    def shrink(self, limit_bytes: int) -> None:
-        """Evict until the records take no more than `limit_bytes`, as far as they aren't in use."""
-        if self._tree.num_bytes > limit_bytes:
-            self._tree.evict(self._tree.num_bytes - max(0, limit_bytes))
+    def evict(self, num_bytes: int) -> int:
+        """Free at least `num_bytes`, or all that isn't in use; gives the bytes freed."""
+        return self._tree.evict(num_bytes)
 
-    def clear(self) -> None:
-        """Evict everything that isn't in use."""
-        self._tree.clear()
+    def clear(self) -> int:
+        """Drop everything that isn't in use; gives the bytes freed."""
+        return self._tree.clear()

@@ -34,12 +34,12 @@ class Admission:
         """Refuse what could not run even alone.
 
         Raises ContextTooLong if prompt and max_tokens together exceed the context or the memory, InvalidRequest
-        for an empty prompt, max_tokens under 1, and more choices than may run or than the memory holds.
+        for an empty prompt, max_tokens under 0, and more choices than may run or than the memory holds.
         """
         if not request.prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
+        if request.max_tokens < 0:
+            raise InvalidRequest(f"max_tokens must be at least 0, not {request.max_tokens}", param="max_tokens")
         if not 1 <= request.num_choices <= self._max_num_seqs:
             raise InvalidRequest(
                 f"n must be from 1 to {self._max_num_seqs}, which is how many sequences run at once, "

@@ -16,7 +16,7 @@ class LiveRequest:
 
     added_s: when it was submitted, in monotonic seconds.
     sequences: one for each choice, in order, also those that have ended.
-    is_started: it has left the queue.
+    is_started: it has left the queue. reuse: what the prefix cache said then.
     is_aborted: it was given up while it took part in a step.
     first_output_s: when a step sampled for it first; None until then. num_first_tokens: how many came by that step.
     prompt_logprobs: of the prompt tokens so far, from the second on, if they are asked for.
@@ -26,6 +26,7 @@ class LiveRequest:
     added_s: float
     sequences: tuple[Sequence, ...] = field(init=False)
     is_started: bool = False
+    reuse: str = ""
     is_aborted: bool = False
     first_output_s: float | None = None
     num_first_tokens: int = 0
@@ -77,6 +78,7 @@ class LiveRequest:
             age_s=max(0.0, now - self.added_s),
             session=self.request.session,
             priority=self.request.priority,
+            reuse=self.reuse,
         )
 
     def _phase(self) -> Phase:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, expected_output_tokens
@@ -12,6 +11,7 @@ from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest
 from headrace.scheduler.pace import Pace
 from headrace.scheduler.prefill import PrefillTurns
+from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.waiting import SessionShares, WaitingQueue
@@ -40,30 +40,6 @@ class StepOutcome:
     outputs: tuple[TokenOutput, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
     finished: tuple[str, ...] = ()
-
-
-class PrefixIndex(Protocol):
-    """What a scheduler needs of the prefix cache."""
-
-    def find(self, request: GenerationRequest) -> int | None:
-        """Prompt tokens that need no computing for a request that is to start now; at least one is left.
-
-        None if a prompt in progress will soon be of more help. A number is followed by `end` when the request ends.
-        """
-
-    def end(self, request_id: str) -> None:
-        """The request is over, or never started after all."""
-
-
-class NoPrefixes:
-    """A prefix cache that is switched off."""
-
-    def find(self, request: GenerationRequest) -> int | None:
-        """Everything has to be computed."""
-        return 0
-
-    def end(self, request_id: str) -> None:
-        """Nothing to forget."""
 
 
 class Scheduler:
@@ -259,8 +235,8 @@ class Scheduler:
             live = self._waiting.next(held_back)
             if live is None or not self._admission.start(live, len(self._running)):
                 return
-            num_cached = self._prefixes.find(live.request)
-            if num_cached is None:
+            cached = self._prefixes.find(live.request)
+            if cached is None:
                 # others may slip past: what it waits for is already running
                 for sequence in live.sequences:
                     self._admission.end(sequence)
@@ -268,7 +244,8 @@ class Scheduler:
                 continue
             self._waiting.start(live)
             live.is_started = True
-            live.sequences[0].skip(num_cached)
+            live.reuse = cached.report
+            live.sequences[0].skip(cached.num_tokens)
             self._running.update((sequence.id, sequence) for sequence in live.sequences)
             self._prefill.join(live.sequences[0])
 
@@ -338,6 +315,7 @@ def _output(
         token_ids=token_ids,
         finish_reason=sequence.finish_reason,
         num_cached_tokens=live.sequences[0].num_cached,
+        reuse=(live.reuse or None) if is_first else None,
         choice=sequence.choice,
         logprobs=logprobs,
         prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt else None,

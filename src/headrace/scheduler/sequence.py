@@ -90,7 +90,8 @@ class Sequence:
         """Take over the result of a chunk or a fork and return the tokens that belong to the output.
 
         The first stop token ends the output and is left out; so does reaching max_tokens, with the token
-        that reaches it included. What the runner gained beyond the end (accepted drafts) is dropped.
+        that reaches it included. With max_tokens 0 nothing is output: the prompt was all that was wanted. What the
+        runner gained beyond the end (accepted drafts) is dropped.
         """
         if self.awaits_fork:
             self.awaits_fork = False
@@ -98,6 +99,9 @@ class Sequence:
         self.num_computed += num_committed
         accepted: list[int] = []
         for token_id in token_ids:
+            if self.request.max_tokens == 0:
+                self.finish_reason = FinishReason.LENGTH
+                break
             if token_id in self.request.stop_token_ids:
                 self.finish_reason = FinishReason.STOP
                 break

@@ -96,7 +96,7 @@ class RequestedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A whole chat request, free of any dialect. `session` and `priority` as in GenerationRequest."""
+    """A whole chat request, free of any dialect. `session`, `priority`, `cache_salt` as in GenerationRequest."""
 
     request_id: str
     messages: tuple[ChatMessage, ...]
@@ -106,6 +106,7 @@ class ChatRequest:
     answers: RequestedAnswers = RequestedAnswers()
     session: str = ""
     priority: int = 0
+    cache_salt: str = ""
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -130,4 +131,5 @@ class CompletionRequest:
     answers: RequestedAnswers = RequestedAnswers()
     session: str = ""
     priority: int = 0
+    cache_salt: str = ""
     echo: bool = False

@@ -37,6 +37,7 @@ class TokenOutput:
     finish_reason: set once, on the last output of the choice.
     num_cached_tokens: prompt tokens that were not computed for this request.
     logprobs: one for each token if they were asked for.
+    reuse: on the first output of choice 0: what of the prompt came out of the prefix cache, and why no more.
     prompt_logprobs: on the first output of choice 0 if asked for, which then comes before any other choice's; None for
     the prompt's first token, which has none.
     """
@@ -48,6 +49,7 @@ class TokenOutput:
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    reuse: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt to be continued, in one or several ways.
 
-    prompt: token ids, not empty. max_tokens: at least 1; prompt + max_tokens fits the context.
+    prompt: token ids, not empty. max_tokens: 0 to compute the prompt and no more; prompt + max_tokens fits the context.
     stop_token_ids: the first of these ends the output and is not part of it.
     num_choices: continuations that share one prefill; choice i draws with seed + i.
     num_logprobs: alternatives told with each output token, 0 for the token's own log-probability only, None for none.

@@ -32,19 +32,22 @@ class RequestStatus:
     age_s: float
     session: str
     priority: int
+    reuse: str = ""
+    """What of the prompt came out of the prefix cache, and why no more; empty before it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
     """Bytes. reserved: what admission has promised to running sequences. state: what their states hold now.
 
-    device: what MLX reports as in use, all counted.
+    records: what the prefix cache holds. device: what MLX reports as in use, all counted.
     """
 
     budget_bytes: int
     weights_bytes: int
     reserved_bytes: int
     state_bytes: int
+    records_bytes: int
     device_bytes: int
 
 
@@ -74,14 +77,32 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """What the prefix cache holds now, and how its lookups went since the start.
+
+    num_lookup_tokens: of all prompts looked up. num_hit_tokens: of these, what needed no computing.
+    """
+
+    num_bytes: int
+    num_tokens: int
+    num_nodes: int
+    num_snapshots: int
+    num_lookups: int
+    num_hits: int
+    num_lookup_tokens: int
+    num_hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A moment between two steps."""
+    """A moment between two steps. cache: None if it is switched off."""
 
     num_running: int
     num_waiting: int
     requests: tuple[RequestStatus, ...]
     memory: MemoryStatus
     counters: Counters
+    cache: CacheStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
