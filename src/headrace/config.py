@@ -11,6 +11,8 @@ of them; the error names the flag or the variable that the value came from.
 from __future__ import annotations
 
 import argparse
+import difflib
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,14 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
 
-DEFAULT_MODEL = "smollm2"
+DEFAULT_MODEL = "miniature"
+
+log = logging.getLogger(__name__)
 
 _ENVIRONMENT_PREFIX = "HEADRACE_"
+_SETUP_VARIABLES = frozenset({"HEADRACE_BACKEND"})
+"""Those that only the scripts around the program read."""
+
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -65,6 +72,12 @@ class EngineConfig:
     )
     prefix_cache: str = knob(
         "on", "keep what prompts have computed, so that the next turn pays only for what is new", choices=("on", "off")
+    )
+    cache_dir: str | None = knob(
+        None, "folder where the prefix cache is kept on disk too, over restarts; models may share it", metavar="FOLDER"
+    )
+    cache_disk_quota: int = knob(
+        20_000_000_000, "what all models together may keep in --cache-dir", metavar="BYTES", minimum=1
     )
     gpu_memory_utilization: float = knob(
         0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
@@ -112,8 +125,24 @@ _SECTIONS: Mapping[str, type] = {"models": ModelConfig, "engine": EngineConfig, 
 
 
 def quiet_libraries() -> None:
-    """Keep transformers from advising at its import that PyTorch is absent: only its tokenizers are used here."""
+    """Keep transformers from advising at its import that PyTorch is absent: only its tokenizers are used here.
+
+    And tokenizers from its threads, of which one text at a time has no use, and from warning when a process with such
+    threads starts another one.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
+    """Log each variable that looks like a knob of ours and is none: mistyped, it would be ignored without a word."""
+    known = {f"{_ENVIRONMENT_PREFIX}MODEL", *_SETUP_VARIABLES}
+    known |= {knob.variable for section in _SECTIONS.values() for knob in _knobs(section)}
+    for name in sorted(os.environ if environ is None else environ):
+        if name.startswith(_ENVIRONMENT_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
 
 
 def load_config(

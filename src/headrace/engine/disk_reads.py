@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from headrace.prefix.key import Namespace, common_length
 from headrace.prefix.match import Match
 from headrace.state.disk import DiskTier
-from headrace.state.disk_load import Load, LoadedState
+from headrace.state.disk_load import Load
 
 SLICE_S = 0.01
 """What a step may be delayed by making arrays out of what was read, or by handing over what is to be written."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """match: what the request needs besides, locked by whoever began the read."""
+class DiskRead:
+    """What a request waits for. match: what it needs besides, locked by whoever began the read."""
 
     namespace: Namespace
     key: tuple[int, ...]
@@ -29,7 +29,7 @@ class DiskReads:
     def __init__(self, disk: DiskTier, *, needs_snapshots: bool) -> None:
         self._disk = disk
         self._needs_snapshots = needs_snapshots
-        self._reads: dict[str, _Read] = {}
+        self._reads: dict[str, DiskRead] = {}
         self._asked: set[str] = set()
 
     @property
@@ -48,7 +48,7 @@ class DiskReads:
         load = self._disk.load(on_disk, match.num_tokens)
         if load is None:
             return False
-        self._reads[request_id] = _Read(namespace, key, match, load)
+        self._reads[request_id] = DiskRead(namespace, key, match, load)
         return True
 
     def helps(self, namespace: Namespace, key: tuple[int, ...], match: Match, least_tokens: int) -> bool:
@@ -68,19 +68,14 @@ class DiskReads:
         read = self._reads.get(request_id)
         return read is not None and read.load.advance(SLICE_S)
 
-    def take(self, request_id: str) -> tuple[Match, LoadedState | None] | None:
-        """What has become of the request's read, which is forgotten: its match, and the state unless it failed.
-
-        None if there was no read.
-        """
+    def take(self, request_id: str) -> DiskRead | None:
+        """The request's read, if it had one, which is given up unless it is done; it is forgotten here."""
         read = self._reads.pop(request_id, None)
-        if read is None:
-            return None
-        read.load.abandon()
-        return read.match, read.load.loaded
+        if read is not None:
+            read.load.abandon()
+        return read
 
-    def end(self, request_id: str) -> Match | None:
-        """Forget a request; gives the match of its read, if there was one."""
+    def end(self, request_id: str) -> DiskRead | None:
+        """Forget a request; gives what `take` does."""
         self._asked.discard(request_id)
-        taken = self.take(request_id)
-        return None if taken is None else taken[0]
+        return self.take(request_id)

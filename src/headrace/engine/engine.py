@@ -22,6 +22,7 @@ import mlx.core as mx
 
 from headrace.backend import blas, device, limits
 from headrace.config import Config
+from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, Loop, MemoryPlan, Stop, Submit
 from headrace.engine.memory import fitting_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
@@ -44,6 +45,9 @@ BUFFER_CACHE_SHARE = 0.05
 
 SNAPSHOT_GRID = 1
 """Snapshots are taken at the very token where conversations branch, not at a multiple of anything."""
+
+MINIATURE = Path(__file__).parent.parent / "miniature"
+"""The model that ships inside the package."""
 
 DEFAULT_CONTEXT = 4096
 """For models that name no length, unless the configuration does (recurrent ones have no limit of their own)."""
@@ -264,17 +268,23 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed)
     max_model_len = _context(config, loaded, MemoryBudget(budget_bytes, cost.num_bytes))
+    disk = open_disk_tier(config, files.directory, loaded, cost, budget_bytes, here.kind)
     report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",
         *loaded.report,
         f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
         f"{budget_bytes / 1e9:.1f} GB for all",
+        *(() if disk is None else (disk.report,)),
     )
     prefixes = None
     if config.engine.prefix_cache == "on":
         prefixes = PrefixPool(
-            files.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, grid=SNAPSHOT_GRID
+            files.name if disk is None else disk.weights,
+            has_spans=cost.has_spans,
+            needs_snapshots=cost.needs_snapshots,
+            grid=SNAPSHOT_GRID,
+            disk=disk,
         )
     chunk = config.engine.prefill_chunk
     scheduler = Scheduler(
@@ -292,6 +302,8 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
 
 def _files(config: Config) -> ModelFiles:
     is_path = Path(config.model).expanduser().is_dir()
+    if config.model == "miniature" and not is_path:
+        return read_files("headrace-miniature", MINIATURE)
     if config.model == "smollm2" and not is_path:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
     directory = locate(config.model)

@@ -6,6 +6,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +23,9 @@ from headrace.types.request import GenerationRequest
 from headrace.types.status import EngineStatus, MemoryStatus
 
 logger = logging.getLogger(__name__)
+
+DISK_POLL_S = 0.002
+"""How often a read from disk is asked for when there is nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +120,20 @@ class Loop:
                 break
             plan = self._scheduler.schedule()
             if not plan.chunks:
+                self._wait_for_disk()
                 continue
             started = time.monotonic()
             for chunk in plan.chunks:
                 self._stats.scheduled(chunk.request_id, started)
             result = self._runner.execute(plan, self._requests)
             now = time.monotonic()
+            if self._prefixes is not None:
+                self._prefixes.observe_prefill(plan.num_prompt_tokens, now - started)
             self._stats.stepped()
             self._publish(self._scheduler.update(result, now - started, now), now)
         self.fail_all(EngineDead("the server is shutting down"))
+        if self._prefixes is not None:
+            self._prefixes.close()
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every request with an error, also those that still lie in the inbox."""
@@ -149,15 +158,24 @@ class Loop:
         if is_idle:
             # rows of what was just finished or aborted are freed before the wait, not after it
             self._free()
+            while self._inbox.empty() and self._prefixes is not None and self._prefixes.hand_over():
+                pass
             self._take(self._inbox.get())
         while not self._inbox.empty():
             self._take(self._inbox.get())
+
+    def _wait_for_disk(self) -> None:
+        """Nothing can be computed before a read ends; a command may come first."""
+        if self._prefixes is not None and self._prefixes.is_waiting_for_disk:
+            with suppress(queue.Empty):
+                self._take(self._inbox.get(timeout=DISK_POLL_S))
 
     def _free(self) -> None:
         """Free the rows of what has ended; what it leaves in the prefix cache may take what live states don't need."""
         self._runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
         if self._prefixes is not None:
+            self._prefixes.hand_over()
             self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes)
             self._ledger.restate(Kind.RECORDS, self._prefixes.num_bytes)
             self._ledger.make_room(0, partial(self._evict, self._prefixes))

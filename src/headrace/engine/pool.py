@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace.engine.disk_reads import SLICE_S, DiskRead, DiskReads
 from headrace.prefix.key import Namespace, cache_key, common_length
 from headrace.prefix.match import Match
 from headrace.prefix.pieces import Piece
 from headrace.prefix.radix import PrefixTree
 from headrace.prefix.restore import plan_restore
 from headrace.scheduler.prefixes import CachedPrefix
+from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.types.request import GenerationRequest
 from headrace.types.status import CacheStatus
@@ -49,20 +51,26 @@ class _Prompt:
     marks: set[int]
     num_computed: int
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
+    unsaved: dict[int, SequenceRecord] = field(default_factory=dict)
+    """Snapshots on the way that go to disk when the request ends."""
     is_done: bool = False
 
 
 class PrefixPool:
     """The prefix cache of one engine."""
 
-    def __init__(self, weights: str, *, has_spans: bool, needs_snapshots: bool, grid: int) -> None:
-        """weights: fingerprint of what is loaded and how it is held. grid: see `plan_restore`."""
+    def __init__(
+        self, weights: str, *, has_spans: bool, needs_snapshots: bool, grid: int, disk: DiskTier | None = None
+    ) -> None:
+        """weights: fingerprint of what is loaded and how it is held. grid: see `plan_restore`. disk: None for none."""
         self._weights = weights
         self._has_spans = has_spans
         self._needs_snapshots = needs_snapshots
         self._grid = grid
         self._tree = PrefixTree(RecordStore(), has_spans=has_spans, needs_snapshots=needs_snapshots)
         self._prompts: dict[str, _Prompt] = {}
+        self._disk = disk
+        self._reads = None if disk is None else DiskReads(disk, needs_snapshots=needs_snapshots)
 
     @property
     def num_bytes(self) -> int:
@@ -86,14 +94,21 @@ class PrefixPool:
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
         """What of the prompt needs no computing; at least one token is left.
 
-        None if a prompt that is being computed will soon be of more help: the request had better wait for it.
+        None if a prompt that is being computed, or a read from disk, will soon be of more help: the request had better
+        wait for it.
         """
+        if self._reads is not None:
+            if self._reads.is_pending(request.request_id):
+                return None
+            self._take_over(self._reads.take(request.request_id))
         namespace = Namespace(self._weights, salt=request.cache_salt)
         key = cache_key(request.prompt)
         # log-probabilities of prompt tokens need every token's logits
         limit = 0 if request.num_prompt_logprobs is not None else len(key) - 1
         match = self._tree.match(namespace, key, limit)
         if self._is_worth_waiting(namespace, key, match):
+            return None
+        if self._reads is not None and self._is_worth_reading(self._reads, request.request_id, namespace, key, match):
             return None
         plan = plan_restore(match, request.boundaries, needs_snapshots=self._needs_snapshots, grid=self._grid)
         self._tree.lock(match)
@@ -115,6 +130,34 @@ class PrefixPool:
             if common - match.num_tokens >= WAIT_TOKENS:
                 return True
         return False
+
+    def _is_worth_reading(
+        self, reads: DiskReads, request_id: str, namespace: Namespace, key: tuple[int, ...], match: Match
+    ) -> bool:
+        """Whether a read from disk, begun now or before for another request, will soon be of more help."""
+        if reads.helps(namespace, key, match, WAIT_TOKENS):
+            return True
+        if not reads.begin(request_id, namespace, key, match):
+            return False
+        self._tree.lock(match)
+        return True
+
+    def _take_over(self, read: DiskRead | None) -> None:
+        """Put what a request has waited for into the tree; nothing if the read has failed or taken too long."""
+        if read is None:
+            return
+        self._tree.unlock(read.match)
+        loaded = read.load.loaded
+        if loaded is None:
+            return
+        span, length = loaded.span, loaded.num_tokens
+
+        def cut(start: int, end: int) -> Piece:
+            assert span is not None
+            return span if (start, end) == (span.start, span.end) else span.part(start, end)
+
+        snapshots: dict[int, Piece] = {} if loaded.snapshot is None else {length: loaded.snapshot}
+        self._tree.insert(read.namespace, read.key[:length], cut=cut if self._has_spans else None, snapshots=snapshots)
 
     def restore(self, request_id: str, state: SequenceState) -> None:
         """Bring a fresh state to the length that `find` gave."""
@@ -147,25 +190,76 @@ class PrefixPool:
         """
         prompt = self._prompts[request_id]
         length = state.length
-        snapshots: dict[int, Piece] = {}
+        snapshots: dict[int, SequenceRecord] = {}
         if self._needs_snapshots:
             snapshots = {at: record for at, record in prompt.snapshots.items() if at <= length}
             snapshots.setdefault(length, state.snapshot())
             prompt.snapshots = {}
         key = (*prompt.key, *token_ids[len(prompt.key) :])[:length]
-        self._tree.insert(prompt.namespace, key, cut=state.copy_span if self._has_spans else None, snapshots=snapshots)
+        spans: list[SpanRecord] = []
+
+        def cut(start: int, end: int) -> Piece:
+            spans.append(state.copy_span(start, end))
+            return spans[-1]
+
+        self._tree.insert(prompt.namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots)
+        if self._disk is not None:
+            self._save(self._disk, prompt, key, state, spans, snapshots)
         prompt.is_done |= length >= len(prompt.key)
+
+    def _save(
+        self,
+        disk: DiskTier,
+        prompt: _Prompt,
+        key: tuple[int, ...],
+        state: SequenceState,
+        spans: Sequence[SpanRecord],
+        snapshots: Mapping[int, SequenceRecord],
+    ) -> None:
+        """Hand over to the disk what a sequence has computed, when it ends.
+
+        Not yet at the end of its prompt: the state there, behind the generation prompt, is of use to this request only.
+        """
+        if len(key) >= len(prompt.key) and not prompt.is_done:
+            prompt.unsaved = {at: record for at, record in snapshots.items() if at < len(key)}
+            return
+        disk.save(prompt.namespace, key, state, spans, {**prompt.unsaved, **snapshots})
+        prompt.unsaved = {}
 
     def end(self, request_id: str) -> None:
         """Forget a request; whatever waits for its prompt waits no longer."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             self._tree.unlock(prompt.match)
+        read = None if self._reads is None else self._reads.end(request_id)
+        if read is not None:
+            self._tree.unlock(read.match)
 
     def evict(self, num_bytes: int) -> int:
         """Free at least `num_bytes`, or all that isn't in use; gives the bytes freed."""
         return self._tree.evict(num_bytes)
 
     def clear(self) -> int:
-        """Drop everything that isn't in use; gives the bytes freed."""
+        """Drop everything that isn't in use, on disk too; gives the bytes of memory freed."""
+        if self._disk is not None:
+            self._disk.clear()
         return self._tree.clear()
+
+    def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
+        """A step with this many prompt tokens took so long: what a read from disk has to beat."""
+        if self._disk is not None:
+            self._disk.observe_prefill(num_tokens, duration_s)
+
+    @property
+    def is_waiting_for_disk(self) -> bool:
+        """Whether a request waits for a read."""
+        return self._reads is not None and self._reads.is_waiting
+
+    def hand_over(self) -> bool:
+        """Take a slice of what is to be written to disk off the device; whether there is more."""
+        return self._disk is not None and self._disk.advance(SLICE_S)
+
+    def close(self) -> None:
+        """Write to disk what is still to be written."""
+        if self._disk is not None:
+            self._disk.close()

@@ -1,0 +1,1 @@
+"""The recipe that makes the bundled miniature model. Nothing in the package imports it."""
