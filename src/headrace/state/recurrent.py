@@ -8,6 +8,7 @@ The convolution needs no replay, only an index into its raw inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,6 +46,33 @@ class DeltaInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One row of an array `[B, …]` that the rows of a step share.
+
+    As long as the same rows step together, the array goes from step to step whole: no operation per row.
+    """
+
+    array: mx.array
+    row: int
+
+    def alone(self) -> mx.array:
+        """The row as `[1, …]`, still in the shared array."""
+        return self.array if self.array.shape[0] == 1 else self.array[self.row : self.row + 1]
+
+    def copy(self) -> mx.array:
+        """The row as `[1, …]` in an array of its own: a slice would keep the other rows' memory alive."""
+        return self.array if self.array.shape[0] == 1 else self.alone() * mx.array(1, self.array.dtype)
+
+
+def gather(rows: Sequence[BatchRow]) -> mx.array:
+    """The rows as one array `[B, …]`; the shared one itself if these are all of its rows, in order."""
+    shared = rows[0].array
+    if len(rows) == shared.shape[0] and all(one.array is shared and one.row == i for i, one in enumerate(rows)):
+        return shared
+    return mx.concatenate([one.alone() for one in rows])
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentRecord:
     """State `[1, num_v_heads, head_v_dim, head_k_dim]`, conv context `[1, kernel - 1, channels]`; None at length 0."""
 
@@ -63,15 +91,18 @@ class RecurrentRecord:
 
 
 class RecurrentState:
-    """Opaque. `window` holds the conv's raw inputs: the context, then the tokens of the last window."""
+    """Opaque. `window` holds the conv's raw inputs: the context, then the tokens of the last window.
+
+    state: `[1, num_v_heads, head_v_dim, head_k_dim]`; window: `[1, n, channels]`; both as rows of shared arrays.
+    """
 
     is_sliceable = False
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.noted: dict[int, LayerRecord] = {}
-        self.state: mx.array | None = None
-        self.window: mx.array | None = None
+        self.state: BatchRow | None = None
+        self.window: BatchRow | None = None
         self.stash: DeltaInputs | None = None
         self.num_replay = 0
         self._num_dropped = 0
@@ -80,22 +111,25 @@ class RecurrentState:
         """The committed tokens that `state` has not seen yet."""
         return self.stash.part(0, self.num_replay) if self.stash is not None and self.num_replay else None
 
-    def context(self, length: int) -> mx.array | None:
+    def context(self, length: int) -> BatchRow | None:
         """Raw inputs `[1, length, channels]` of the last committed tokens; None before the first."""
         if self.window is None:
             return None
-        end = self.window.shape[1] - self._num_dropped
-        return self.window[:, end - length : end]
+        end = self.window.array.shape[1] - self._num_dropped
+        if end == length and not self._num_dropped:
+            return self.window
+        return BatchRow(self.window.alone()[:, end - length : end], 0)
 
-    def advance(self, state: mx.array, window: mx.array, stash: DeltaInputs | None) -> None:
+    def advance(self, state: BatchRow, window: BatchRow, stash: DeltaInputs | None) -> None:
         """A step ran: `state` is after the window's certain tokens, `stash` holds its uncertain ones."""
         self.state, self.window, self.stash = state, window, stash
         self.num_replay = stash.num_tokens if stash is not None else 0
         self._num_dropped = 0
 
-    def note(self, length: int, state: mx.array, context: mx.array) -> None:
-        """Record the state at `length`, which a scan has just passed."""
-        self.noted[length] = RecurrentRecord(mx.contiguous(state), mx.contiguous(context))
+    def note(self, length: int) -> None:
+        """Record the state as it is now, at `length`: a scan that goes on from here has just passed it."""
+        assert self.state is not None and self.window is not None
+        self.noted[length] = RecurrentRecord(self.state.copy(), self.window.copy())
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens; the replay itself waits for the next step or checkpoint."""
@@ -110,7 +144,7 @@ class RecurrentState:
             assert self.state is not None
             k, v, decay, beta = (array[None] for array in pending.arrays)
             form = self._kernels.gated_delta(pending.num_tokens)
-            self.state = scan(form, k, k, v, decay, beta, self.state).end_state
+            self.state = BatchRow(scan(form, k, k, v, decay, beta, self.state.alone()).end_state, 0)
         self.stash, self.num_replay = None, 0
 
     def checkpoint(self, length: int) -> RecurrentRecord:
@@ -119,19 +153,21 @@ class RecurrentState:
             return RecurrentRecord(None, None)
         self._settle()
         # what is left of the window is the context only: earlier inputs are never read again
-        context = mx.contiguous(self.window[:, : self.window.shape[1] - self._num_dropped])
-        return RecurrentRecord(self.state, context)
+        window = self.window.copy()
+        return RecurrentRecord(self.state.copy(), mx.contiguous(window[:, : window.shape[1] - self._num_dropped]))
 
     def restore(self, record: RecurrentRecord, length: int) -> None:
         """Start from the record; its arrays are never written in place."""
-        self.state, self.window = record.state, record.context
+        self.state = None if record.state is None else BatchRow(record.state, 0)
+        self.window = None if record.context is None else BatchRow(record.context, 0)
         self.stash, self.num_replay, self._num_dropped = None, 0, 0
 
     def cost(self) -> LayerCost:
         """State and context: the same at every length."""
-        return LayerCost(fixed=sum(array.nbytes for array in (self.state, self.window) if array is not None))
+        rows = [row.array for row in (self.state, self.window) if row is not None]
+        return LayerCost(fixed=sum(array.nbytes // array.shape[0] for array in rows))
 
     def arrays(self) -> tuple[mx.array, ...]:
         """State, conv inputs and stash."""
-        held = [array for array in (self.state, self.window) if array is not None]
+        held = [row.array for row in (self.state, self.window) if row is not None]
         return (*held, *(self.stash.arrays if self.stash is not None else ()))

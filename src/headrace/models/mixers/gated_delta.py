@@ -14,28 +14,63 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
 from headrace.models.step import RowSpan, View
-from headrace.state.recurrent import DeltaInputs, RecurrentState
+from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, gather
 
 SHORT_SPAN = 8
-"""Rows of at most so many tokens share one padded scan; a longer chunk is scanned alone."""
+"""Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
 
 L2_EPSILON = 1e-6
 """Added to the sum of squares when q and k are normalised, as in the reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One row's part of the scan."""
+class _Group:
+    """Rows of one shape: equally many tokens, of which equally many are certain."""
 
-    span: RowSpan
-    state: RecurrentState
-    queries: mx.array
-    new: DeltaInputs
-    pending: DeltaInputs | None
+    spans: tuple[RowSpan, ...]
+    states: tuple[RecurrentState, ...]
 
     @property
-    def num_pending(self) -> int:
-        return 0 if self.pending is None else self.pending.num_tokens
+    def num_tokens(self) -> int:
+        """Of each row."""
+        return self.spans[0].num_tokens
+
+    @property
+    def num_certain(self) -> int:
+        """Of each row."""
+        return self.spans[0].num_certain
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether some of the tokens may be dropped."""
+        return self.num_certain < self.num_tokens
+
+    def rows_of(self, packed: mx.array) -> mx.array:
+        """The group's rows `[B, n, …]` of a packed array `[1, T, …]`."""
+        first, last = self.spans[0], self.spans[-1]
+        if last.hi - first.lo == len(self.spans) * self.num_tokens:
+            return packed[0, first.lo : last.hi].reshape(len(self.spans), self.num_tokens, *packed.shape[2:])
+        return mx.stack([packed[0, span.lo : span.hi] for span in self.spans])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What a group feeds into the recurrence: q, k, v `[B, n, heads, dim]`, decay and beta `[B, n, num_v_heads]`."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    decay: mx.array
+    beta: mx.array
+
+    def part(self, start: int, end: int) -> _Tokens:
+        """The tokens `start` to `end` of each row."""
+        parts = (array[:, start:end] for array in (self.q, self.k, self.v, self.decay, self.beta))
+        return _Tokens(*parts)
+
+    def stash(self, row: int, start: int) -> DeltaInputs:
+        """What a row's tokens from `start` on would need to be replayed."""
+        return DeltaInputs(*(array[row, start:] for array in (self.k, self.v, self.decay, self.beta)))
 
 
 class GatedDeltaMixer(nn.Module):
@@ -55,21 +90,17 @@ class GatedDeltaMixer(nn.Module):
         inner, step = self.inner, cache.step
         states = [span.state.layer(cache.layer, partial(RecurrentState, step.kernels)) for span in step.spans]
         qkv, z, b, a = self._project(x)
-        mixed, windows = self._convolve(qkv, step.spans, states)
-        queries, keys, values = self._heads(mixed)
-        decay, beta = compute_g(inner.A_log, a, inner.dt_bias)[0], mx.sigmoid(b)[0]
-        jobs = []
-        for span, state in zip(step.spans, states, strict=True):
-            new = DeltaInputs(keys, values, decay, beta).part(span.lo, span.hi)
-            jobs.append(_Job(span, state, queries[span.lo : span.hi], new, state.pending()))
-        outputs: dict[int, mx.array] = {}
-        for group in _groups(jobs):
-            if group[0].span.state.marks:
-                outputs[group[0].span.lo] = self._scan_with_marks(group[0], windows, step.kernels)
-                continue
-            for job, output in zip(group, self._scan(group, windows, step.kernels), strict=True):
-                outputs[job.span.lo] = output
-        packed = mx.concatenate([outputs[span.lo] for span in step.spans])[None]
+        decay, beta = compute_g(inner.A_log, a, inner.dt_bias), mx.sigmoid(b)
+        groups = _groups(step.spans, states)
+        outputs = []
+        for group in groups:
+            mixed, windows = self._convolve(group, qkv)
+            q, k, v = self._heads(mixed)
+            tokens = _Tokens(q, k, v, group.rows_of(decay), group.rows_of(beta))
+            scan_group = self._scan_with_marks if group.spans[0].state.marks else self._scan
+            y = scan_group(group, tokens, windows, step.kernels)
+            outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
+        packed = _in_step_order(groups, outputs)[None]
         normed = inner.norm(packed.astype(x.dtype), z)
         mixed_out: mx.array = inner.out_proj(normed.reshape(1, step.num_tokens, -1))
         return mixed_out
@@ -84,149 +115,125 @@ class GatedDeltaMixer(nn.Module):
         z = inner.in_proj_z(x).reshape(1, num_tokens, inner.num_v_heads, inner.head_v_dim)
         return inner.in_proj_qkv(x), z, inner.in_proj_b(x), inner.in_proj_a(x)
 
-    def _convolve(
-        self, qkv: mx.array, spans: Sequence[RowSpan], states: Sequence[RecurrentState]
-    ) -> tuple[mx.array, dict[int, mx.array]]:
+    def _convolve(self, group: _Group, qkv: mx.array) -> tuple[mx.array, mx.array]:
         """Causal depthwise convolution of each row behind its own context.
 
-        Gives activated outputs `[T, channels]`, and the raw inputs `[1, kernel - 1 + n, channels]` by the row's `lo`.
+        Gives the activated outputs `[B, n, channels]` and the raw inputs `[B, kernel - 1 + n, channels]`.
         """
-        kernel = self.inner.conv_kernel_size
-        windows: dict[int, mx.array] = {}
-        outputs = []
-        for span, state in zip(spans, states, strict=True):
-            context = state.context(kernel - 1)
-            if context is None:
-                context = mx.zeros((1, kernel - 1, qkv.shape[-1]), qkv.dtype)
-            window = mx.concatenate([context, qkv[:, span.lo : span.hi]], axis=1)
-            outputs.append(self._shifted_sum(window[0]))
-            windows[span.lo] = window
-        return nn.silu(mx.concatenate(outputs)), windows
+        length = self.inner.conv_kernel_size - 1
+        empty = BatchRow(mx.zeros((1, length, qkv.shape[-1]), qkv.dtype), 0)
+        contexts = [state.context(length) for state in group.states]
+        context = gather([empty if one is None else one for one in contexts])
+        windows = mx.concatenate([context, group.rows_of(qkv)], axis=1)
+        return nn.silu(self._shifted_sum(windows)), windows
 
-    def _shifted_sum(self, window: mx.array) -> mx.array:
+    def _shifted_sum(self, windows: mx.array) -> mx.array:
         """The convolution as shifted products: the bits of `conv1d`, at 40 % of its time on a CPU.
 
         Added up in float32 whatever the type, as `conv1d` does.
         """
-        dtype = window.dtype
-        weight, window = self.inner.conv1d.weight.astype(mx.float32), window.astype(mx.float32)
+        dtype = windows.dtype
+        weight, windows = self.inner.conv1d.weight.astype(mx.float32), windows.astype(mx.float32)
         kernel = weight.shape[1]
-        num_outputs = window.shape[0] - kernel + 1
-        total: mx.array = window[:num_outputs] * weight[:, 0, 0]
+        num_outputs = windows.shape[1] - kernel + 1
+        total: mx.array = windows[:, :num_outputs] * weight[:, 0, 0]
         for tap in range(1, kernel):
-            total = total + window[tap : tap + num_outputs] * weight[:, tap, 0]
+            total = total + windows[:, tap : tap + num_outputs] * weight[:, tap, 0]
         return total.astype(dtype)
 
     def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries, keys `[T, num_k_heads, head_k_dim]`, values `[T, num_v_heads, head_v_dim]`."""
-        inner = self.inner
+        """Queries, keys `[B, n, num_k_heads, head_k_dim]`, values `[B, n, num_v_heads, head_v_dim]`."""
+        inner, (num_rows, num_tokens, _) = self.inner, mixed.shape
         q, k, v = mx.split(mixed, [inner.key_dim, 2 * inner.key_dim], axis=-1)
-        q = q.reshape(-1, inner.num_k_heads, inner.head_k_dim)
-        k = k.reshape(-1, inner.num_k_heads, inner.head_k_dim)
+        q = q.reshape(num_rows, num_tokens, inner.num_k_heads, inner.head_k_dim)
+        k = k.reshape(num_rows, num_tokens, inner.num_k_heads, inner.head_k_dim)
         q, k = normalize_qk(q, k, inv_scale=inner.head_k_dim**-0.5, eps=L2_EPSILON)
-        return q, k, v.reshape(-1, inner.num_v_heads, inner.head_v_dim)
+        return q, k, v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
 
-    def _scan_with_marks(self, job: _Job, windows: dict[int, mx.array], kernels: Kernels) -> mx.array:
+    def _scan_with_marks(self, group: _Group, tokens: _Tokens, windows: mx.array, kernels: Kernels) -> mx.array:
         """One row, its scan cut at the marks; the row's state passes them one after the other."""
-        span, window = job.span, windows[job.span.lo]
-        kernel = self.inner.conv_kernel_size - 1
+        (span,), (state,) = group.spans, group.states
+        context = self.inner.conv_kernel_size - 1
         outputs, done = [], 0
         for end in (*(mark - span.start for mark in span.state.marks), span.num_tokens):
             is_last = end == span.num_tokens
-            part = replace(
-                span,
-                lo=span.lo + done,
-                hi=span.lo + end,
-                start=span.start + done,
-                num_certain=span.num_certain - done if is_last else end - done,
-            )
-            new, queries = job.new.part(done, end), job.queries[done:end]
-            piece = _Job(part, job.state, queries, new, job.state.pending() if done else job.pending)
-            outputs += self._scan([piece], {part.lo: window[:, done : end + kernel]}, kernels)
+            num_certain = span.num_certain - done if is_last else end - done
+            piece = replace(span, lo=done, hi=end, start=span.start + done, num_certain=num_certain)
+            part = _Group((piece,), (state,))
+            outputs.append(self._scan(part, tokens.part(done, end), windows[:, done : end + context], kernels))
             if not is_last:
-                assert job.state.state is not None and job.state.window is not None
-                job.state.note(span.start + end, job.state.state, job.state.window)
+                state.note(span.start + end)
             done = end
-        return mx.concatenate(outputs)
+        return mx.concatenate(outputs, axis=1)
 
-    def _scan(self, jobs: Sequence[_Job], windows: dict[int, mx.array], kernels: Kernels) -> list[mx.array]:
-        """Replay what is pending, then run the new tokens: one scan over all jobs, padded with no-op tokens.
+    def _scan(self, group: _Group, tokens: _Tokens, windows: mx.array, kernels: Kernels) -> mx.array:
+        """Replay what is pending, then run the new tokens, in one scan; advances the states.
 
-        Gives each job's outputs `[n, num_v_heads, head_v_dim]` and advances its state.
+        Gives `[B, n, num_v_heads, head_v_dim]`.
         """
-        num_replay = max(job.num_pending for job in jobs)
-        num_new = max(job.span.num_tokens for job in jobs)
-        columns = [_column(job, num_replay, num_new) for job in jobs]
-        q, k, v, decay, beta = (mx.stack([column[i] for column in columns]) for i in range(5))
-        states = mx.concatenate([self._state_of(job) for job in jobs])
-        drafted = any(job.span.num_certain < job.span.num_tokens for job in jobs)
-        # rows of one group have the same number of certain tokens: see _groups
-        keep = num_replay + jobs[0].span.num_certain if drafted else None
-        start = jobs[0].span.start if len(jobs) == 1 and not num_replay else 0
-        form = kernels.gated_delta(num_replay + num_new)
-        result = scan(form, q, k, v, decay, beta, states, keep=keep, start=start)
-        outputs = []
-        for row, job in enumerate(jobs):
-            self._advance(job, windows[job.span.lo], row, result.end_state, result.kept_state)
-            outputs.append(result.y[row, num_replay : num_replay + job.span.num_tokens])
-        return outputs
-
-    def _state_of(self, job: _Job) -> mx.array:
-        inner = self.inner
-        if job.state.state is not None:
-            return job.state.state
-        return mx.zeros((1, inner.num_v_heads, inner.head_v_dim, inner.head_k_dim), mx.float32)
-
-    def _advance(self, job: _Job, window: mx.array, row: int, end_state: mx.array, kept_state: mx.array | None) -> None:
-        span = job.span
-        if span.num_certain == span.num_tokens:
+        pending = [state.pending() for state in group.states]
+        num_replay = max(0 if one is None else one.num_tokens for one in pending)
+        fed = _behind_pending(pending, num_replay, tokens) if num_replay else tokens
+        keep = num_replay + group.num_certain if group.is_drafted else None
+        # the grid of the chunked form stands at absolute positions; a verified window needs none
+        start = group.spans[0].start if len(group.spans) == 1 and not num_replay else 0
+        form = kernels.gated_delta(num_replay + group.num_tokens)
+        result = scan(form, fed.q, fed.k, fed.v, fed.decay, fed.beta, self._states(group), keep=keep, start=start)
+        if result.kept_state is None:
             # nothing to roll back: only the context of the next token stays
-            context = mx.contiguous(window[:, span.num_tokens :])
-            job.state.advance(end_state[row : row + 1], context, None)
-            return
-        assert kept_state is not None
-        stash = job.new.part(span.num_certain, span.num_tokens)
-        job.state.advance(kept_state[row : row + 1], window, stash)
-
-
-def _groups(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Short rows together by their number of certain tokens, long chunks alone."""
-    short: dict[tuple[int, bool], list[_Job]] = {}
-    alone = []
-    for job in jobs:
-        if job.span.num_tokens <= SHORT_SPAN and not job.span.state.marks:
-            short.setdefault(_group_key(job.span), []).append(job)
+            context = mx.contiguous(windows[:, group.num_tokens :])
+            for row, state in enumerate(group.states):
+                state.advance(BatchRow(result.end_state, row), BatchRow(context, row), None)
         else:
-            alone.append([job])
-    return [*short.values(), *alone]
+            for row, state in enumerate(group.states):
+                stash = tokens.stash(row, group.num_certain)
+                state.advance(BatchRow(result.kept_state, row), BatchRow(windows, row), stash)
+        return result.y[:, num_replay:]
+
+    def _states(self, group: _Group) -> mx.array:
+        inner = self.inner
+        empty = BatchRow(mx.zeros((1, inner.num_v_heads, inner.head_v_dim, inner.head_k_dim), mx.float32), 0)
+        return gather([empty if state.state is None else state.state for state in group.states])
 
 
-def _group_key(span: RowSpan) -> tuple[int, bool]:
-    """Rows whose state is kept at the same step of the scan; rows without drafts keep their end state."""
-    drafted = span.num_certain < span.num_tokens
-    return (span.num_certain if drafted else 0, drafted)
+def _groups(spans: Sequence[RowSpan], states: Sequence[RecurrentState]) -> list[_Group]:
+    """Short rows together by their shape; long chunks, and rows that leave snapshots on the way, alone."""
+    together: dict[Any, list[tuple[RowSpan, RecurrentState]]] = {}
+    for span, state in zip(spans, states, strict=True):
+        is_short = span.num_tokens <= SHORT_SPAN and not span.state.marks
+        shape = (span.num_tokens, span.num_certain) if is_short else (span.lo,) * 3
+        together.setdefault(shape, []).append((span, state))
+    return [_Group(tuple(span for span, _ in rows), tuple(state for _, state in rows)) for rows in together.values()]
 
 
-def _column(job: _Job, num_replay: int, num_new: int) -> list[mx.array]:
-    """q, k, v, decay, beta `[num_replay + num_new, …]` of one row: pending tokens, then new ones.
+def _in_step_order(groups: Sequence[_Group], outputs: Sequence[mx.array]) -> mx.array:
+    """The groups' outputs `[B · n, …]` as the step's tokens stand, `[T, …]`."""
+    order = [token for group in groups for span in group.spans for token in range(span.lo, span.hi)]
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(list(outputs))
+    if order == list(range(len(order))):
+        return joined
+    return joined[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
-    Pads stand in front of the pending tokens and behind the new ones and are no-ops: k = 0, decay = 1, beta = 0.
+
+def _behind_pending(pending: Sequence[DeltaInputs | None], num_replay: int, tokens: _Tokens) -> _Tokens:
+    """The rows' pending tokens in front of their new ones, `[B, num_replay + n, …]`.
+
+    Rows with fewer pending tokens are padded in front with no-ops: k = 0, decay = 1, beta = 0.
     """
-    before = num_replay - job.num_pending
-    after = num_new - job.span.num_tokens
     # what a pending token would read is of no interest, so its key stands in for its query
-    first = job.pending.k if job.pending is not None else None
-    parts = [(first, job.queries, 0.0), (first, job.new.k, 0.0)]
-    pending = job.pending
-    parts.append((pending.v if pending is not None else None, job.new.v, 0.0))
-    parts.append((pending.decay if pending is not None else None, job.new.decay, 1.0))
-    parts.append((pending.beta if pending is not None else None, job.new.beta, 0.0))
-    return [_padded(old, new, before, after, fill) for old, new, fill in parts]
+    k = _padded([None if one is None else one.k for one in pending], num_replay, tokens.k, 0.0)
+    v = _padded([None if one is None else one.v for one in pending], num_replay, tokens.v, 0.0)
+    decay = _padded([None if one is None else one.decay for one in pending], num_replay, tokens.decay, 1.0)
+    beta = _padded([None if one is None else one.beta for one in pending], num_replay, tokens.beta, 0.0)
+    news = (tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta)
+    return _Tokens(*(mx.concatenate([old, new], axis=1) for old, new in zip((k, k, v, decay, beta), news, strict=True)))
 
 
-def _padded(old: mx.array | None, new: mx.array, before: int, after: int, fill: float) -> mx.array:
-    tokens = new if old is None else mx.concatenate([old, new])
-    if not before and not after:
-        return tokens
-    widths = [(before, after)] + [(0, 0)] * (tokens.ndim - 1)
-    return mx.pad(tokens, widths, constant_values=fill)
+def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:
+    """Rows of at most `length` tokens each, padded in front: `[B, length, …]`."""
+    padded = []
+    for row in rows:
+        tokens = mx.zeros((0, *like.shape[2:]), like.dtype) if row is None else row
+        widths = [(length - tokens.shape[0], 0)] + [(0, 0)] * (tokens.ndim - 1)
+        padded.append(mx.pad(tokens, widths, constant_values=fill))
+    return mx.stack(padded)
