@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from headrace.backend.activations import swiglu
 from headrace.backend.gated_delta import Form, choose
 
 
@@ -21,6 +24,11 @@ class Kernels:
     def gated_delta(self, num_tokens: int) -> Form:
         """Form of the gated delta rule for a scan of `num_tokens` per row."""
         return choose(self.numerics, self.device, num_tokens)
+
+    @property
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """Functions to put in place of mlx-lm's of the same global name."""
+        return {"swiglu": swiglu} if self.device == "cpu" and self.numerics == "fast" else {}
 
     @property
     def goes_token_by_token(self) -> bool:

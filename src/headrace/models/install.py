@@ -14,6 +14,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
+from headrace.backend.kernels import Kernels
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes
@@ -168,7 +169,7 @@ def _window(entry: Any) -> Any:
 class Installation:
     """Replacements made on a loaded model, in the order they were made."""
 
-    def __init__(self, model: Any, levels: Levels) -> None:
+    def __init__(self, model: Any, levels: Levels, kernels: Kernels) -> None:
         self.tap = Tap()
         self.is_tapped = False
         self._undos: list[Undo] = []
@@ -177,7 +178,8 @@ class Installation:
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
         for place in mixers_of(model):
             self._install(place, levels[type(place.module)], fresh_cache)
-        self._undos += [rebind(module, REPLACEMENTS) for module in _users_of(REPLACEMENTS, model)]
+        around = {**REPLACEMENTS, **kernels.replacements}
+        self._undos += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)
 
     def _install(self, place: Place, level: Level, fresh_cache: FreshCache) -> None:

@@ -36,7 +36,7 @@ class PackedModel:
         self.levels = levels
         self.kernels = kernels
         self._windows = windows_of(model)
-        self._installation = Installation(model, levels)
+        self._installation = Installation(model, levels, kernels)
         self._is_whole = Level.WHOLE in levels.values()
 
     def forward(self, rows: Sequence[Row], picks: Sequence[int]) -> mx.array:
