@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,12 +14,12 @@ from headrace.errors import RequestCancelled
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
 from headrace.session.session import Session
-from headrace.text.template import RenderedPrompt
-from headrace.types.chat import ChatRequest, TextPart
+from headrace.text.template import PromptHead, RenderedPrompt
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import Counters, EngineStatus, Histogram, MemoryStatus, Phase, RequestStatus
+from headrace.types.status import CacheStatus, Counters, EngineStatus, Histogram, MemoryStatus, Phase, RequestStatus
 
 END = 256
 """Token id that ends an answer; ids below it are bytes."""
@@ -44,6 +45,10 @@ class ByteTokenizer:
 
     def encode_document(self, text: str) -> list[int]:
         return [BEGIN, *text.encode()]
+
+    def least_num_tokens(self, texts: Iterable[str]) -> int:
+        # As if a token could be eight bytes long: the bound of a real vocabulary is far from the truth too.
+        return -(-sum(len(text.encode()) for text in texts) // 8)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
         texts = [bytes([each]) if each < END else _SPECIAL[each].encode() for each in token_ids]
@@ -76,12 +81,16 @@ class ByteDetokenizer:
 class PlainTemplate:
     """Every message as `role: text`, a line each; raises what it is told to."""
 
+    exists = True
+
     def __init__(self, *, thinking_open: bool = False, error: Exception | None = None) -> None:
         self.requests: list[ChatRequest] = []
         self._thinking_open = thinking_open
         self._error = error
 
-    def render(self, request: ChatRequest) -> RenderedPrompt:
+    def render(
+        self, request: ChatRequest, *, max_model_len: int | None = None, finds_boundaries: bool = True
+    ) -> RenderedPrompt:
         self.requests.append(request)
         if self._error is not None:
             raise self._error
@@ -93,6 +102,10 @@ class PlainTemplate:
         return RenderedPrompt(
             token_ids=tuple(rendered.encode()), boundaries=(), thinking_open=self._thinking_open, text=rendered
         )
+
+    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+        prompt = self.render(replace(request, messages=(*request.messages, answer)))
+        return PromptHead(prompt.token_ids, prompt.boundaries)
 
 
 Step = Sequence[int] | Exception | asyncio.Event | str
@@ -179,6 +192,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.refusal: Exception | None = None
         self.sick: str | None = None
+        self.held: CacheStatus | None = None
         self.stopped = False
         self.on_start: Callable[[], None] = lambda: None
         self.on_abort: Callable[[], None] = lambda: None
@@ -214,9 +228,17 @@ class FakeEngine:
             num_running=len(self._live()),
             num_waiting=0,
             requests=tuple(_status_of(stream.request) for stream in self._live()),
-            memory=MemoryStatus(1000, 500, 20, 10, 510),
+            memory=MemoryStatus(1000, 500, 20, 10, 5, 515),
             counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), *[histogram] * 4),
+            cache=self.held,
         )
+
+    async def cache(self) -> CacheStatus | None:
+        return self.held
+
+    async def clear_cache(self) -> int:
+        freed, self.held = self.held.num_bytes if self.held is not None else 0, None
+        return freed
 
     def _live(self) -> list[FakeStream]:
         return [stream for stream in self._streams if not (stream.is_over or stream.is_cancelled)]
@@ -225,7 +247,8 @@ class FakeEngine:
         rooms = dict.fromkeys(range(request.num_choices), request.max_tokens)
         told = request.num_prompt_logprobs
         prompt = None if told is None else (None, *(fake_logprobs(token_id, told) for token_id in request.prompt[1:]))
-        for step in (*self._script, None):
+        script = self._script if request.max_tokens else ()
+        for step in (*script, None):
             await asyncio.sleep(0)
             if isinstance(step, Exception):
                 raise step
@@ -246,7 +269,7 @@ def _end(
     step: Sequence[int] | str | None, request: GenerationRequest, room: int
 ) -> tuple[tuple[int, ...], FinishReason | None]:
     if step is None:
-        return (), FinishReason.STOP
+        return (), FinishReason.STOP if request.max_tokens else FinishReason.LENGTH
     return _cut(step.encode() if isinstance(step, str) else step, request, room)
 
 
@@ -299,6 +322,7 @@ def thinking_family() -> ModelFamily:
     return find_family("fake", THINKING_TEMPLATE)
 
 
-def fake_session(engine: FakeEngine, template: PlainTemplate | None = None) -> Session:
+def fake_session(engine: FakeEngine, template: PlainTemplate | None = None, *, prepares_turns: bool = False) -> Session:
     """A session over a fake engine; text and tokens are bytes of each other."""
-    return Session(engine, ByteTokenizer(), template or PlainTemplate(), thinking_family())
+    words = ByteTokenizer(), template or PlainTemplate(), thinking_family()
+    return Session(engine, *words, prepares_turns=prepares_turns)

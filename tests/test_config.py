@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig, load_config
+from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig, load_config, warn_of_unknown_variables
 from headrace.errors import ConfigError
 
 
@@ -110,6 +110,19 @@ def test_a_flag_that_makes_no_sense_is_refused_by_name(flags: list[str], named: 
 def test_a_variable_that_makes_no_sense_is_refused_by_name(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=variable):
         load_config([], {variable: value})
+
+
+def test_variables_that_are_no_knobs_are_warned_of_with_the_name_that_was_meant(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known = ("HEADRACE_MODEL", "HEADRACE_PORT", "HEADRACE_SELF_CHECK", "HEADRACE_BACKEND", "HEADRACES_PORT", "PORT")
+    warn_of_unknown_variables(dict.fromkeys(known, "1"))
+    assert caplog.text == ""
+    warn_of_unknown_variables({"HEADRACE_PROT": "80", "HEADRACE_ZZZ": "", "HEADRACE_PORT": "1"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the environment variable HEADRACE_PROT is unknown and has no effect; did you mean HEADRACE_PORT?",
+        "the environment variable HEADRACE_ZZZ is unknown and has no effect",
+    ]
 
 
 def test_flags_are_never_guessed_from_their_beginning() -> None:

@@ -26,8 +26,8 @@ DEFAULT_MODEL = "miniature"
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT_PREFIX = "HEADRACE_"
-_SETUP_VARIABLES = frozenset({"HEADRACE_BACKEND"})
-"""Those that only the scripts around the program read."""
+_SETUP_VARIABLES = frozenset({"BACKEND"})
+"""Those, without the prefix, that only the scripts around the program read."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -72,6 +72,12 @@ class EngineConfig:
     )
     prefix_cache: str = knob(
         "on", "keep what prompts have computed, so that the next turn pays only for what is new", choices=("on", "off")
+    )
+    history: str = knob(
+        "stable",
+        "how earlier answers are written into a prompt: in one form for good, so that what was computed of them stays "
+        "of use, or as the chat template would",
+        choices=("stable", "template"),
     )
     cache_dir: str | None = knob(
         None, "folder where the prefix cache is kept on disk too, over restarts; models may share it", metavar="FOLDER"
@@ -136,12 +142,13 @@ def quiet_libraries() -> None:
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
     """Log each variable that looks like a knob of ours and is none: mistyped, it would be ignored without a word."""
-    known = {f"{_ENVIRONMENT_PREFIX}MODEL", *_SETUP_VARIABLES}
-    known |= {knob.variable for section in _SECTIONS.values() for knob in _knobs(section)}
+    known = {knob.name.upper() for section in _SECTIONS.values() for knob in _knobs(section)}
+    known |= {"MODEL", *_SETUP_VARIABLES}
     for name in sorted(os.environ if environ is None else environ):
-        if name.startswith(_ENVIRONMENT_PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+        if name.startswith(_ENVIRONMENT_PREFIX) and name.removeprefix(_ENVIRONMENT_PREFIX) not in known:
+            # The prefix that all share would make any two look alike.
+            close = difflib.get_close_matches(name.removeprefix(_ENVIRONMENT_PREFIX), known, n=1)
+            hint = f"; did you mean {_ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
             log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
 
 

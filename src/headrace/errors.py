@@ -58,6 +58,18 @@ class ContextTooLong(InvalidRequest):
 
     code = "context_length_exceeded"
 
+    @classmethod
+    def of_prompt(cls, max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> ContextTooLong:
+        """The error for a prompt by itself, in the wording that agents act on.
+
+        param: the field that the prompt came in. at_least: its tokens were not counted, but are no fewer.
+        """
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
+            f"{'at least ' if at_least else ''}{num_tokens} tokens. Please reduce the length of the {param}.",
+            param=param,
+        )
+
 
 class AuthenticationFailed(RequestError):
     """No key or a wrong one."""

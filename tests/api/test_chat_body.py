@@ -11,7 +11,7 @@ import pytest
 from headrace.api.openai_chat import ChatCompletionBody, read_chat_completion
 from headrace.api.openai_fields import CHAT_FIELDS
 from headrace.api.openai_sampling import Call
-from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
@@ -67,6 +67,7 @@ def test_both_names_of_max_tokens_are_taken_unless_they_differ() -> None:
     assert read(max_completion_tokens=5).request.stop.max_tokens == 5
     assert read(max_completion_tokens=5, max_tokens=5).request.stop.max_tokens == 5
     assert refusal(max_completion_tokens=5, max_tokens=6).param == "max_tokens"
+    assert read(max_tokens=0).request.stop.max_tokens == 0
 
 
 def test_null_is_the_same_as_absent_for_every_field() -> None:
@@ -182,8 +183,8 @@ def test_media_parts_are_refused_by_path(kind: str) -> None:
         ("top_k", 1.5), ("top_k", -2), ("top_k", True), ("top_k", 2**31),
         ("min_p", -1), ("min_p", 2),
         ("seed", "7"), ("seed", 2**63), ("seed", 1.0),
-        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", True), ("max_tokens", "8"),
-        ("max_completion_tokens", 0),
+        ("max_tokens", -1), ("max_tokens", True), ("max_tokens", "8"),
+        ("max_completion_tokens", -1),
         ("stop", 3), ("stop", ""), ("stop", ["x"] * 65),
         ("stop_token_ids", 3), ("ignore_eos", 1), ("stream", "yes"), ("stream", 1),
         ("model", 5), ("enable_thinking", "no"), ("reasoning_effort", "enormous"),
@@ -196,6 +197,7 @@ def test_media_parts_are_refused_by_path(kind: str) -> None:
         ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", True),
         ("prompt_logprobs", -1), ("prompt_logprobs", True),
         ("priority", "high"), ("priority", 2**31), ("user", 5), ("prompt_cache_key", ["a"]),
+        ("cache_salt", ""), ("cache_salt", 5),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_or_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
@@ -300,13 +302,78 @@ def test_an_unfinished_assistant_turn_can_be_continued() -> None:
     "body",
     [
         b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"messages": NaN}', b'{"seed": Infinity}',
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"seed": ' + b"9" * 5000 + b"}",
         b'{"messages":[{"role":"user","content":"a"}],"temperature":1e999}',
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         read_chat_completion(body)
+
+
+@pytest.mark.parametrize(
+    ("written", "read_as"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"\uD83D\uD83D\uDE00", "\ufffd\U0001f600"),
+        (r"\ude00\ud83d", "\ufffd\ufffd"),
+        (r"a\ud83d\n\ude00b", "a\ufffd\n\ufffdb"),
+        (r"\\ud83d", r"\ud83d"),
+        (r"\\\ud83d\\", "\\\ufffd\\"),
+        (r"\ud83d\u0041", "\ufffdA"),
+    ],
+)
+def test_half_a_surrogate_pair_is_read_as_a_replacement_character(written: str, read_as: str) -> None:
+    body = '{"messages": [{"role": "user", "content": "TEXT"}], "stop": ["TEXT"]}'.replace("TEXT", written)
+    request = read_chat_completion(body.encode()).request
+    assert request.messages[0].content == (TextPart(read_as),)
+    assert request.stop.strings == (read_as,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["x"] * 65}, "stop: list should have at most 64 items after validation, not 65"),
+        ({"stop": "x" * 1025}, "stop: string should have at most 1024 characters"),
+        ({"stop": 5}, "stop: input should be a string or a list"),
+        ({"messages": [5]}, "messages[0]: input should be an object"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: input should be a string or a list"),
+        ({"stream_options": True}, "stream_options: input should be an object"),
+        ({"stream": "yes"}, "stream: input should be true or false"),
+        ({"temperature": "1"}, "temperature: input should be a number"),
+        ({"n": "2"}, "n: input should be a whole number"),
+    ],
+)
+def test_errors_speak_of_the_value_and_of_json_not_of_our_classes(fields: dict[str, Any], message: str) -> None:
+    assert refusal(**fields).message == message
+
+
+def test_more_messages_than_tokens_are_refused_before_anybody_looks_at_them() -> None:
+    body = json.dumps({"messages": [7] * 9}).encode()
+    with pytest.raises(ContextTooLong, match="length is 8 tokens. However, your messages resulted in at least 9") as one:
+        read_chat_completion(body, max_model_len=8)
+    assert one.value.param == "messages"
+    assert len(read_chat_completion(json.dumps({"messages": HELLO * 8}).encode(), 8).request.messages) == 8
+
+
+@pytest.mark.parametrize("name", ["content", "tool_calls"])
+def test_more_parts_or_calls_than_tokens_are_refused_by_their_path(name: str) -> None:
+    body = json.dumps({"messages": [*HELLO, {"role": "assistant", name: [7] * 9}]}).encode()
+    with pytest.raises(InvalidRequest, match="at most 8 elements") as caught:
+        read_chat_completion(body, max_model_len=8)
+    assert caught.value.param == f"messages[1].{name}"
+
+
+def test_only_the_first_wrong_message_is_looked_at() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read([*HELLO, *[{"role": "user", "content": [{"type": "text", "text": 5}, {}]}] * 1000])
+    assert caught.value.param == "messages[1].content[0].text"
+    assert caught.value.__cause__.error_count() < 5
+
+
+def test_what_a_prompt_may_share_with_others_is_taken_over() -> None:
+    assert read(cache_salt="tenant 7").request.cache_salt == "tenant 7"
+    assert read().request.cache_salt == ""
 
 
 def test_characters_outside_the_basic_plane_survive_both_ways_of_writing_them() -> None:

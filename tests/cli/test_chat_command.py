@@ -141,7 +141,8 @@ def test_the_command_loads_the_model_talks_and_stops_the_engine(
 ) -> None:
     engine = FakeEngine("hello there")
     monkeypatch.setattr(chat.Engine, "launch", lambda config: engine)
-    monkeypatch.setattr(chat.Session, "over", fake_session)
+    monkeypatch.setattr(chat, "configured_words", lambda config: None)
+    monkeypatch.setattr(chat.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.setattr("builtins.input", person("hi"))
     chat.run([])
     assert "hello there" in capsys.readouterr().out

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fakes import FakeEngine, describe, fake_session
 
 import headrace
 from headrace.cli import chat, doctor, serve
 from headrace.cli.main import main
 from headrace.config import Config
 from headrace.errors import ModelError
+
+
+QWEN = Path(__file__).parent.parent / "data" / "text" / "qwen35"
+
+
+def stop_here(config: Config) -> None:
+    raise ModelError("far enough")
 
 
 def refuse_to_launch(config: Config) -> None:
@@ -55,6 +66,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (serve, chat):
+        monkeypatch.setattr(module, "configured_words", refuse_to_launch)
         monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
     assert main(words) == 2
     shown = capsys.readouterr()
@@ -70,6 +82,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_too(
     def launch(config: Config) -> None:
         raise ModelError(f"{config.model} has no config.json")
 
+    monkeypatch.setattr(serve, "configured_words", lambda config: None)
     monkeypatch.setattr(serve.Engine, "launch", launch)
     assert main(["serve", "some/where", "--port", "0"]) == 2
     assert capsys.readouterr().err == "headrace: some/where has no config.json\n"
@@ -81,6 +94,7 @@ def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
     def launch(config: Config) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(chat, "configured_words", lambda config: None)
     monkeypatch.setattr(chat.Engine, "launch", launch)
     assert main(["chat"]) == 130
     assert capsys.readouterr().err == "headrace: interrupted\n"
@@ -89,13 +103,68 @@ def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
 def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = FakeEngine(model=replace(describe(), report=("level of its layers",)))
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
-    monkeypatch.setattr(doctor, "diagnose", lambda config: [f"the model {config.model}"])
+    monkeypatch.setattr(doctor, "configured_words", lambda config: print(f"words of {config.model}"))
+    monkeypatch.setattr(doctor.Engine, "launch", lambda config: engine)
+    monkeypatch.setattr(doctor.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.delenv("HEADRACE_MODEL", raising=False)
     assert main(["doctor", "--numerics", "exact"]) == 0
     assert capsys.readouterr().out == "the machine, exact\n"
+    assert not engine.stopped
     assert main(["doctor", "some/where"]) == 0
-    assert capsys.readouterr().out == "the machine, fast\nthe model some/where\n"
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == ["the machine, fast", "words of some/where", "level of its layers"]
+    # What a session over the model has to say: the family, how it thinks, what its template takes.
+    assert said[3:] == list(fake_session(engine).notes)
+    assert any("thinking" in line for line in said)
+    assert engine.stopped
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor"])
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", None, "no tokenizer could be loaded"),
+        ("tokenizer.json", "{", "no tokenizer could be loaded"),
+        ("chat_template.jinja", "{% if %}", "chat template is broken in line 1"),
+        ("generation_config.json", "[", "not valid JSON"),
+        ("generation_config.json", '{"temperature": "warm"}', "generation_config.json"),
+        ("config.json", "{}", "names no model_type"),
+    ],
+)
+def test_what_is_wrong_with_a_models_small_files_is_said_before_its_weights_are_loaded(
+    command: str,
+    file: str,
+    content: str | None,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "machine_report", lambda numerics: [])
+    for module in (serve, chat, doctor):
+        monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
+    folder = tmp_path / "model"
+    shutil.copytree(QWEN, folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3_5"}')
+    (folder / file).unlink(missing_ok=True)
+    if content is not None:
+        (folder / file).write_text(content)
+    assert main([command, str(folder), *(("--port", "0") if command == "serve" else ())]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor"])
+def test_a_variable_that_is_no_knob_is_warned_of_by_name(
+    command: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "machine_report", lambda numerics: [])
+    for module in (serve, chat, doctor):
+        monkeypatch.setattr(module, "configured_words", stop_here)
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQ", "4")
+    assert main([command, "some/where", *(("--port", "0") if command == "serve" else ())]) == 2
+    assert "HEADRACE_MAX_NUM_SEQ is unknown" in caplog.text
 
 
 def test_simple_answers_do_not_wait_for_heavy_imports() -> None:

@@ -9,7 +9,7 @@ import socket
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, describe, fake_session
+from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from loopback import serving
 
 from headrace.cli import serve
@@ -17,10 +17,14 @@ from headrace.config import Config, ServerConfig
 from headrace.errors import ConfigError
 
 
-def test_the_curl_line_that_is_printed_works_as_it_stands() -> None:
+@pytest.mark.parametrize("takes_chats", [True, False])
+def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> None:
     async def scenario() -> httpx.Response:
-        async with serving(fake_session(FakeEngine("Paris", (END,)))) as url:
-            text = serve.ready_text(Config(), url, "fake-model")
+        template = PlainTemplate()
+        template.exists = takes_chats
+        session = fake_session(FakeEngine("Paris", (END,)), template)
+        async with serving(session) as url:
+            text = serve.ready_text(Config(), url, session)
             words = shlex.split(next(line for line in text.splitlines() if line.startswith("curl ")))
             assert words[1] == "-N"
             name, _, value = words[words.index("-H") + 1].partition(": ")
@@ -29,26 +33,38 @@ def test_the_curl_line_that_is_printed_works_as_it_stands() -> None:
 
     response = asyncio.run(scenario())
     assert response.status_code == 200
-    assert "Paris" in "".join(
-        json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
-        for line in response.text.splitlines()
-        if line.startswith("data: {")
-    )
+    chunks = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    said = [choice["delta"].get("content", "") if takes_chats else choice["text"] for choice in choices]
+    assert "".join(said) == "Paris"
 
 
 def test_the_key_is_not_printed() -> None:
     config = Config(server=ServerConfig(api_key="secret", served_model_name=("mine",)))
-    text = serve.ready_text(config, "http://127.0.0.1:1", "fake-model")
+    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
     assert "secret" not in text
     assert "Authorization: Bearer YOUR_KEY" in text
     assert '"mine"' in text
+
+
+def test_an_interrupted_server_does_not_wait_for_the_engine(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "serve", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        serve.run(["--port", "0"])
+    assert not engine.stopped
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
     monkeypatch.setattr(serve.Engine, "launch", lambda config: engine)
-    monkeypatch.setattr(serve.Session, "over", fake_session)
+    monkeypatch.setattr(serve, "configured_words", lambda config: None)
+    monkeypatch.setattr(serve.Session, "over", lambda engine, *_, **__: fake_session(engine))
     return engine
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from headrace.metrics.prometheus import render
-from headrace.types.status import Counters, EngineStatus, Histogram, MemoryStatus, ProcessStatus
+from headrace.types.status import CacheStatus, Counters, EngineStatus, Histogram, MemoryStatus, ProcessStatus
 
 FIRST_TOKEN = Histogram((0.5, 1.0), (3, 0, 2), 7.25)
 OTHER = Histogram((2.5,), (1, 0), 0.125)
@@ -16,11 +16,12 @@ STATUS = EngineStatus(
     num_running=3,
     num_waiting=2,
     requests=(),
-    memory=MemoryStatus(1000, 400, 300, 200, 640),
+    memory=MemoryStatus(1000, 400, 300, 200, 50, 640),
     counters=Counters(
         11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5),
         OTHER, OTHER,
     ),
+    cache=CacheStatus(50, 30, 4, 2, 9, 5, 700, 600),
 )  # fmt: skip
 PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
 
@@ -91,7 +92,11 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("headrace:memory_weights_bytes", 400),
         ("headrace:memory_reserved_bytes", 300),
         ("headrace:memory_state_bytes", 200),
+        ("headrace:memory_records_bytes", 50),
         ("headrace:memory_device_bytes", 640),
+        ("vllm:prefix_cache_queries_total", 700),
+        ("vllm:prefix_cache_hits_total", 600),
+        ("headrace:cache_bytes", 50),
         ("headrace:process_uptime_seconds", 12.5),
         ("headrace:process_cpu_seconds_total", 3.25),
         ("headrace:process_peak_memory_bytes", 77),
@@ -99,6 +104,11 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
 )
 def test_each_number_stands_under_its_name(name: str, number: float) -> None:
     assert value(read(render(STATUS, "m", PROCESS)), name) == number
+
+
+def test_a_cache_that_is_switched_off_has_no_numbers() -> None:
+    page = render(replace(STATUS, cache=None), "m", PROCESS)
+    assert not [name for name in read(page) if "cache" in name]
 
 
 def test_every_reason_is_there_from_the_start() -> None:

@@ -88,7 +88,7 @@ def test_a_stream_interleaves_choices_and_ends_each_once(path: str) -> None:
 
 
 def test_a_scored_echo_without_new_tokens_is_the_prompts_own_likelihood() -> None:
-    engine = FakeEngine("never", asyncio.Event())
+    engine = FakeEngine("never")
     (choice,) = post(COMPLETIONS, engine, prompt="ab", max_tokens=0, echo=True, logprobs=1).json()["choices"]
     assert choice["text"] == "ab"
     told = choice["logprobs"]
@@ -96,7 +96,7 @@ def test_a_scored_echo_without_new_tokens_is_the_prompts_own_likelihood() -> Non
     assert told["token_logprobs"] == [None, *(fake_logprobs(byte, 0).logprob for byte in b"ab")]
     assert told["top_logprobs"] == [None, {"a": told["token_logprobs"][1]}, {"b": told["token_logprobs"][2]}]
     assert told["text_offset"] == [0, 0, 1]
-    assert (engine.requests[0].max_tokens, engine.aborted) == (1, [])
+    assert (engine.requests[0].max_tokens, engine.aborted) == (0, [])
 
 
 @pytest.mark.parametrize("steps", [("é🎉!",), ("é", "🎉", "!"), tuple(bytes([each]) for each in "é🎉!".encode())])

@@ -16,6 +16,7 @@ from headrace import __version__
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, Overloaded
 from headrace.server.app import build_app
+from headrace.types.status import CacheStatus
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "any", "messages": [{"role": "user", "content": "tell me a secret"}]}
@@ -230,3 +231,61 @@ def test_a_request_without_an_answer_has_no_numbers_of_one(caplog: pytest.LogCap
         talk(FakeEngine(), conversation)
     assert [record.fields["status"] for record in logged(caplog)] == [200, 400]
     assert all("num_output_tokens" not in record.fields for record in logged(caplog))
+
+
+def test_the_prefix_cache_is_shown_with_its_rates() -> None:
+    engine = FakeEngine()
+    engine.held = CacheStatus(50, 30, 4, 2, num_lookups=8, num_hits=6, num_lookup_tokens=700, num_hit_tokens=350)
+
+    async def conversation(client: httpx.AsyncClient) -> tuple[dict[str, Any], dict[str, Any]]:
+        return (await client.get("/v1/cache")).json(), (await client.get("/v1/status")).json()["cache"]
+
+    alone, in_status = talk(engine, conversation)
+    assert alone == {
+        "object": "cache", "enabled": True, **in_status, "hit_rate": 0.75, "token_hit_rate": 0.5,
+    }  # fmt: skip
+    assert (in_status["num_bytes"], in_status["num_snapshots"]) == (50, 2)
+
+
+def test_a_cache_that_nobody_asked_yet_has_no_rates_and_one_that_is_off_says_so() -> None:
+    engine = FakeEngine()
+    off = talk(engine, lambda client: client.get("/v1/cache")).json()
+    assert off == {"object": "cache", "enabled": False}
+    engine.held = CacheStatus(0, 0, 0, 0, 0, 0, 0, 0)
+    fresh = talk(engine, lambda client: client.get("/v1/cache")).json()
+    assert (fresh["hit_rate"], fresh["token_hit_rate"]) == (None, None)
+
+
+def test_emptying_the_cache_tells_what_that_freed() -> None:
+    engine = FakeEngine()
+    engine.held = CacheStatus(50, 30, 4, 2, 8, 6, 700, 350)
+    answer = talk(engine, lambda client: client.delete("/v1/cache"))
+    assert (answer.status_code, answer.json()) == (200, {"object": "cache.cleared", "freed_bytes": 50})
+    assert engine.held is None
+
+
+def test_a_dead_engine_has_no_cache_to_show_or_empty() -> None:
+    engine = FakeEngine()
+    engine.sick = "its thread ended"
+    for method in ("GET", "DELETE"):
+        answer = talk(engine, lambda client, method=method: client.request(method, "/v1/cache"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_of_no_tokens_warms_the_cache_and_says_nothing(stream: bool) -> None:
+    fields = {**BODY, "max_tokens": 0, "stream": stream}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    answer = talk(FakeEngine("never"), lambda client: client.post(CHAT, json=fields))
+    assert answer.status_code == 200
+    if stream:
+        told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        content = "".join(each["choices"][0]["delta"].get("content", "") for each in told if each["choices"])
+        (reason,) = [each["choices"][0]["finish_reason"] for each in told if each["choices"]][-1:]
+        usage = told[-1]["usage"]
+    else:
+        (choice,) = answer.json()["choices"]
+        content, reason, usage = choice["message"]["content"], choice["finish_reason"], answer.json()["usage"]
+    assert (content, reason) == ("", "length")
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len("user: tell me a secret\n"), 0)

@@ -169,10 +169,10 @@ def test_the_prompts_own_scores_alone_leave_an_echo_without_any() -> None:
 
 
 def test_no_tokens_at_all_scores_the_prompt_only() -> None:
-    engine = FakeEngine("c", asyncio.Event())
+    engine = FakeEngine("c")
     wanted = complete("ab", echo=True, stop=RequestedStop(max_tokens=0), answers=RequestedAnswers(2, 0))
     events = events_of(fake_session(engine), wanted)
-    assert engine.requests[0].max_tokens == 1
+    assert engine.requests[0].max_tokens == 0
     assert [text_of(events, choice) for choice in (0, 1)] == ["ab", "ab"]
     assert events[-1].usage.num_output_tokens == 0
     assert events[-1].reason is FinishReason.LENGTH
@@ -197,6 +197,14 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
         ContextTooLong, match="context length is 6 tokens. However, your prompt resulted in 6"
     ) as caught:
         events_of(fake_session(FakeEngine("a", model=describe(max_model_len=6))), complete("hello"))
+    assert caught.value.param == "prompt"
+
+
+def test_a_prompt_that_can_not_fit_is_refused_before_it_is_encoded() -> None:
+    session = fake_session(FakeEngine("a", model=describe(max_model_len=6)))
+    session._tokenizer.encode_document = None
+    with pytest.raises(ContextTooLong, match="your prompt resulted in at least 125 tokens") as caught:
+        events_of(session, complete("x" * 1000))
     assert caught.value.param == "prompt"
 
 

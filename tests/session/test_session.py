@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -170,6 +171,27 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
     assert engine.requests == []
 
 
+def test_a_conversation_that_can_not_fit_is_refused_before_it_is_rendered() -> None:
+    engine, template = FakeEngine("a", model=describe(max_model_len=12)), PlainTemplate()
+    session = fake_session(engine, template)
+    with pytest.raises(ContextTooLong, match="12 tokens. However, your messages resulted in at least 125 tokens") as one:
+        events_of(session, ask("x" * 1000))
+    assert one.value.param == "messages"
+    with pytest.raises(ContextTooLong, match="at least 125 tokens"):
+        asyncio.run(session.tokenize_chat(ask("x" * 1000)))
+    assert (engine.requests, template.requests) == ([], [])
+
+
+def test_text_that_a_template_may_leave_out_refuses_nothing() -> None:
+    engine = FakeEngine("a", model=describe(max_model_len=40))
+    template = PlainTemplate()
+    template.render = lambda request, **_: RenderedPrompt((1, 2), (), False, "")
+    thought = ChatMessage("assistant", (TextPart("<think>" + "x" * 1000),), reasoning="y" * 1000)
+    space = ChatMessage("user", (TextPart(" " * 1000 + "x"),))
+    request = ChatRequest("request-1", (thought, space))
+    assert joined(events_of(fake_session(engine, template), request), Text) == "a"
+
+
 def test_end_tokens_and_stop_tokens_both_end_an_answer() -> None:
     engine = FakeEngine("abc")
     events = events_of(fake_session(engine), ask(stop=RequestedStop(token_ids=(ord("b"),))))
@@ -206,7 +228,7 @@ def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
         ({"sampling": RequestedSampling(top_k=-2)}, "top_k"),
         ({"sampling": RequestedSampling(min_p=1.5)}, "min_p"),
         ({"sampling": RequestedSampling(seed=2**63)}, "seed"),
-        ({"stop": RequestedStop(max_tokens=0)}, "max_tokens"),
+        ({"stop": RequestedStop(max_tokens=-1)}, "max_tokens"),
         ({"stop": RequestedStop(strings=("",))}, "stop"),
         ({"stop": RequestedStop(token_ids=(258,))}, "stop_token_ids"),
     ],
@@ -219,6 +241,24 @@ def test_values_that_make_no_sense_are_refused_by_name(fields: dict[str, object]
     assert engine.requests == []
 
 
+def test_a_chat_of_no_tokens_computes_its_prompt_and_answers_nothing() -> None:
+    engine = FakeEngine("never")
+    events = events_of(fake_session(engine), ask("hello", stop=RequestedStop(max_tokens=0)))
+    assert engine.requests[0].max_tokens == 0
+    assert events[1:] == [Finished(FinishReason.LENGTH, Usage(len("user: hello\n"), 0))]
+
+
+def test_what_was_reused_of_a_prompt_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Reusing(FakeEngine):
+        async def play(self, request):
+            yield TokenOutput(request.request_id, (97,), reuse="reused 7 of 12 prompt tokens")
+            yield TokenOutput(request.request_id, (98,), FinishReason.STOP)
+
+    with caplog.at_level(logging.INFO, "headrace.session"):
+        events_of(fake_session(Reusing()), ask("tell me a secret"))
+    assert [record.getMessage() for record in caplog.records] == ["request-1: reused 7 of 12 prompt tokens"]
+
+
 def test_what_the_template_refuses_reaches_the_caller_as_it_is() -> None:
     template = PlainTemplate(error=UnsupportedField("no images yet", param="messages"))
     with pytest.raises(UnsupportedField, match="no images yet"):
@@ -228,7 +268,7 @@ def test_what_the_template_refuses_reaches_the_caller_as_it_is() -> None:
 def test_messages_that_come_to_nothing_are_refused() -> None:
     engine = FakeEngine("a")
     template = PlainTemplate()
-    template.render = lambda request: RenderedPrompt((), (), False, "")
+    template.render = lambda request, **_: RenderedPrompt((), (), False, "")
     with pytest.raises(InvalidRequest, match="empty prompt"):
         events_of(fake_session(engine, template), ask())
     assert engine.requests == []
@@ -382,6 +422,22 @@ def test_the_engine_is_told_whose_turn_it_is() -> None:
     engine = FakeEngine("a")
     events_of(fake_session(engine), ask(session="agent-1", priority=-3))
     assert (engine.requests[0].session, engine.requests[0].priority) == ("agent-1", -3)
+
+
+def test_the_engine_is_told_what_a_prompt_may_share_with_others() -> None:
+    engine = FakeEngine("a")
+    events_of(fake_session(engine), ask(cache_salt="tenant 7"))
+    assert engine.requests[0].cache_salt == "tenant 7"
+
+
+def test_a_model_without_chat_template_is_said_to_take_completions_only() -> None:
+    with_template, without = PlainTemplate(), PlainTemplate()
+    without.exists = False
+    assert fake_session(FakeEngine(), with_template).takes_chats
+    assert not any("chat template:" in note for note in fake_session(FakeEngine(), with_template).notes)
+    session = fake_session(FakeEngine(), without)
+    assert not session.takes_chats
+    assert any("completions only" in note for note in session.notes)
 
 
 def test_a_request_that_the_engine_refuses_never_starts() -> None:

@@ -49,9 +49,8 @@ def test_top_k_of_minus_one_is_off() -> None:
 def test_draws_without_a_seed_differ_and_negative_seeds_are_kept_apart() -> None:
     unseeded = {resolve(RequestedSampling(), RequestedSampling()).seed for _ in range(20)}
     assert len(unseeded) == 20
-    negative = resolve(RequestedSampling(seed=-5), RequestedSampling()).seed
-    assert 0 <= negative < 2**63
-    assert negative != resolve(RequestedSampling(seed=5), RequestedSampling()).seed
+    seeds = (-1, 1, 2**63 - 1, -(2**63), 0, -5, 5, 2**63 - 5)
+    assert len({resolve(RequestedSampling(seed=seed), RequestedSampling()).seed for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize("config", [{"temperature": "warm"}, {"top_p": 3}, {"top_k": -7}, {"min_p": float("nan")}])

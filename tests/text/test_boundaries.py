@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from headrace.families.registry import find_family
 from headrace.text.boundaries import MAX_MESSAGES, common_length
+from headrace.text.history import HistoryPolicy
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, Role, TextPart, ToolCall, ToolDefinition
@@ -21,9 +22,9 @@ from headrace.types.request import BoundaryKind
 TOOL = ToolDefinition("f", "adds", {"type": "object"})
 
 
-def chat_template(name: str) -> ChatTemplate:
+def chat_template(name: str, history: HistoryPolicy = HistoryPolicy.STABLE) -> ChatTemplate:
     tokenizer = chat_tokenizer(name)
-    return ChatTemplate(tokenizer, find_family("generic", tokenizer.chat_template))
+    return ChatTemplate(tokenizer, find_family("generic", tokenizer.chat_template), history=history)
 
 
 TEMPLATES = {name: chat_template(name) for name in ("chatml", "thinking", "alternating", "headers")}
@@ -138,9 +139,10 @@ def test_tools_alone_give_a_boundary_too() -> None:
 
 def test_thinking_that_a_new_question_drops_is_not_claimed() -> None:
     asked = (said("user", "a"), said("assistant", "b", reasoning="long thought"))
-    prompt = render("thinking", (*asked, said("user", "c")))
+    template = chat_template("thinking", HistoryPolicy.TEMPLATE)
+    prompt = template.render(ChatRequest("request", (*asked, said("user", "c"))))
     assert "long thought" not in prompt.text
-    changed = render("thinking", (*asked, said("user", "quite another question")))
+    changed = template.render(ChatRequest("request", (*asked, said("user", "quite another question"))))
     length = prompt.boundaries[-2].num_tokens
     assert chat_tokenizer("thinking").decode(prompt.token_ids[:length]).endswith("b\n")
     assert changed.token_ids[:length] == prompt.token_ids[:length]

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from text.vocabularies import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.errors import ContextTooLong, InvalidRequest, ModelError, UnsupportedField
 from headrace.families.registry import find_family
+from headrace.text.history import HistoryPolicy
 from headrace.text.normalise import TemplateTraits
 from headrace.text.template import ChatTemplate, RenderedPrompt
+from headrace.text.template_source import TemplateSource
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, Role, TextPart, ToolCall, ToolDefinition
 
@@ -226,8 +228,74 @@ def test_a_template_that_breaks_is_the_requests_failure_not_the_servers() -> Non
         template.render(request(said("user", "hi")))
 
 
+def test_a_template_that_cannot_be_read_is_the_models_fault_and_found_at_once() -> None:
+    tokenizer = Tokenizer(chat_tokenizer("chatml")._backend, chat_template="{% for message in messages %}\n{{ message }")
+    with pytest.raises(ModelError, match="broken in line 2"):
+        ChatTemplate(tokenizer, find_family("x"))
+
+
+class Watched(Tokenizer):
+    """Notes the size of what it encodes."""
+
+    def __init__(self, name: str) -> None:
+        of = chat_tokenizer(name)
+        super().__init__(of._backend, chat_template=of.chat_template, template_variables=of.template_variables)
+        self.encoded: list[int] = []
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        self.encoded.append(len(text))
+        return super().encode(text, special=special)
+
+
+@pytest.fixture
+def renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the conversations that templates are given."""
+    lengths: list[int] = []
+    run = TemplateSource.run
+
+    def noted(self: TemplateSource, messages: list[dict[str, Any]], *args: Any, **fields: Any) -> str:
+        lengths.append(len(messages))
+        return run(self, messages, *args, **fields)
+
+    monkeypatch.setattr(TemplateSource, "run", noted)
+    return lengths
+
+
+def test_a_prompt_that_can_not_fit_is_rendered_once_and_not_encoded(renderings: list[int]) -> None:
+    tokenizer = Watched("chatml")
+    template = ChatTemplate(tokenizer, find_family("x"), history=HistoryPolicy.TEMPLATE)
+    talk = [said("user", "a b c " * 100), said("assistant", "d")] * 5
+    renderings.clear()
+    with pytest.raises(ContextTooLong, match="maximum context length is 20 tokens.* resulted in at least") as refused:
+        template.render(request(*talk, said("user", "e")), max_model_len=20)
+    assert (refused.value.param, renderings, tokenizer.encoded) == ("messages", [11], [])
+
+
+def test_a_prompt_that_does_not_fit_is_told_in_tokens_without_looking_for_boundaries(renderings: list[int]) -> None:
+    tokenizer = Watched("chatml")
+    template = ChatTemplate(tokenizer, find_family("x"), history=HistoryPolicy.TEMPLATE)
+    talk = (said("user", "a b c"), said("assistant", "d"), said("user", "e"))
+    num_tokens = len(template.render(request(*talk)).token_ids)
+    renderings.clear()
+    with pytest.raises(ContextTooLong, match=f"However, your messages resulted in {num_tokens} tokens"):
+        template.render(request(*talk), max_model_len=num_tokens)
+    assert renderings == [3]
+    assert len(template.render(request(*talk), max_model_len=num_tokens + 1).token_ids) == num_tokens
+
+
+def test_a_prompt_that_is_only_looked_at_is_rendered_once(renderings: list[int]) -> None:
+    template = ChatTemplate(chat_tokenizer("chatml"), find_family("x"), history=HistoryPolicy.TEMPLATE)
+    talk = (said("user", "a b c"), said("assistant", "d"), said("user", "e"))
+    renderings.clear()
+    looked_at = template.render(request(*talk), finds_boundaries=False)
+    assert (renderings, looked_at.boundaries) == ([3], ())
+    assert looked_at.token_ids == template.render(request(*talk)).token_ids
+
+
 def test_a_model_without_template_is_said_to_have_none() -> None:
     template = ChatTemplate(Tokenizer(chat_tokenizer("chatml")._backend), find_family("x"))
+    assert not template.exists
+    assert chat_template("chatml").exists
     with pytest.raises(InvalidRequest, match="no chat template") as refused:
         template.render(request(said("user", "hi")))
     assert refused.value.param == "messages"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,14 @@ def test_a_folder_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_tokenizer_of_special_tokens_only_is_none(tmp_path: Path) -> None:
+    # transformers knows what kind of tokenizer this model has, and makes one without its vocabulary.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+    shutil.copy(QWEN / "tokenizer_config.json", tmp_path)
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
     shutil.copyfile(QWEN / "tokenizer_config.json", tmp_path / "tokenizer_config.json")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -83,6 +93,31 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
     for special in (True, False):
         assert tokenizer.decode(tokenizer.encode("a\ud83d b\udc4d", special=special)) == "a\ufffd b\ufffd"
     assert tokenizer.decode(tokenizer.encode("\ud83d\udc4d")) == "👍"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_other_threads_go_on_while_a_text_is_encoded(special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(byte_level())
+    tokenizer.encode("warm", special=special)
+    began, events = threading.Event(), []
+
+    def other() -> None:
+        began.wait()
+        events.append("the other thread ran")
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        # From now on Python takes the turn from nobody: the other thread only runs if it is given one.
+        sys.setswitchinterval(1000)
+        began.set()
+        tokenizer.encode("the cat sat on the mat " * 40_000, special=special)
+        events.append("the text is encoded")
+    finally:
+        sys.setswitchinterval(before)
+    thread.join()
+    assert events == ["the other thread ran", "the text is encoded"]
 
 
 def test_truncation_set_in_the_file_is_switched_off() -> None:

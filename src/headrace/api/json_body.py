@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,16 +15,49 @@ Body = TypeVar("Body", bound=BaseModel)
 
 _Location = tuple[int | str, ...]
 
+# What pydantic says about a wrong type names Python's types and our own classes.
+_TYPE_ERRORS: Mapping[str, str] = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+
+# Escapes in a JSON text, read from its start so that an escaped backslash begins none: a pair of surrogates, a half of
+# one by itself, any other.
+_ESCAPE = re.compile(
+    rb"(?P<pair>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
+
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequest for anything else, NaN and lone surrogates too."""
+    """The JSON object in a body; half a surrogate pair is read as a replacement character.
+
+    Raises InvalidRequest for anything else, NaN and bytes that are no UTF-8 too.
+    """
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        whole = without_half_pairs(body)
+        if whole == body:
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        return read_object(whole)
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
+
+
+def without_half_pairs(body: bytes) -> bytes:
+    """A JSON text with an escaped replacement character for each escaped half of a surrogate pair.
+
+    Clients that cut their strings by UTF-16 units, as JavaScript does, send such halves.
+    """
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _ESCAPE.sub(lambda match: b"\\ufffd" if match["half"] is not None else match[0], body)
 
 
 def check(model: type[Body], value: Mapping[str, Any]) -> Body:
@@ -32,11 +66,20 @@ def check(model: type[Body], value: Mapping[str, Any]) -> Body:
         return model.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
+        located = [(_real_location(each["loc"], value, each["type"] == "missing"), each) for each in found]
         # A union reports every branch that it tried; the one that got furthest into the body is what was meant.
-        located = [(_real_location(each["loc"], value, each["type"] == "missing"), each["msg"]) for each in found]
-        location, message = max(located, key=lambda each: len(each[0]))
+        location = max((location for location, _ in located), key=len)
         path = field_path(location)
-        raise InvalidRequest(f"{path}: {message[:1].lower()}{message[1:]}", param=path) from error
+        message = _message([(each["type"], each["msg"]) for where, each in located if where == location])
+        raise InvalidRequest(f"{path}: {message}", param=path) from error
+
+
+def _message(found: Sequence[tuple[str, str]]) -> str:
+    """What is wrong in one place: with the value if its type is one of those that may stand there, else with that."""
+    for kind, said in found:
+        if kind not in _TYPE_ERRORS:
+            return f"{said[:1].lower()}{said[1:]}"
+    return f"input should be {' or '.join(dict.fromkeys(_TYPE_ERRORS[kind] for kind, _ in found))}"
 
 
 def field_path(location: _Location) -> str:

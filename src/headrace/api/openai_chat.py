@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.api.json_body import check, read_object
 from headrace.api.openai_fields import CHAT_FIELDS, refuse_unbuilt, unknown_fields
-from headrace.api.openai_messages import MessageBody, chat_message, unknown_message_fields
+from headrace.api.openai_messages import MessageBody, chat_message, refuse_too_many, unknown_message_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     Call,
@@ -37,7 +37,7 @@ class PromptBody(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -48,15 +48,19 @@ class PromptBody(BaseModel):
 class ChatCompletionBody(SamplingBody, PromptBody):
     """Fields that are honoured."""
 
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
 
-def read_chat_completion(body: bytes) -> Call[ChatRequest]:
-    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[ChatRequest]:
+    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
+
+    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before it is looked at.
+    """
     value = read_object(body)
+    refuse_too_many(value.get("messages"), max_model_len)
     refuse_unbuilt(value, CHAT_FIELDS)
     parsed = check(ChatCompletionBody, value)
     check_stream(parsed)
@@ -67,6 +71,7 @@ def read_chat_completion(body: bytes) -> Call[ChatRequest]:
         answers=RequestedAnswers(parsed.n or 1, _num_logprobs(parsed), parsed.prompt_logprobs),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
+        cache_salt=parsed.cache_salt or "",
     )
     ignored = unknown_fields(value, ChatCompletionBody.model_fields, CHAT_FIELDS)
     return Call(

@@ -66,6 +66,7 @@ def read_completion(body: bytes) -> Call[CompletionRequest]:
         answers=RequestedAnswers(num_choices, parsed.logprobs, parsed.prompt_logprobs),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
+        cache_salt=parsed.cache_salt or "",
         echo=bool(parsed.echo),
     )
     return Call(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, Role, TextPart, ToolCall
 
 _ROLES: Mapping[str, Role] = {
@@ -62,15 +62,32 @@ class MessageBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[PartBody] | None = None
+    content: str | Annotated[list[PartBody], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
+
+
+def refuse_too_many(messages: object, max_model_len: int | None) -> None:
+    """Raises ContextTooLong for more messages than tokens fit the context: each comes to one at the least.
+
+    Asked of a body that nobody has looked at: checking and rendering a hundred thousand messages takes seconds. Parts
+    and calls of a message may be as many (InvalidRequest).
+    """
+    if max_model_len is None or not isinstance(messages, list):
+        return
+    if len(messages) > max_model_len:
+        raise ContextTooLong.of_prompt(max_model_len, len(messages), "messages", at_least=True)
+    for index, message in enumerate(messages):
+        for name in ("content", "tool_calls") if isinstance(message, dict) else ():
+            if isinstance(message.get(name), list) and len(message[name]) > max_model_len:
+                path = f"messages[{index}].{name}"
+                raise InvalidRequest(f"{path} must hold at most {max_model_len} elements", param=path)
 
 
 def chat_message(message: MessageBody, index: int) -> ChatMessage:

@@ -53,19 +53,20 @@ class SamplingBody(BaseModel):
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]] | None, Field(max_length=1024)] = (
         None
     )
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=1024)] = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     prompt_cache_key: str | None = None
     user: str | None = None
 

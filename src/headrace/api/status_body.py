@@ -1,4 +1,4 @@
-"""GET /v1/status: the server, the model and every request in work, as JSON."""
+"""GET /v1/status and /v1/cache: the server, the model, the prefix cache and every request in work, as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headrace.types.model import ModelDescription
-from headrace.types.status import EngineStatus, ProcessStatus
+from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus
 
 
 def status_body(
@@ -36,3 +36,20 @@ def status_body(
         **body,
         "ignored_fields": dict(ignored),
     }
+
+
+def cache_body(cache: CacheStatus | None) -> dict[str, Any]:
+    """The prefix cache by itself. Rates are of all lookups since the start, null before the first."""
+    if cache is None:
+        return {"object": "cache", "enabled": False}
+    return {
+        "object": "cache",
+        "enabled": True,
+        **asdict(cache),
+        "hit_rate": _share(cache.num_hits, cache.num_lookups),
+        "token_hit_rate": _share(cache.num_hit_tokens, cache.num_lookup_tokens),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import TextIO
 
-from headrace.config import load_config
+from headrace.cli.words import configured_words
+from headrace.config import load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
 from headrace.session.session import Session
@@ -37,9 +38,12 @@ def run(argv: Sequence[str]) -> None:
         about="Chat with a model in the terminal. /reset starts over, /exit ends, Ctrl-C stops an answer.",
         sections=("models", "engine"),
     )
+    warn_of_unknown_variables()
+    words = configured_words(config)
     engine = Engine.launch(config)
     try:
-        session = Session.over(engine)
+        # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
+        session = Session.over(engine, words)
         for line in (*engine.model.report, *session.notes):
             print(line)
         print("/reset starts over, /exit ends, Ctrl-C stops an answer")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.backend.doctor import machine_report
-from headrace.config import load_config
-from headrace.engine.engine import diagnose
+from headrace.cli.words import configured_words
+from headrace.config import Config, load_config, warn_of_unknown_variables
+from headrace.engine.engine import Engine
+from headrace.session.session import Session
 
 
 def run(argv: Sequence[str]) -> None:
@@ -18,8 +20,19 @@ def run(argv: Sequence[str]) -> None:
         sections=("models", "engine"),
         default_model="",
     )
+    warn_of_unknown_variables()
     for line in machine_report(config.models.numerics):
         print(line, flush=True)
     if config.model:
-        for line in diagnose(config):
+        for line in _model_report(config):
             print(line, flush=True)
+
+
+def _model_report(config: Config) -> list[str]:
+    """Loads the model as the server would and says what came of it."""
+    words = configured_words(config)
+    engine = Engine.launch(config)
+    try:
+        return [*engine.model.report, *Session.over(engine, words).notes]
+    finally:
+        engine.stop()

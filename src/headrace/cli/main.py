@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from typing import NoReturn
 
 from headrace import __version__
 from headrace.config import quiet_libraries
@@ -24,6 +28,8 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
+_PIPE_CLOSED = 141
+"""What a shell shows for a program that writes into a pipe which nobody reads: 128 and the number of SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,14 +57,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    """The `headrace` command: `main`, and the process's end after an interruption."""
-    code = main()
-    if code == _INTERRUPTED:
-        # The engine's thread may be loading a model, in the middle of MLX's work: an ordinary exit would abort there.
+    """The `headrace` command: `main` between a terminal or pipe of any kind and the process's end."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            # Models say anything, in any language; a terminal without a character for it shows a question mark.
+            stream.reconfigure(errors="replace")
+    try:
+        code = main()
         sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    except KeyboardInterrupt:  # one more, while the first was being told
+        code = _INTERRUPTED
+    except BrokenPipeError:  # as in `headrace doctor | head`
+        code = _PIPE_CLOSED
+    if code in (_INTERRUPTED, _PIPE_CLOSED):
+        _end_at_once(code)
+    # All is done: from here on a Ctrl-C could only spoil the exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Ends the process as it stands.
+
+    The engine's thread may be loading a model, in the middle of MLX's work: an ordinary exit would abort there. And
+    what is left in a buffer for a pipe that nobody reads would be an error once more.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _without_command(words: Sequence[str]) -> int:

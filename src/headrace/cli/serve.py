@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
-from headrace.config import Config, load_config
+from headrace.cli.words import configured_words
+from headrace.config import Config, load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
@@ -17,25 +19,37 @@ def run(argv: Sequence[str]) -> None:
     """Loads the model and serves it until a signal comes. Raises ConfigError and ModelError."""
     config = load_config(argv, program="headrace serve", about="Serve a model over HTTP.")
     use_log_format(config.server.log_format)
+    warn_of_unknown_variables()
     with open_listener(config.server) as listener:
+        words = configured_words(config)
         engine = Engine.launch(config)
+        is_interrupted = False
         try:
-            session = Session.over(engine)
+            session = Session.over(engine, words, prepares_turns=config.engine.prefix_cache == "on")
             for line in (*engine.model.report, *session.notes):
                 print(line, flush=True)
-            ready = ready_text(config, base_url(listener), engine.model.name)
+            ready = ready_text(config, base_url(listener), session)
             serve(session, config.server, listener, lambda: print(ready, flush=True))
+        except KeyboardInterrupt:
+            # Somebody is in a hurry: the engine's thread would end only after the step that it is at.
+            is_interrupted = True
+            raise
         finally:
-            engine.stop()
+            if not is_interrupted:
+                engine.stop()
 
 
-def ready_text(config: Config, url: str, model_name: str) -> str:
+def ready_text(config: Config, url: str, session: Session) -> str:
     """Where the server listens, and a line that can be pasted into a shell to try it."""
-    name = (*config.server.served_model_name, model_name)[0]
-    body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
-    words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    name = (*config.server.served_model_name, session.model.name)[0]
+    if session.takes_chats:
+        route = "chat/completions"
+        question: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    else:
+        route, question = "completions", {"prompt": "The capital of France is"}
+    words = ["curl", "-N", f"{url}/v1/{route}", "-H", "Content-Type: application/json"]
     if config.server.api_key is not None:
         # The key itself stays out of terminals and logs.
         words += ["-H", "Authorization: Bearer YOUR_KEY"]
-    words += ["-d", json.dumps(body)]
+    words += ["-d", json.dumps({"model": name, **question, "stream": True})]
     return f"{name} is served at {url}/v1\n\n{shlex.join(words)}\n"

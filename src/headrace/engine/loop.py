@@ -19,7 +19,7 @@ from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, Ledger
 from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
 from headrace.types.events import TokenOutput
-from headrace.types.request import GenerationRequest
+from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import EngineStatus, MemoryStatus
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,9 @@ class Loop:
             return
         self._requests[request.request_id] = request
         self._sinks[request.request_id] = command.sink
-        self._stats.submitted(request.request_id, len(request.prompt), command.now, request.num_choices)
+        if request.priority < IDLE_PRIORITY:
+            # preparing a finished turn for the next one is nobody's request: all later calls skip an unknown id
+            self._stats.submitted(request.request_id, len(request.prompt), command.now, request.num_choices)
         command.sink(Accepted())
 
     def _abort(self, command: Abort) -> None:

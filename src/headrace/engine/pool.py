@@ -51,8 +51,6 @@ class _Prompt:
     marks: set[int]
     num_computed: int
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
-    unsaved: dict[int, SequenceRecord] = field(default_factory=dict)
-    """Snapshots on the way that go to disk when the request ends."""
     is_done: bool = False
 
 
@@ -216,15 +214,12 @@ class PrefixPool:
         spans: Sequence[SpanRecord],
         snapshots: Mapping[int, SequenceRecord],
     ) -> None:
-        """Hand over to the disk what a sequence has computed, when it ends.
-
-        Not yet at the end of its prompt: the state there, behind the generation prompt, is of use to this request only.
-        """
+        """Hand over to the disk what a sequence has computed: at its prompt's end, and when it ends."""
+        ends = sorted(snapshots) if self._needs_snapshots else [len(key)]
         if len(key) >= len(prompt.key) and not prompt.is_done:
-            prompt.unsaved = {at: record for at, record in snapshots.items() if at < len(key)}
-            return
-        disk.save(prompt.namespace, key, state, spans, {**prompt.unsaved, **snapshots})
-        prompt.unsaved = {}
+            # the state behind the generation prompt is of use to this request only, and it will be further when it ends
+            ends = [end for end in ends if end < len(key)]
+        disk.save(prompt.namespace, key, ends, state, spans, snapshots)
 
     def end(self, request_id: str) -> None:
         """Forget a request; whatever waits for its prompt waits no longer."""

@@ -23,7 +23,7 @@ def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str
     """All metrics. model_name: the first name that the model is served under."""
     labels = {"model_name": model_name, "engine": "0"}
     lines = [*_gauges(status, labels), *_counters(status, labels), *_histograms(status, labels)]
-    return "\n".join([*lines, *_own(status, process, labels)]) + "\n"
+    return "\n".join([*lines, *_cache(status, labels), *_own(status, process, labels)]) + "\n"
 
 
 def _gauges(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
@@ -58,6 +58,19 @@ def _histograms(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str
         yield from _histogram(name, help, histogram, labels)
 
 
+def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    """Nothing if the prefix cache is off."""
+    cache = status.cache
+    if cache is None:
+        return
+    help = "Prompt tokens looked up in the prefix cache."
+    yield from _counter("vllm:prefix_cache_queries", help, cache.num_lookup_tokens, labels)
+    help = "Of these, tokens that needed no computing."
+    yield from _counter("vllm:prefix_cache_hits", help, cache.num_hit_tokens, labels)
+    help = "Held by the prefix cache, by where."
+    yield from _gauge("headrace:cache_bytes", help, cache.num_bytes, {**labels, "kind": "memory"})
+
+
 def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:
     memory = status.memory
     yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
@@ -66,6 +79,7 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
         ("weights", "The model's weights.", memory.weights_bytes),
         ("reserved", "Promised to running sequences.", memory.reserved_bytes),
         ("state", "Held by the states of sequences.", memory.state_bytes),
+        ("records", "Held by the prefix cache.", memory.records_bytes),
         ("device", "In use by MLX, all counted.", memory.device_bytes),
     ):
         yield from _gauge(f"headrace:memory_{name}_bytes", help, num_bytes, labels)

@@ -88,17 +88,17 @@ class Stats:
             self._queue.observe(now - timing.submitted)
 
     def output(self, output: TokenOutput, now: float) -> None:
-        """A step brought tokens of one choice, or its end.
+        """A step brought tokens of one choice, or its end; of a request that was not submitted here, nothing counts.
 
         The prompt counts with the first output. Several tokens at once share the time since the choice's last one.
         """
+        timing = self._requests.get(output.request_id)
+        if timing is None:
+            return
         num_tokens = len(output.token_ids)
         self._num_output_tokens += num_tokens
         if output.finish_reason is not None:
             self._finished[output.finish_reason.value] += 1
-        timing = self._requests.get(output.request_id)
-        if timing is None:
-            return
         if not timing.is_computed:
             timing.is_computed = True
             self._num_prompt_tokens += timing.num_prompt_tokens

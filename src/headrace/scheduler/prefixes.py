@@ -20,13 +20,14 @@ class PrefixIndex(Protocol):
     """What earlier prompts have left."""
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """What there is for a request that is to start now; `end` follows when it ends.
+        """What there is for a request that is to start now.
 
-        None if a prompt in progress will soon be of more help, so that the request had better wait.
+        None if a prompt in progress, or a read from disk, will soon be of more help, so that the request had better
+        wait; it is asked again then.
         """
 
     def end(self, request_id: str) -> None:
-        """The request is over."""
+        """The request is over, whether it has started or not."""
 
 
 class NoPrefixes:

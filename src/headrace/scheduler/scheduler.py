@@ -293,9 +293,8 @@ class Scheduler:
 
     def _end(self, live: LiveRequest) -> None:
         """Forget a request and whatever of it still waits or runs."""
-        if live.is_started:
-            self._ended.append(live.id)
-        else:
+        self._ended.append(live.id)
+        if not live.is_started:
             self._waiting.remove(live)
         for sequence in live.sequences:
             if sequence.id in self._running:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,7 +27,7 @@ from headrace.server.connection import ClientGone, EventStream, while_connected
 from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.record import RequestRecord
-from headrace.server.responses import ignored_headers, read_body
+from headrace.server.responses import closing_error, ignored_headers, read_body
 from headrace.session.session import Session, generation_ids
 from headrace.types.chat import ChatRequest, CompletionRequest
 from headrace.types.events import Event, Finished
@@ -67,7 +68,8 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
             reasoning_field=config.reasoning_field,
         )
 
-    return Dialect(read_chat_completion, session.chat, form, lambda request: 1)
+    read = partial(read_chat_completion, max_model_len=session.model.max_model_len)
+    return Dialect(read, session.chat, form, lambda request: 1)
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
@@ -164,6 +166,7 @@ class AnswerRoute(Generic[Asked]):
             ping=lambda: server_sent(answer.form.ping()),
             ping_interval_s=self._config.ping_interval_s,
             on_leaving=lambda: answer.record.end_answer("abort"),
+            farewell=lambda: _farewell(answer),
         )
 
 
@@ -190,6 +193,11 @@ async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None
         answer.record.end_answer("error")
         message = f"the server failed; its log has the reason: {answer.record.request_id}"
         yield server_sent(error_body(GenerationFailed(message)))
+
+
+def _farewell(answer: _Answer) -> bytes:
+    answer.record.end_answer("error")
+    return server_sent(error_body(closing_error()))
 
 
 async def _collect(answer: _Answer) -> list[Event]:

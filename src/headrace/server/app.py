@@ -60,6 +60,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/requests/{id}/cancel", operations.cancel, methods=["POST"]),
             Route("/v1/status", operations.status),
+            Route("/v1/cache", operations.cache, methods=["GET"]),
+            Route("/v1/cache", operations.clear_cache, methods=["DELETE"]),
             Route("/metrics", operations.metrics),
             Route("/health", operations.health),
         ],

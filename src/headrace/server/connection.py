@@ -46,7 +46,8 @@ class EventStream(Response):
 
     pieces: the bytes to send. source: what the pieces are made from; closed with the stream in every case, also when
     the client goes before the first piece was made. ping: makes the bytes that are sent whenever nothing else was for
-    `ping_interval_s` seconds. on_leaving: called when the client goes before the end.
+    `ping_interval_s` seconds. on_leaving: called when the client goes before the end. farewell: makes the bytes that
+    end the stream when the server does, which cancels it.
     """
 
     media_type = "text/event-stream"
@@ -60,12 +61,14 @@ class EventStream(Response):
         ping: Callable[[], bytes],
         ping_interval_s: float,
         on_leaving: Callable[[], None],
+        farewell: Callable[[], bytes],
     ) -> None:
         self._pieces = pieces
         self._source = source
         self._ping = ping
         self._ping_interval_s = ping_interval_s
         self._on_leaving = on_leaving
+        self._farewell = farewell
         self._last_sent = 0.0
         # Proxies that buffer would turn a stream into one late answer.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
@@ -77,6 +80,8 @@ class EventStream(Response):
             await while_connected(receive, self._write(send))
         except ClientGone:
             self._on_leaving()
+        except asyncio.CancelledError:
+            await send({"type": "http.response.body", "body": self._farewell(), "more_body": False})
         finally:
             await self._pieces.aclose()
             await self._source.aclose()

@@ -1,10 +1,11 @@
 """Everything that happens to a request before its route: its id, its origin, its key; and the log line after it.
 
-Also the outer wall: whatever a route lets through becomes a 500 in the API's shape.
+Also the outer wall: whatever a route lets through becomes a 500 in the API's shape, and the end of the server a 503.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 
@@ -17,7 +18,7 @@ from headrace.errors import AuthenticationFailed, GenerationFailed, HeadraceErro
 from headrace.server.live import LiveRequests
 from headrace.server.log_format import FIELDS
 from headrace.server.record import RequestRecord
-from headrace.server.responses import error_response
+from headrace.server.responses import closing_error, error_response
 
 log = logging.getLogger("headrace.server")
 
@@ -51,6 +52,12 @@ class Guard:
         exchange = _Exchange(send, record, self._allowed(headers.get("origin")))
         try:
             await self._admit(scope, headers)(scope, receive, exchange.send)
+        except asyncio.CancelledError:
+            # Only a server that is about to end cancels its requests. Not raised again: uvicorn would log that as an
+            # error, and answer in its own words.
+            record.end_answer("error")
+            if record.status is None:
+                await error_response(closing_error())(scope, receive, exchange.send)
         except Exception as error:
             log.exception("request %s failed", record.request_id)
             record.end_answer("error")
@@ -124,7 +131,7 @@ def _preflight(headers: Headers) -> Response:
     return Response(
         status_code=204,
         headers={
-            "access-control-allow-methods": "GET, POST, OPTIONS",
+            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
             "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
             "access-control-max-age": "600",
         },

@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server: health, status, metrics, and cancelling a request."""
+"""Routes for whoever runs the server: health, status, metrics, the prefix cache, and cancelling a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace import __version__
-from headrace.api.status_body import status_body
+from headrace.api.status_body import cache_body, status_body
 from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
 from headrace.server.ignored import IgnoredFields
@@ -49,6 +49,14 @@ class OperationRoutes:
         """Counters for Prometheus."""
         text = render(await self._session.status(), self._names[0], self._process.measure())
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def cache(self, request: Request) -> Response:
+        """What the prefix cache holds and how often it helped."""
+        return JSONResponse(cache_body(await self._session.cache()))
+
+    async def clear_cache(self, request: Request) -> Response:
+        """Empties the prefix cache, but for what requests are using."""
+        return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._session.clear_cache()})
 
     async def cancel(self, request: Request) -> Response:
         """Ends a request by its id (of the request or of its answer); its own client gets an error.

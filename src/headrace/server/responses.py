@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.openai_errors import error_body
-from headrace.errors import BodyTooLarge, HeadraceError, Overloaded
+from headrace.errors import BodyTooLarge, EngineDead, HeadraceError, Overloaded
 
 IGNORED_HEADER = "x-headrace-ignored"
 
@@ -32,6 +32,11 @@ def error_response(error: HeadraceError) -> Response:
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def closing_error() -> EngineDead:
+    """What ends a request that is still being answered when the server ends."""
+    return EngineDead("the server is shutting down")
 
 
 def ignored_headers(names: Sequence[str]) -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import uvicorn
 
@@ -15,8 +17,11 @@ from headrace.errors import ConfigError
 from headrace.server.app import build_app
 from headrace.session.session import Session
 
-# How long streams may go on after the first signal; a second SIGINT ends them at once.
+# How long requests may go on after the first signal; a second SIGINT ends them at once.
 _GRACE_S = 5
+
+# How long a client has to take the error that ends its request, and a request to end once its connection is closed.
+_FAREWELL_S = 1
 
 # Agents pause between requests while their tools run. A connection that the server closes just as the next request
 # is sent looks like a broken server to them.
@@ -55,13 +60,22 @@ def base_url(listener: socket.socket) -> str:
 
 
 def serve(session: Session, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]) -> None:
-    """Serves until SIGINT or SIGTERM. `announce` is called once connections are accepted."""
-    with _signals_end_quietly():
-        HttpServer(session, config, announce).run(sockets=[listener])
+    """Serves until SIGINT or SIGTERM. `announce` is called once connections are accepted.
+
+    Raises KeyboardInterrupt after a second SIGINT: then the process is to end at once.
+    """
+    server = HttpServer(session, config, announce)
+    with _signals_end_quietly(server):
+        server.run(sockets=[listener])
+    if server.force_exit:
+        raise KeyboardInterrupt
 
 
 class HttpServer(uvicorn.Server):
-    """Serves one session. Calls `announce` when it listens, not before."""
+    """Serves one session. Calls `announce` when it listens, not before.
+
+    has_ended: signals are none of its business any more.
+    """
 
     def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
         # Our own log has a line for each request, so uvicorn's is off.
@@ -72,10 +86,25 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACE_S,
+            # The last resort: what it cancels then gets no proper end and leaves a traceback in the log.
+            timeout_graceful_shutdown=_GRACE_S + 3 * _FAREWELL_S,
         )
         super().__init__(settings)
+        self.has_ended = False
         self._announce = announce
+        self._is_urgent = asyncio.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until a signal comes, which uvicorn's handlers then raise once more for those before them."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+        self.has_ended = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came: the first one begins the end, a second SIGINT hurries it."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            self._loop.call_soon_threadsafe(self._is_urgent.set)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen. Raises ConfigError when another process got hold of the port meanwhile."""
@@ -86,15 +115,47 @@ class HttpServer(uvicorn.Server):
         if self.started:
             self._announce()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops to listen and waits for the requests that are being answered, as long as there is time."""
+        ending = asyncio.create_task(self._end_requests())
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn waits for nothing then
+            await ending
+            await self.lifespan.shutdown()
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+
+    async def _end_requests(self) -> None:
+        """Ends requests when their time is over, each with an error of its own kind (see the Guard)."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_urgent.wait(), _GRACE_S)
+        for request in self.server_state.tasks:
+            request.cancel()
+        await self._requests_end()
+        for connection in self.server_state.connections:
+            # Its client doesn't read, and what is written to it would wait for ever.
+            connection.transport.abort()
+        await self._requests_end()
+
+    async def _requests_end(self) -> None:
+        if requests := set(self.server_state.tasks):
+            await asyncio.wait(requests, timeout=_FAREWELL_S)
+
 
 @contextmanager
-def _signals_end_quietly() -> Iterator[None]:
+def _signals_end_quietly(server: HttpServer) -> Iterator[None]:
     """uvicorn shuts down on a signal and then raises it again for the handler that was there before.
 
-    The default handlers would end the process there, before the engine is stopped; these let it return.
+    The default handlers would end the process there, before the engine is stopped; these let it return. A SIGINT that
+    comes later finds a process that still waits for something, and interrupts that.
     """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if server.has_ended and number == signal.SIGINT:
+            raise KeyboardInterrupt
+
     handled = (signal.SIGINT, signal.SIGTERM)
-    before = {each: signal.signal(each, lambda *_: None) for each in handled}
+    before = {each: signal.signal(each, handle) for each in handled}
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -30,7 +31,7 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a chat."""
-        call = await self._read(request, read_tokenize)
+        call = await self._read(request, partial(read_tokenize, max_model_len=self._session.model.max_model_len))
         self._check(call.model, call.ignored)
         if isinstance(call.prompt, str):
             token_ids = await self._session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)

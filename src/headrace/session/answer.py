@@ -53,12 +53,13 @@ class ChoiceAnswer:
     is held back (a marker, half a character) is counted with the kind of text that comes out after it.
 
     choice: its number in the whole request. scorer: None if nobody asked for log-probabilities.
+    token_ids: what the model said so far, without a token that ended it; text, reasoning: what that came to.
     """
 
     def __init__(self, choice: int, detokenizer: Detokenizer, parser: StreamParser, scorer: Scorer | None) -> None:
         self.choice = choice
         self.reason: FinishReason | None = None
-        self.num_output_tokens = 0
+        self.token_ids: list[int] = []
         self.num_reasoning_tokens = 0
         self._detokenizer = detokenizer
         self._parser = parser
@@ -66,11 +67,27 @@ class ChoiceAnswer:
         self._num_undecided = 0
         self._untold: list[TokenScore] = []
         self._events: list[Text | Reasoning] = []
+        self._said: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def text(self) -> str:
+        """Answer text so far."""
+        return "".join(self._said[Text])
+
+    @property
+    def reasoning(self) -> str:
+        """Thinking text so far."""
+        return "".join(self._said[Reasoning])
 
     def push(self, output: TokenOutput) -> list[Text | Reasoning]:
         """Events of one output of the engine, neighbours of a kind joined; sets `reason` at the choice's end."""
         for index, token_id in enumerate(output.token_ids):
-            self.num_output_tokens += 1
+            self.token_ids.append(token_id)
             self._num_undecided += 1
             if self._scorer is not None:
                 self._untold.append(self._scorer.score(output.logprobs[index]))
@@ -105,6 +122,7 @@ class ChoiceAnswer:
             if isinstance(event, Reasoning):
                 self.num_reasoning_tokens += self._num_undecided
             self._num_undecided = 0
+            self._said[type(event)].append(event.text)
             self._emit(event)
 
     def _emit(self, event: Text | Reasoning) -> None:
@@ -126,7 +144,7 @@ class PromptAnswers:
     request: what the engine was asked. choices: one for each of its choices, in order.
     scorer: for the prompt's own tokens. num_prompt_logprobs: alternatives told with them in an event of their own, None
     for no such event. echo: the prompt's text if answers begin with it. num_echo_logprobs: alternatives told with the
-    echoed tokens, None if no scores of them are told. wants_output: false if only the prompt is of interest.
+    echoed tokens, None if no scores of them are told.
     """
 
     def __init__(
@@ -138,7 +156,6 @@ class PromptAnswers:
         num_prompt_logprobs: int | None = None,
         echo: str | None = None,
         num_echo_logprobs: int | None = None,
-        wants_output: bool = True,
     ) -> None:
         self.request = request
         self.choices = choices
@@ -147,7 +164,6 @@ class PromptAnswers:
         self._num_prompt_logprobs = num_prompt_logprobs
         self._echo = echo
         self._num_echo_logprobs = num_echo_logprobs
-        self._wants_output = wants_output
         self._has_begun = False
         self._num_open = len(choices)
         self._num_open_in_engine = len(choices)
@@ -170,10 +186,6 @@ class PromptAnswers:
         self._num_open_in_engine -= output.finish_reason is not None
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         events: list[Event] = [] if self._has_begun else self._begin(output)
-        if not self._wants_output:
-            for choice in self.choices:
-                choice.reason = FinishReason.LENGTH
-            return [*events, *(self._finished(choice, everything) for choice in self.choices)]
         choice = self.choices[output.choice]
         if choice.reason is None:
             events += choice.push(output)

@@ -10,15 +10,16 @@ The engine sees token ids only and the APIs see events only; everything between 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from functools import partial
-from typing import Protocol
 
 from headrace.errors import EngineDead, GenerationFailed, InvalidRequest
 from headrace.families.family import ModelFamily
-from headrace.families.registry import explain, find_family
+from headrace.families.registry import explain
 from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
+from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.settings import (
     check_answers,
@@ -28,17 +29,23 @@ from headrace.session.settings import (
     check_stop,
     explain_defaults,
     fit_max_tokens,
+    refuse_oversized,
     resolve_sampling,
     sampling_defaults,
 )
+from headrace.session.source import TokenSource, TokenStream
+from headrace.session.words import Words, load_words
+from headrace.text.history import with_thinking_apart
 from headrace.text.stream_parser import StreamParser
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
-from headrace.types.chat import ChatRequest, CompletionRequest
-from headrace.types.events import Event, FinishReason, Started, TokenOutput
+from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
+from headrace.types.events import Event, Started
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import EngineStatus
+from headrace.types.status import CacheStatus, EngineStatus
+
+log = logging.getLogger("headrace.session")
 
 # A completion is text as the model wrote it: no thinking, no frames.
 _PLAIN_TEXT = ModelFamily("plain text")
@@ -48,65 +55,37 @@ _PLAIN_TEXT = ModelFamily("plain text")
 _NUM_CONTEXT_TOKENS = 16
 
 
-class TokenStream(Protocol):
-    """Outputs of one request. Raises GenerationFailed, EngineDead, and RequestCancelled after `TokenSource.abort`."""
-
-    def __aiter__(self) -> AsyncIterator[TokenOutput]:
-        """Itself."""
-
-    async def __anext__(self) -> TokenOutput:
-        """The next output."""
-
-    def finish(self, reason: FinishReason) -> None:
-        """Ends the request for a reason that only the reader sees (a stop string); it is counted under this reason.
-
-        No more outputs are read.
-        """
-
-    async def aclose(self) -> None:
-        """Aborts the request if it is not over; also before any output was read."""
-
-
-class TokenSource(Protocol):
-    """What a session needs of an engine."""
-
-    @property
-    def model(self) -> ModelDescription:
-        """The loaded model, as data."""
-
-    async def submit(self, request: GenerationRequest) -> TokenStream:
-        """Queues a request. Cancelling whoever waits for that aborts it.
-
-        Raises what the request is refused for (InvalidRequest, Overloaded), and EngineDead.
-        """
-
-    async def abort(self, request_id: str) -> bool:
-        """Cancels a request; whoever reads its outputs gets RequestCancelled. False if there is no such request."""
-
-    async def status(self) -> EngineStatus:
-        """What the engine is doing. Raises EngineDead."""
-
-    def health(self) -> str | None:
-        """None while all is well, else what is wrong."""
-
-
 class Session:
-    """Serves requests with one engine. Holds no state of any request."""
+    """Serves requests with one engine.
 
-    def __init__(self, engine: TokenSource, tokenizer: Tokenizer, template: ChatTemplate, family: ModelFamily) -> None:
+    prepares_turns: whether finished chats are made ready for their next turn in quiet moments, see IdleTurns.
+    """
+
+    def __init__(
+        self,
+        engine: TokenSource,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        family: ModelFamily,
+        *,
+        prepares_turns: bool = False,
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._family = family
         self._scorer = Scorer(tokenizer)
         self._defaults = sampling_defaults(engine.model.generation_config)
+        self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
 
     @classmethod
-    def over(cls, engine: TokenSource) -> Session:
-        """A session with the tokenizer and the template that lie in the model's folder. Raises ModelError."""
-        tokenizer = Tokenizer.load(engine.model.directory)
-        family = find_family(engine.model.model_type, tokenizer.chat_template)
-        return cls(engine, tokenizer, ChatTemplate(tokenizer, family), family)
+    def over(cls, engine: TokenSource, words: Words | None = None, *, prepares_turns: bool = False) -> Session:
+        """A session with the tokenizer and the template that lie in the model's folder. Raises ModelError.
+
+        words: these, if they have been read already.
+        """
+        words = words or load_words(engine.model.directory, engine.model.model_type)
+        return cls(engine, words.tokenizer, words.template, words.family, prepares_turns=prepares_turns)
 
     @property
     def model(self) -> ModelDescription:
@@ -116,7 +95,13 @@ class Session:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for start-up: how the model's family is served, and the sampling that the model asks for."""
-        return (*explain(self._family), *explain_defaults(self._defaults))
+        refused = () if self.takes_chats else ("no chat template: completions only, chats are refused",)
+        return (*explain(self._family), *refused, *explain_defaults(self._defaults))
+
+    @property
+    def takes_chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template.exists
 
     def health(self) -> str | None:
         """None while the engine is well, else what is wrong."""
@@ -126,6 +111,16 @@ class Session:
         """What the engine is doing. Raises EngineDead."""
         self._refuse_if_dead()
         return await self._engine.status()
+
+    async def cache(self) -> CacheStatus | None:
+        """What the prefix cache holds; None if it is off. Raises EngineDead."""
+        self._refuse_if_dead()
+        return await self._engine.cache()
+
+    async def clear_cache(self) -> int:
+        """Drops what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
+        self._refuse_if_dead()
+        return await self._engine.clear_cache()
 
     async def abort(self, request_id: str) -> bool:
         """Cancels one prompt's work by its id (see `generation_ids`). False if there is no such work."""
@@ -138,15 +133,18 @@ class Session:
         and a Finished for each choice. Closing the generator aborts the request in the engine. Raises RequestError
         before Started when the request can't be served, EngineDead, GenerationFailed, and RequestCancelled.
         """
-        return self._answer(partial(self._chat_prompts, request))
+        return self._answer(partial(self._chat_prompts, request), partial(self._note_turn, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
         """Events of a completion's answers, as for a chat. Prompts are worked on side by side."""
         return self._answer(partial(self._completion_prompts, request))
 
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
-        """The prompt that a chat comes to. Raises InvalidRequest."""
-        return (await self._rendered(request)).token_ids
+        """The prompt that a chat comes to, also one that leaves no room for an answer. Raises InvalidRequest.
+
+        One that is many times as long as the context raises ContextTooLong: its tokens are not counted.
+        """
+        return (await asyncio.to_thread(self._render, request)).token_ids
 
     async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
@@ -165,16 +163,35 @@ class Session:
         if (reason := self._engine.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
 
-    async def _answer(self, prepare: Callable[[], Awaitable[Sequence[PromptAnswers]]]) -> AsyncGenerator[Event, None]:
+    async def _answer(
+        self,
+        prepare: Callable[[], Awaitable[Sequence[PromptAnswers]]],
+        note: Callable[[Sequence[PromptAnswers]], None] = lambda prompts: None,
+    ) -> AsyncGenerator[Event, None]:
+        """Events of all prompts. note: takes them once they are answered."""
         self._refuse_if_dead()
-        prompts = await prepare()
         async with AsyncExitStack() as open_streams:
+            await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
+            prompts = await prepare()
             outputs = await self._submit(prompts, open_streams)
             streams = [self._events(prompt, each, prompts) for prompt, each in zip(prompts, outputs, strict=True)]
             yield Started(usage_of(prompts).num_prompt_tokens)
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
                     yield event
+            note(prompts)
+
+    def _note_turn(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:
+        """Remembers an answered chat for a quiet moment. Which of several choices goes on can't be known."""
+        (prompt,) = prompts
+        choice = prompt.choices[0]
+        if self._idle is None or len(prompt.choices) > 1 or request.continue_final_message or not choice.text:
+            return
+        # A client that sends thinking back has done so before; at a first turn most don't.
+        echoes = any(with_thinking_apart(message, self._family).reasoning for message in request.messages)
+        reasoning = (choice.reasoning or None) if echoes else None
+        answer = ChatMessage("assistant", (TextPart(choice.text),), reasoning)
+        self._idle.add(FinishedTurn(request, answer, prompt.request, tuple(choice.token_ids)))
 
     async def _submit(self, prompts: Sequence[PromptAnswers], open_streams: AsyncExitStack) -> list[TokenStream]:
         """Queues all prompts, side by side: the engine answers between two steps, once for all of them.
@@ -198,6 +215,8 @@ class Session:
     ) -> AsyncGenerator[Event, None]:
         """Events of one prompt's choices."""
         async for output in outputs:
+            if output.reuse is not None:
+                log.info("%s: %s", output.request_id, output.reuse)
             events = prompt.push(output, everything)
             if prompt.is_over and not prompt.is_over_in_engine:
                 reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
@@ -208,16 +227,22 @@ class Session:
                 return
         raise GenerationFailed("the engine ended the answer without a reason")
 
-    async def _rendered(self, request: ChatRequest) -> RenderedPrompt:
-        # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
-        prompt = await asyncio.to_thread(self._template.render, request)
+    def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
+        """The prompt of a chat. max_model_len: for one that is to be answered, None for one that is only looked at."""
+        self._refuse_oversized(_lasting_texts(request), "messages")
+        is_answered = max_model_len is not None
+        prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
             raise InvalidRequest("the messages come to an empty prompt", param="messages")
         return prompt
 
+    def _refuse_oversized(self, texts: Sequence[str], param: str) -> None:
+        refuse_oversized(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
+
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._check(request)
-        prompt = await self._rendered(request)
+        # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+        prompt = await asyncio.to_thread(self._render, request, self.model.max_model_len)
         generation = self._generation(request, request.request_id, prompt, "messages")
         choices = [
             ChoiceAnswer(
@@ -232,7 +257,7 @@ class Session:
         return (PromptAnswers(generation, choices, self._scorer, num_prompt_logprobs=told),)
 
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
-        self._check(request, least_max_tokens=0)
+        self._check(request)
         return await asyncio.to_thread(self._completions, request)
 
     def _completions(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
@@ -247,6 +272,7 @@ class Session:
         self, request: CompletionRequest, request_id: str, prompt: str | tuple[int, ...], first_choice: int
     ) -> PromptAnswers:
         if isinstance(prompt, str):
+            self._refuse_oversized((prompt,), "prompt")
             token_ids = tuple(self._tokenizer.encode_document(prompt))
         else:
             check_prompt_ids(prompt, self.model.vocab_size, "prompt")
@@ -267,12 +293,11 @@ class Session:
             num_prompt_logprobs=request.answers.num_prompt_logprobs,
             echo=echo,
             num_echo_logprobs=request.answers.num_logprobs,
-            wants_output=request.stop.max_tokens != 0,
         )
 
-    def _check(self, request: ChatRequest | CompletionRequest, least_max_tokens: int = 1) -> None:
+    def _check(self, request: ChatRequest | CompletionRequest) -> None:
         check_sampling(request.sampling, self.model.vocab_size)
-        check_stop(request.stop, self.model.vocab_size, least=least_max_tokens)
+        check_stop(request.stop, self.model.vocab_size)
         check_min_tokens(request.sampling, request.stop)
         check_answers(request.answers, request.priority)
 
@@ -287,13 +312,11 @@ class Session:
             # Many a config.json names the end of a document only, and the tokenizer the end of a turn.
             end = self._tokenizer.eos_token_id
             stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
-        # A prompt that is only to be scored or echoed still takes a step that samples.
-        wanted = request.stop.max_tokens if request.stop.max_tokens != 0 else 1
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt.token_ids,
             sampling=resolve_sampling(request.sampling, self._defaults, self._tokenizer.encode),
-            max_tokens=fit_max_tokens(len(prompt.token_ids), wanted, self.model.max_model_len, param),
+            max_tokens=fit_max_tokens(len(prompt.token_ids), request.stop.max_tokens, self.model.max_model_len, param),
             stop_token_ids=stop_token_ids,
             boundaries=prompt.boundaries,
             num_choices=request.answers.num_choices,
@@ -301,6 +324,7 @@ class Session:
             num_prompt_logprobs=_num_prompt_logprobs(request),
             session=request.session,
             priority=request.priority,
+            cache_salt=request.cache_salt,
         )
 
 
@@ -309,6 +333,16 @@ def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
     if num_prompts == 1:
         return (request_id,)
     return tuple(f"{request_id}-{index}" for index in range(num_prompts))
+
+
+def _lasting_texts(request: ChatRequest) -> list[str]:
+    """Texts of a chat that surely come into its prompt: templates drop old thinking, and space around a content."""
+    return [
+        part.text.strip()
+        for message in request.messages
+        for part in message.content
+        if message.role != "assistant" and isinstance(part, TextPart)
+    ]
 
 
 def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:

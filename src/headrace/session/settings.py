@@ -69,7 +69,7 @@ def resolve_sampling(
         # Clients of other servers say "off" with -1.
         top_k=int(max(0, _first(requested.top_k, defaults.top_k, 0))),
         min_p=_first(requested.min_p, defaults.min_p, 0.0),
-        seed=secrets.randbits(63) if requested.seed is None else requested.seed & _LARGEST_SEED,
+        seed=secrets.randbits(63) if requested.seed is None else requested.seed,
         repetition_penalty=_first(requested.repetition_penalty, defaults.repetition_penalty, 1.0),
         frequency_penalty=_first(requested.frequency_penalty, defaults.frequency_penalty, 0.0),
         presence_penalty=_first(requested.presence_penalty, defaults.presence_penalty, 0.0),
@@ -130,10 +130,10 @@ def check_sampling(sampling: RequestedSampling, vocab_size: int) -> None:
         raise InvalidRequest("bad_words must not hold an empty word", param="bad_words")
 
 
-def check_stop(stop: RequestedStop, vocab_size: int, *, least: int = 1) -> None:
-    """Raises InvalidRequest for the first value that can't end anything. `least`: of max_tokens."""
-    if stop.max_tokens is not None and stop.max_tokens < least:
-        raise InvalidRequest(f"max_tokens must be at least {least}, not {stop.max_tokens}", param="max_tokens")
+def check_stop(stop: RequestedStop, vocab_size: int) -> None:
+    """Raises InvalidRequest for the first value that can't end anything."""
+    if stop.max_tokens is not None and stop.max_tokens < 0:
+        raise InvalidRequest(f"max_tokens must be at least 0, not {stop.max_tokens}", param="max_tokens")
     if not all(stop.strings):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
     _check_token_ids("stop_token_ids", stop.token_ids, vocab_size)
@@ -180,13 +180,21 @@ def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len:
     """How many tokens the answer may have: what was asked, at most what the context leaves.
 
     Clients ask for far more than the context holds as a matter of course, so that is no error. A prompt that leaves
-    no room raises ContextTooLong in the wording that agents act on. `param`: the field that the prompt came in.
+    no room raises ContextTooLong. `param`: the field that the prompt came in.
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextTooLong(
-            f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
-            f"{num_prompt_tokens} tokens. Please reduce the length of the {param}.",
-            param=param,
-        )
+        raise ContextTooLong.of_prompt(max_model_len, num_prompt_tokens, param)
     return room if requested is None else min(requested, room)
+
+
+def refuse_oversized(
+    texts: Sequence[str], least_num_tokens: Callable[[Sequence[str]], int], max_model_len: int, param: str
+) -> None:
+    """Raises ContextTooLong if these parts of a prompt can't fit, whatever tokens they come to.
+
+    Asked before the prompt is made: rendering and encoding megabytes takes seconds. least_num_tokens: the tokenizer's.
+    """
+    # A token for each character is more than any text comes to: a bound is only looked for where it can matter.
+    if sum(map(len, texts)) >= max_model_len and (num_tokens := least_num_tokens(texts)) >= max_model_len:
+        raise ContextTooLong.of_prompt(max_model_len, num_tokens, param, at_least=True)

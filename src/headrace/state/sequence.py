@@ -72,9 +72,10 @@ class SpanRecord:
     def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
         """Two records, of the first `num_tokens` tokens and of the rest; copies, so that each can be dropped alone."""
         middle = self.start + num_tokens
-        return self._part(self.start, middle), self._part(middle, self.end)
+        return self.part(self.start, middle), self.part(middle, self.end)
 
-    def _part(self, start: int, end: int) -> SpanRecord:
+    def part(self, start: int, end: int) -> SpanRecord:
+        """A copy of the tokens `start` to `end`, which the record has."""
         layers = {key: record.part(start, end) for key, record in self.layers.items()}
         mx.eval([record.arrays for record in layers.values()])
         return SpanRecord(start, end, layers)
@@ -180,6 +181,11 @@ class SequenceState:
         layers = {key: state.copy(start, end) for key, state in self._layers.items() if state.is_sliceable}
         mx.eval([record.arrays for record in layers.values()])
         return SpanRecord(start, end, layers)
+
+    @property
+    def span_token_bytes(self) -> int:
+        """Bytes that a token takes in a span."""
+        return sum(state.cost().per_token for state in self._layers.values() if state.is_sliceable)
 
     def restore(self, record: SequenceRecord) -> None:
         """Become what the checkpoint holds, whatever was computed before."""

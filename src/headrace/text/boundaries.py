@@ -75,8 +75,8 @@ def shared_length(rendered: str, head: tuple[ChatMessage, ...], following: Role,
     return 0 if followed is None else common_length(rendered, followed)
 
 
-def common_length(first: str, second: str) -> int:
-    """Length of the longest common beginning of two texts."""
+def common_length(first: str | tuple[int, ...], second: str | tuple[int, ...]) -> int:
+    """Length of the longest common beginning of two texts, or of two prompts."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

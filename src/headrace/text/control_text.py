@@ -15,6 +15,9 @@ from typing import Any
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
 
+EDGE = "\ufdd3"
+"""Noncharacter that keeps white space at a text's edge from being trimmed by a template. It is dropped afterwards."""
+
 CUT = "\ufdd2"
 """Noncharacter that marks where an unfinished last message ends."""
 
@@ -35,8 +38,8 @@ class ControlText:
         control = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._control_tokens = control_tokens
         self._to_wrap: dict[frozenset[str], re.Pattern[str]] = {}
-        wrapped = f"{_OPEN}(?P<typed>{control}|[{_OPEN}{_CLOSE}]){_CLOSE}"
-        self._parts = re.compile(f"{wrapped}|[{_OPEN}{_CLOSE}]|(?P<control>{control})")
+        wrapped = f"{_OPEN}(?P<typed>{control}|[{_OPEN}{_CLOSE}{EDGE}]){_CLOSE}"
+        self._parts = re.compile(f"{wrapped}|[{_OPEN}{_CLOSE}{EDGE}]|(?P<control>{control})")
 
     def wrap(self, value: Any, *, meant: frozenset[str] = frozenset()) -> Any:
         """Wrap spellings in a text, or in all texts of nested lists and mappings; `meant` ones stay bare."""
@@ -68,8 +71,8 @@ class ControlText:
     def _pattern(self, meant: frozenset[str]) -> re.Pattern[str]:
         if meant not in self._to_wrap:
             longest_first = sorted(self._control_tokens - meant, key=len, reverse=True)
-            # A wrapper character that somebody typed is wrapped too, so that it can't pass for ours.
-            self._to_wrap[meant] = re.compile("|".join([*map(re.escape, longest_first), f"[{_OPEN}{_CLOSE}]"]))
+            # A character of ours that somebody typed is wrapped too, so that it can't pass for one of ours.
+            self._to_wrap[meant] = re.compile("|".join([*map(re.escape, longest_first), f"[{_OPEN}{_CLOSE}{EDGE}]"]))
         return self._to_wrap[meant]
 
 

@@ -92,7 +92,8 @@ def _byte_table() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
 
 
-_BYTE_OF = _byte_table()
+BYTE_OF = _byte_table()
+"""The byte that each character of a byte-level piece stands for."""
 
 
 class ByteLevelDecoder:
@@ -104,7 +105,7 @@ class ByteLevelDecoder:
     def bytes_of(self, token_id: int, piece: str) -> bytes:
         """What the piece spells."""
         try:
-            return bytes([_BYTE_OF[character] for character in piece])
+            return bytes([BYTE_OF[character] for character in piece])
         except KeyError:  # an added token with characters of its own is its text
             return piece.encode()
 

@@ -6,15 +6,16 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
-from headrace.text.boundaries import TextBoundary, common_length, find_boundaries
+from headrace.text.boundaries import TextBoundary, common_length, find_boundaries, shared_length
 from headrace.text.control_text import CUT, ControlText, find_control_tokens
+from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnForms, with_thinking_apart
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
-from headrace.types.request import Boundary
+from headrace.types.request import Boundary, BoundaryKind
 
 # Variables of a template that are the server's to set, or arguments of the function that renders.
 _RESERVED_OPTIONS = frozenset(
@@ -29,6 +30,9 @@ _RESERVED_OPTIONS = frozenset(
         "return_assistant_tokens_mask",
     }
 )
+
+# Begins otherwise than what boundaries are probed with, so that none reaches into it.
+_NEXT_QUESTION = ChatMessage("user", (TextPart("Go on."),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,14 @@ class RenderedPrompt:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class PromptHead:
+    """How a prompt begins; a boundary stands at its end."""
+
+    token_ids: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+
+
 class ChatTemplate:
     """Renders requests for one model. Safe to share between threads.
 
@@ -53,10 +65,18 @@ class ChatTemplate:
     "hoist" moves it to the top.
     """
 
-    def __init__(self, tokenizer: Tokenizer, family: ModelFamily, *, system_notes: SystemNotes = "keep") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        family: ModelFamily,
+        *,
+        system_notes: SystemNotes = "keep",
+        history: HistoryPolicy = HistoryPolicy.STABLE,
+    ) -> None:
         self._tokenizer = tokenizer
         self._family = family
         self._system_notes: SystemNotes = system_notes
+        self._history = history
         source = tokenizer.chat_template or ""
         controls = find_control_tokens(tokenizer.added_tokens, tokenizer.special_ids, source)
         # A token that only matches as a whole word is no sure border: what follows decides whether it stands.
@@ -67,31 +87,66 @@ class ChatTemplate:
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
         )
 
-    def render(self, request: ChatRequest) -> RenderedPrompt:
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a template at all; without one, every conversation is refused."""
+        return self._source is not None
+
+    def render(
+        self, request: ChatRequest, *, max_model_len: int | None = None, finds_boundaries: bool = True
+    ) -> RenderedPrompt:
         """The prompt of a request.
 
-        Raises InvalidRequest if the model has no template or the template refuses the conversation, and
-        UnsupportedField for media and for a thinking switch that the model doesn't have.
+        max_model_len: context in tokens, which the prompt must leave room in. finds_boundaries: up to 18 renderings
+        that a prompt which nobody generates from doesn't need.
+        Raises InvalidRequest if the model has no template or the template refuses the conversation, UnsupportedField
+        for media and for a thinking switch that the model doesn't have, and ContextTooLong.
         """
-        source = self._source
-        if source is None:
-            raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
-        messages = normalise(request.messages, source.traits, self._system_notes)
-        renderer = RequestRenderer(source, self._variables(request))
+        messages, renderer = self._begin(request)
         if request.continue_final_message:
             settled = messages[:-1]
             rendered = _render_unfinished(renderer, messages)
         else:
             settled = messages
-            rendered = renderer.render(messages, add_generation_prompt=True)
-        found = find_boundaries(rendered, messages, settled, renderer.try_render, has_tools=bool(request.tools))
-        token_ids, text = self._encode(rendered)
+            rendered = renderer.render(messages)
+        token_ids, text = self._encode(rendered, max_model_len)
+        boundaries: tuple[Boundary, ...] = ()
+        if finds_boundaries:  # not before it is known that the prompt fits
+            found = find_boundaries(rendered, messages, settled, renderer.try_render, has_tools=bool(request.tools))
+            boundaries = self._token_boundaries(rendered, token_ids, found)
         return RenderedPrompt(
             token_ids=token_ids,
-            boundaries=self._token_boundaries(rendered, token_ids, found),
+            boundaries=boundaries,
             thinking_open=self._is_thinking_open(rendered, renderer, settled),
             text=text,
         )
+
+    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+        """How a request and its answer will begin the next prompt; empty if that can't be known.
+
+        Raises what `render` does.
+        """
+        followed = replace(request, messages=(*request.messages, answer, _NEXT_QUESTION))
+        messages, renderer = self._begin(followed)
+        rendered = renderer.render(messages)
+        token_ids, _ = self._encode(rendered, None)
+        length = shared_length(rendered, messages[:-1], "user", renderer.try_render)
+        boundaries = self._token_boundaries(rendered, token_ids, [TextBoundary(length, BoundaryKind.MESSAGE)])
+        return PromptHead(token_ids[: boundaries[0].num_tokens] if boundaries else (), boundaries)
+
+    def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], Renderer]:
+        """The messages as the template takes them, and what renders them."""
+        source = self._source
+        if source is None:
+            raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
+        messages = normalise(request.messages, source.traits, self._system_notes)
+        variables = self._variables(request)
+        if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
+            forms = TurnForms(source, variables, self._family)
+            if forms.change:
+                apart = tuple(with_thinking_apart(message, self._family) for message in messages)
+                return apart, StableRenderer(RequestRenderer(source, variables, keeps_edges=True), forms)
+        return messages, RequestRenderer(source, variables)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """What the template is given beside the messages."""
@@ -120,12 +175,21 @@ class ChatTemplate:
             raise UnsupportedField(f"the model {why}, its chat template has no switch", param="enable_thinking")
         return thinking
 
-    def _encode(self, rendered: str) -> tuple[tuple[int, ...], str]:
+    def _encode(self, rendered: str, max_model_len: int | None) -> tuple[tuple[int, ...], str]:
+        """Token ids and text of a rendered prompt. Raises ContextTooLong."""
         runs = self._control_text.runs(rendered)
         text = well_formed("".join(run.text for run in runs))
-        if len(runs) > 1:  # somebody typed the spelling of a control token
-            return tuple(self._tokenizer.encode_mixed((run.text, run.typed) for run in runs)), text
-        return tuple(self._tokenizer.encode(text)), text
+        if max_model_len is not None and len(text) >= max_model_len:
+            least = self._tokenizer.least_num_tokens((text,))
+            if least >= max_model_len:
+                raise ContextTooLong.of_prompt(max_model_len, least, "messages", at_least=True)
+        if any(run.typed for run in runs):  # somebody typed the spelling of a control token
+            token_ids = self._tokenizer.encode_mixed((run.text, run.typed) for run in runs)
+        else:
+            token_ids = self._tokenizer.encode(text)
+        if max_model_len is not None and len(token_ids) >= max_model_len:
+            raise ContextTooLong.of_prompt(max_model_len, len(token_ids), "messages")
+        return tuple(token_ids), text
 
     def _token_boundaries(
         self, rendered: str, token_ids: tuple[int, ...], found: list[TextBoundary]
@@ -143,7 +207,7 @@ class ChatTemplate:
                 boundaries.append(Boundary(num_tokens[num_controls - 1], boundary.kind))
         return tuple(boundaries)
 
-    def _is_thinking_open(self, rendered: str, renderer: RequestRenderer, settled: tuple[ChatMessage, ...]) -> bool:
+    def _is_thinking_open(self, rendered: str, renderer: Renderer, settled: tuple[ChatMessage, ...]) -> bool:
         """Whether the text after the last finished message opens a think block and does not close it."""
         if self._family.think_open is None or self._family.think_close is None:
             return False
@@ -155,7 +219,7 @@ class ChatTemplate:
         return tail.rfind(opener) > tail.rfind(self._family.think_close)
 
 
-def _render_unfinished(renderer: RequestRenderer, messages: tuple[ChatMessage, ...]) -> str:
+def _render_unfinished(renderer: Renderer, messages: tuple[ChatMessage, ...]) -> str:
     """The text up to the end of the last message's content, or of its thinking if it has no content."""
     last = messages[-1]
     if last.role != "assistant" or last.tool_calls or not (last.content or last.reasoning):
@@ -166,7 +230,7 @@ def _render_unfinished(renderer: RequestRenderer, messages: tuple[ChatMessage, .
         marked = replace(last, content=(TextPart(content_text(last) + CUT),))
     else:
         marked = replace(last, reasoning=f"{last.reasoning}{CUT}")
-    rendered = renderer.render((*messages[:-1], marked), add_generation_prompt=False)
+    rendered = renderer.render_unfinished((*messages[:-1], marked))
     text, found, _ = rendered.rpartition(CUT)
     if not found:
         raise InvalidRequest(

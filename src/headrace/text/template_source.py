@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, ModelError
 from headrace.families.family import ModelFamily
-from headrace.text.control_text import ControlText
+from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import TemplateTraits, template_message
 from headrace.types.chat import ChatMessage, Role, TextPart
 
@@ -21,7 +21,7 @@ class TemplateSource:
     """A template with what it may use in every rendering.
 
     variables: names that the template knows beside the conversation, the same for all requests.
-    Rendered text still has the wrappers of `control_text` in it.
+    Rendered text still has the wrappers of `control_text` in it. Raises ModelError for a broken template.
     """
 
     def __init__(
@@ -31,15 +31,21 @@ class TemplateSource:
         self._variables = dict(variables)
         self._control_text = control_text
         self._think_markers = frozenset(marker for marker in (family.think_open, family.think_close) if marker)
+        self._refuse_broken()
         self.traits = self._find_traits(family)
 
-    def prepare(self, message: ChatMessage) -> dict[str, Any]:
-        """A message as the template is given it, with what people typed wrapped."""
+    def prepare(self, message: ChatMessage, *, keeps_edges: bool = False) -> dict[str, Any]:
+        """A message as the template is given it, with what people typed wrapped.
+
+        keeps_edges: white space around what the assistant thought and said is not for the template to trim.
+        """
         fields = template_message(message)
         wrapped: dict[str, Any] = self._control_text.wrap(fields)
         if message.role == "assistant":
             # In its own history a model's think markers are what they were, even inside the content.
             wrapped["content"] = self._control_text.wrap(fields["content"], meant=self._think_markers)
+            if keeps_edges:
+                wrapped.update(_with_edges(wrapped))
         return wrapped
 
     def run(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
@@ -57,6 +63,15 @@ class TemplateSource:
             reason = f"{type(error).__name__}: {error}"
             raise InvalidRequest(f"the model's chat template failed on this: {reason}", param="messages") from error
         return str(rendered[0][0])
+
+    def _refuse_broken(self) -> None:
+        """Raises ModelError for a template that can't be read. What it refuses is for the requests to find out."""
+        try:
+            self.run([{"role": "user", "content": "?"}], {}, add_generation_prompt=True)
+        except InvalidRequest as error:
+            if isinstance(broken := error.__cause__, TemplateSyntaxError):
+                message = f"the model's chat template is broken in line {broken.lineno}: {broken.message}"
+                raise ModelError(message) from broken
 
     def _find_traits(self, family: ModelFamily) -> TemplateTraits:
         """Try what the family's record leaves open on conversations of a few words."""
@@ -79,32 +94,53 @@ class TemplateSource:
 
 
 class RequestRenderer:
-    """Renders beginnings of one conversation, each message prepared and each beginning rendered only once."""
+    """Renders beginnings of one conversation, each message prepared and each beginning rendered only once.
 
-    def __init__(self, source: TemplateSource, variables: Mapping[str, Any]) -> None:
+    keeps_edges: see TemplateSource.prepare.
+    """
+
+    def __init__(self, source: TemplateSource, variables: Mapping[str, Any], *, keeps_edges: bool = False) -> None:
         self._source = source
         self._variables = variables
+        self._keeps_edges = keeps_edges
         self._prepared: dict[ChatMessage, dict[str, Any]] = {}
         self._rendered: dict[tuple[ChatMessage, ...], str | None] = {}
 
-    def render(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool) -> str:
-        """The text. Raises InvalidRequest if the template refuses."""
-        prepared = [self._prepare(message) for message in messages]
-        return self._source.run(prepared, self._variables, add_generation_prompt=add_generation_prompt)
+    def render(self, messages: tuple[ChatMessage, ...]) -> str:
+        """The text with a generation prompt. Raises InvalidRequest if the template refuses."""
+        return self._run(messages, add_generation_prompt=True)
+
+    def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
+        """The text when the last message is still being written. Raises InvalidRequest if the template refuses."""
+        return self._run(messages, add_generation_prompt=False)
 
     def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
         """The text without a generation prompt; None if the template refuses."""
         if messages not in self._rendered:
             try:
-                self._rendered[messages] = self.render(messages, add_generation_prompt=False)
+                self._rendered[messages] = self._run(messages, add_generation_prompt=False)
             except InvalidRequest:
                 self._rendered[messages] = None
         return self._rendered[messages]
 
+    def _run(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool) -> str:
+        prepared = [self._prepare(message) for message in messages]
+        return self._source.run(prepared, self._variables, add_generation_prompt=add_generation_prompt)
+
     def _prepare(self, message: ChatMessage) -> dict[str, Any]:
         if message not in self._prepared:
-            self._prepared[message] = self._source.prepare(message)
+            self._prepared[message] = self._source.prepare(message, keeps_edges=self._keeps_edges)
         return self._prepared[message]
+
+
+def _with_edges(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of an assistant's message that a template may not trim.
+
+    Content before a call is left alone: the white space between the two is the template's.
+    """
+    names = ["reasoning_content"] if fields.get("tool_calls") else ["reasoning_content", "content"]
+    texts = {name: fields[name] for name in names if fields.get(name)}
+    return {name: f"{EDGE}{text}{EDGE}" for name, text in texts.items() if text.strip() not in ("", text)}
 
 
 def _probes(roles: tuple[Role, ...]) -> tuple[ChatMessage, ...]:

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from headrace.errors import ModelError
 from headrace.text.decoding import TokenPieces
 from headrace.text.detokenize import Detokenizer
-from headrace.text.plain import PlainTextEncoder
+from headrace.text.plain import PlainTextEncoder, encode_alone
+from headrace.text.token_bound import TokenBound, find_token_bound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -56,6 +57,9 @@ class Tokenizer:
             raise ModelError(
                 f"the tokenizer in {directory} ({type(loaded).__name__}) has no tokenizer.json, which is needed"
             )
+        if loaded.backend_tokenizer.get_vocab_size() == len(loaded.backend_tokenizer.get_added_tokens_decoder()):
+            # Where the file is missing, transformers makes one up for models that it knows: special tokens only.
+            raise ModelError(f"no tokenizer could be loaded from {directory}: it has no tokenizer.json")
         return cls(
             loaded.backend_tokenizer,
             bos_token_id=loaded.bos_token_id,
@@ -91,11 +95,15 @@ class Tokenizer:
         """
         if not special:
             return self.encode_mixed([(text, True)])
-        return list(self._backend.encode(well_formed(text), add_special_tokens=False).ids)
+        return encode_alone(self._backend, well_formed(text), frames=False)
 
     def encode_document(self, text: str) -> list[int]:
         """Token ids of a text as the tokenizer frames one by itself: with BOS, for instance, if it adds that."""
-        return list(self._backend.encode(well_formed(text), add_special_tokens=True).ids)
+        return encode_alone(self._backend, well_formed(text), frames=True)
+
+    def least_num_tokens(self, texts: Iterable[str]) -> int:
+        """Tokens that texts come to at the very least, told by their length; 0 if this tokenizer gives no bound."""
+        return 0 if self._bound is None else self._bound.least_num_tokens(texts)
 
     def encode_mixed(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
         """Token ids of runs of text that belong together; in those marked true, added tokens stay text."""
@@ -122,6 +130,11 @@ class Tokenizer:
         """A decoder for one stream of token ids; special tokens are left out unless their text is kept."""
         kept = {self.added_tokens[text] for text in keep_special if text in self.added_tokens}
         return Detokenizer(self._pieces, skipped_ids=self.special_ids - kept)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        # Looks at the whole vocabulary: made when a text is first long enough to matter.
+        return find_token_bound(self._backend)
 
     @cached_property
     def _plain_encoder(self) -> PlainTextEncoder:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+IDLE_PRIORITY = 2**31
+"""Of work that nobody waits for; lower than any that a client can ask for. It does not count as a request."""
+
 
 class BoundaryKind(StrEnum):
     """Where a conversation may branch."""

@@ -44,6 +44,11 @@ class StepPlan:
         """Tokens in the step, over all sequences."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of these, the prompts'."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks if chunk.output_index == 0)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:

@@ -1,0 +1,59 @@
+"""What a session needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from headrace.types.events import FinishReason, TokenOutput
+from headrace.types.model import ModelDescription
+from headrace.types.request import GenerationRequest
+from headrace.types.status import CacheStatus, EngineStatus
+
+
+class TokenStream(Protocol):
+    """Outputs of one request. Raises GenerationFailed, EngineDead, and RequestCancelled after `TokenSource.abort`."""
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput]:
+        """Itself."""
+
+    async def __anext__(self) -> TokenOutput:
+        """The next output."""
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends the request for a reason that only the reader sees (a stop string); it is counted under this reason.
+
+        No more outputs are read.
+        """
+
+    async def aclose(self) -> None:
+        """Aborts the request if it is not over; also before any output was read."""
+
+
+class TokenSource(Protocol):
+    """An engine."""
+
+    @property
+    def model(self) -> ModelDescription:
+        """The loaded model, as data."""
+
+    async def submit(self, request: GenerationRequest) -> TokenStream:
+        """Queues a request. Cancelling whoever waits for that aborts it.
+
+        Raises what the request is refused for (InvalidRequest, Overloaded), and EngineDead.
+        """
+
+    async def abort(self, request_id: str) -> bool:
+        """Cancels a request; whoever reads its outputs gets RequestCancelled. False if there is no such request."""
+
+    async def status(self) -> EngineStatus:
+        """What the engine is doing. Raises EngineDead."""
+
+    async def cache(self) -> CacheStatus | None:
+        """What the prefix cache holds; None if it is off. Raises EngineDead."""
+
+    async def clear_cache(self) -> int:
+        """Drops what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
+
+    def health(self) -> str | None:
+        """None while all is well, else what is wrong."""

@@ -1,0 +1,31 @@
+"""What a session reads out of a model's folder beside the engine: small files, worth a look before the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.families.family import ModelFamily
+from headrace.families.registry import find_family
+from headrace.text.history import HistoryPolicy
+from headrace.text.template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How a model's text becomes tokens and back."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    family: ModelFamily
+
+
+def load_words(directory: Path, model_type: str, *, history: str = "stable") -> Words:
+    """The words of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
+
+    history: of HistoryPolicy.
+    """
+    tokenizer = Tokenizer.load(directory)
+    family = find_family(model_type, tokenizer.chat_template)
+    return Words(tokenizer, ChatTemplate(tokenizer, family, history=HistoryPolicy(history)), family)

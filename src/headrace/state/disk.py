@@ -1,0 +1,258 @@
+"""The disk tier of the prefix cache: what prompts have computed, kept over restarts.
+
+    tier.save(namespace, key, ends, state, spans, snapshots)   # what a sequence has computed; returns at once
+    tier.advance(seconds)                                      # a slice of handing it to the thread that writes
+    match = tier.match(namespace, key, limit)                  # the longest state on disk
+    load = tier.load(match, num_held)                          # begins to read
+    load.advance(seconds); load.loaded                         # a slice of making arrays; the records
+
+The engine's thread owns arrays and calls all of this; two threads of the tier's own read and write files and see
+NumPy arrays only. Nothing here waits for a disk, and nothing that goes wrong with one fails a request: what can't be
+written is dropped, what can't be read is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from headrace.prefix.key import Namespace
+from headrace.state.disk_folder import DiskFolder
+from headrace.state.disk_index import DiskIndex, DiskMatch, Entry, model_digits, root_digest
+from headrace.state.disk_load import Load, read_load
+from headrace.state.disk_pace import DiskPace
+from headrace.state.disk_save import HostSave, Save, contents, entry_of, plan_save, stage
+from headrace.state.record_file import BadFile, read_head, write_file
+from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.stored_layers import NotStorable
+from headrace.state.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 10.0
+"""How long closing waits for what is still to be written."""
+
+
+class DiskTier:
+    """States of one model in a folder that several models may share."""
+
+    def __init__(
+        self,
+        folder: Path,
+        quota_bytes: int,
+        weights: str,
+        *,
+        has_spans: bool,
+        needs_snapshots: bool,
+        prefill_tokens_per_s: float,
+        max_pending_bytes: int,
+        max_load_bytes: int,
+    ) -> None:
+        """Looks through the folder, which is made if need be. Raises OSError if it can't be.
+
+        weights: fingerprint of the model and of how it is held. prefill_tokens_per_s: a guess, see DiskPace.
+        max_pending_bytes: what may wait to be written. max_load_bytes: of the largest state that is restored.
+        """
+        self._folder = DiskFolder(folder, quota_bytes)
+        self._has_spans = has_spans
+        self.weights = weights
+        self._model = model_digits(weights)
+        self._index = DiskIndex(has_spans=has_spans, needs_snapshots=needs_snapshots)
+        self._pace = DiskPace(prefill_tokens_per_s)
+        self._max_pending_bytes = max_pending_bytes
+        self._max_load_bytes = max_load_bytes
+        self._staging: deque[tuple[Save, Iterator[HostSave | None]]] = deque()
+        self._pending: dict[str, int] = {}
+        """Bytes of files on their way to the disk, by name. Items are set and removed whole, by any thread."""
+        self._lock = threading.Lock()
+        self._generation = 0
+        """Counts how often all was forgotten; what was to be written before is of no use then."""
+        self._told: set[str] = set()
+        self._folder.create()
+        self._folder.remove_abandoned()
+        self._scan()
+        self._writer = Worker("headrace-disk-writer")
+        self._reader = Worker("headrace-disk-reader")
+
+    @property
+    def report(self) -> str:
+        """A line for start-up."""
+        files = self._folder.files()
+        num_bytes = sum(file.num_bytes for file in files)
+        return (
+            f"disk cache: {self._folder.path}, {len(self._index)} files of this model, {len(files)} of all with "
+            f"{num_bytes / 1e9:.1f} of {self._folder.quota_bytes / 1e9:.1f} GB"
+        )
+
+    def _scan(self) -> None:
+        """Find this model's files; those that are torn or changed are removed."""
+        for file in self._folder.files():
+            if not file.name.startswith(self._model):
+                continue
+            try:
+                with (self._folder.path / file.name).open("rb") as opened:
+                    self._index.add(entry_of(file.name, file.num_bytes, read_head(opened)))
+            except BadFile as error:
+                logger.warning("%s is removed from the disk cache: %s", file.name, error)
+                self._folder.remove(file.name)
+            except OSError as error:
+                logger.warning("%s in the disk cache can't be read: %s", file.name, error)
+
+    def save(
+        self,
+        namespace: Namespace,
+        key: tuple[int, ...],
+        ends: Sequence[int],
+        state: SequenceState,
+        spans: Sequence[SpanRecord],
+        snapshots: Mapping[int, SequenceRecord],
+    ) -> None:
+        """Take over what the disk lacks of a state, which stands at the key's length.
+
+        ends: lengths at which a prompt may go on later, rising; the whole blocks of the key are kept besides.
+        spans: records of some of its tokens that were made anyhow. snapshots: by length, all of `ends` if the model
+        needs them.
+        """
+        plans, known = plan_save(self._model, root_digest(namespace), key, ends, self._is_known, self._has_spans)
+        try:
+            save = Save.of(plans, known, state, spans, snapshots, self._room_bytes())
+        except NotStorable as error:
+            self._tell_once("sort", "the disk cache is of no use for this model: %s", error)
+            return
+        if save.num_dropped:
+            self._tell_once("slow", "the disk is too slow for all that could be cached on it")
+        if save.plans or known:
+            self._pending.update((plan.name, plan.num_bytes) for plan in save.plans)
+            self._staging.append((save, stage(save)))
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._index or name in self._pending
+
+    def _room_bytes(self) -> int:
+        return self._max_pending_bytes - sum(list(self._pending.values()))
+
+    def advance(self, seconds: float) -> bool:
+        """Hand arrays over to the thread that writes, for about so long; whether there are more."""
+        until = time.monotonic() + seconds
+        while self._staging:
+            _, steps = self._staging[0]
+            for ready in steps:
+                if ready is not None:
+                    self._staging.popleft()
+                    self._writer.put(partial(self._write, ready, self._generation))
+                    break
+                if time.monotonic() >= until:
+                    return True
+        return False
+
+    def _write(self, save: HostSave, generation: int) -> None:
+        """On the writer's thread: all files of a save, or as many as there is room for."""
+        try:
+            if generation == self._generation:
+                self._write_files(save, generation)
+                self._told.discard("write")
+        except OSError as error:
+            self._tell_once("write", "the disk cache can't be written: %s", error)
+        finally:
+            for plan in save.plans:
+                self._pending.pop(plan.name, None)
+
+    def _write_files(self, save: HostSave, generation: int) -> None:
+        num_bytes = sum(plan.num_bytes for plan in save.plans)
+        if num_bytes > self._folder.quota_bytes:
+            self._tell_once("quota", "what a prompt left takes %d bytes, more than the disk cache's quota", num_bytes)
+            return
+        self._forget_missing()
+        self._folder.touch(save.known, time.time_ns())
+        for plan in save.plans:
+            self._index.discard(self._folder.make_room(plan.num_bytes))
+            about, arrays = contents(save, plan)
+            num_written = self._folder.write(plan.name, partial(write_file, about=about, arrays=arrays))
+            with self._lock:
+                is_wanted = generation == self._generation
+                if is_wanted:
+                    self._index.add(plan.entry(num_written))
+            if not is_wanted:  # cleared meanwhile
+                self._folder.remove(plan.name)
+                return
+        self._folder.touch((*save.known, *(plan.name for plan in save.plans)), time.time_ns())
+
+    def _forget_missing(self) -> None:
+        """Somebody may have removed files, or the folder."""
+        present = {file.name for file in self._folder.files()}
+        self._index.discard([name for name in self._index.names() if name not in present])
+
+    def match(self, namespace: Namespace, key: tuple[int, ...], limit: int) -> DiskMatch | None:
+        """The longest state on disk for a prompt, of at most `limit` tokens; None if there is none."""
+        return self._index.match(root_digest(namespace), key, limit)
+
+    def load(self, match: DiskMatch, num_held: int) -> Load | None:
+        """Begin to read what is missing to a match, where `num_held` tokens are held already.
+
+        None if that would take longer than to compute it, or more memory than there is for it.
+        """
+        entries = match.behind(num_held)
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        num_tokens = match.num_tokens - num_held
+        is_faster = self._pace.read_s(num_bytes, len(entries)) < self._pace.compute_s(num_tokens)
+        if not is_faster or num_bytes > self._max_load_bytes:
+            return None
+        patience_s = self._pace.patience_s(num_tokens, num_bytes, len(entries))
+        load = Load(entries, match.num_tokens, time.monotonic() + patience_s)
+        self._reader.put(partial(self._read, load, match.entries))
+        return load
+
+    def _read(self, load: Load, used: Sequence[Entry]) -> None:
+        """On the reader's thread."""
+        started = time.monotonic()
+        try:
+            if read_load(load, self._folder.path):
+                duration_s = time.monotonic() - started
+                num_bytes = sum(entry.num_bytes for entry in load.entries)
+                self._pace.observe_read(num_bytes, duration_s)
+                logger.info("read %d tokens (%d bytes) from disk in %.3f s", load.num_tokens, num_bytes, duration_s)
+                self._folder.touch([entry.name for entry in used], time.time_ns())
+        except BadFile as error:
+            logger.warning("%s is removed from the disk cache: %s", load.current, error)
+            self._folder.remove(load.current)
+            self._index.discard([load.current])
+        except OSError as error:
+            logger.warning("%s in the disk cache can't be read: %s", load.current, error)
+            self._index.discard([load.current])
+            self._forget_missing()
+        finally:
+            load.is_over.set()
+
+    def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
+        """A step with this many prompt tokens took so long."""
+        self._pace.observe_prefill(num_tokens, duration_s)
+
+    def clear(self) -> None:
+        """Forget this model's states and remove their files; others' stay."""
+        with self._lock:
+            self._generation += 1
+            names = self._index.clear()
+        for save, _ in self._staging:
+            for plan in save.plans:
+                self._pending.pop(plan.name, None)
+        self._staging.clear()
+        self._writer.put(lambda: [self._folder.remove(name) for name in names])
+
+    def close(self) -> None:
+        """Write what is still to be written, but wait for it no longer than FLUSH_S."""
+        while self.advance(FLUSH_S):
+            pass
+        self._reader.close(0.0)
+        if not self._writer.close(FLUSH_S):
+            logger.warning("the disk is too slow: some of what was computed isn't kept")
+
+    def _tell_once(self, about: str, message: str, *values: object) -> None:
+        """A warning that isn't repeated."""
+        if about not in self._told:
+            self._told.add(about)
+            logger.warning(message, *values)

@@ -1,0 +1,115 @@
+"""The file of a stored state: safetensors, with a JSON text of our own in its metadata.
+
+A file is whole or it is an error: its size must be what the header says, the header has a checksum of its own, and
+the data too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from headrace.state.host_arrays import CARRIERS, HostArray
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+"""A header that claims to be longer is no header."""
+
+
+class BadFile(Exception):
+    """A file that is torn, changed or none of ours; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileHead:
+    """What a file says about itself. about: our JSON. places: dtype, shape, first and last byte + 1 of each array."""
+
+    about: Mapping[str, Any]
+    places: Mapping[str, tuple[str, tuple[int, ...], int, int]]
+    data_bytes: int
+    data_sum: int
+
+
+def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, HostArray]) -> None:
+    """Write a whole file and have it on the disk when this returns. Raises OSError."""
+    tensors: dict[str, Any] = {}
+    num_bytes = data_sum = 0
+    # the widest first, so that every array lies at a multiple of its items' size
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].data.itemsize))
+    for name, array in arrays.items():
+        tensors[name] = {
+            "dtype": array.dtype,
+            "shape": list(array.data.shape),
+            "data_offsets": [num_bytes, num_bytes + array.data.nbytes],
+        }
+        num_bytes += array.data.nbytes
+        data_sum = zlib.crc32(_bytes_of(array), data_sum)
+    metadata = {"headrace": json.dumps(dict(about, data_sum=data_sum))}
+    metadata["checksum"] = _checksum(metadata["headrace"], tensors)
+    header = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for array in arrays.values():
+        file.write(_bytes_of(array))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_head(file: BinaryIO) -> FileHead:
+    """The head of a file that is open at its beginning. Raises BadFile and OSError."""
+    size = os.fstat(file.fileno()).st_size
+    num_bytes = int.from_bytes(file.read(8), "little")
+    if not 0 < num_bytes <= min(size - 8, MAX_HEADER_BYTES):
+        raise BadFile(f"a header of {num_bytes} bytes in a file of {size}")
+    try:
+        header = json.loads(file.read(num_bytes))
+        metadata = header.pop("__metadata__")
+        if metadata["checksum"] != _checksum(metadata["headrace"], header):
+            raise BadFile("the header is not what was written")
+        about = json.loads(metadata["headrace"])
+        places = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
+        wanted = sum(math.prod(shape) * np.dtype(CARRIERS[dtype]).itemsize for dtype, shape, *_ in places.values())
+        data_sum = about["data_sum"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadFile(f"the header can't be read: {error}") from error
+    if size != 8 + num_bytes + wanted:
+        raise BadFile(f"a file of {size} bytes whose header and data should take {8 + num_bytes + wanted}")
+    return FileHead(about, places, wanted, data_sum)
+
+
+def read_file(path: Path) -> tuple[FileHead, dict[str, HostArray]]:
+    """A whole file. Raises BadFile and OSError."""
+    with path.open("rb", buffering=0) as file:
+        head = read_head(file)
+        data = np.empty(head.data_bytes, np.uint8)
+        num_read = 0
+        while num_read < len(data):  # one call gives 2 GB at most
+            count = file.readinto(data[num_read:].data)
+            if not count:
+                raise BadFile("the file ends too early")
+            num_read += count
+    if zlib.crc32(data.data) != head.data_sum:
+        raise BadFile("the data is not what was written")
+    arrays = {
+        name: HostArray(dtype, data[begin:end].view(CARRIERS[dtype]).reshape(shape))
+        for name, (dtype, shape, begin, end) in head.places.items()
+    }
+    return head, arrays
+
+
+def _bytes_of(array: HostArray) -> memoryview:
+    """An array's bytes in order; a view where they are so already."""
+    return np.ascontiguousarray(array.data).reshape(-1).view(np.uint8).data
+
+
+def _checksum(about: str, tensors: Mapping[str, Any]) -> str:
+    text = json.dumps([about, dict(tensors)], sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,226 @@
+"""Earlier turns in one fixed form, also where a template would write them anew when the conversation goes on.
+
+Some templates show a turn's thinking until the next question comes and drop it then; everything behind that turn would
+have to be computed again. Which forms a turn can take is found out by rendering it in conversations of a few words:
+with nothing behind it (as it stands when it is new) and with a question behind it (as it stands when it is old). In
+the rendered conversation, whichever of the two stands there is replaced by the one that is wanted:
+
+    with its thinking at hand           the new form, thinking word for word: what the model wrote
+    without, and prompts close thinking the old form behind the generation prompt: what the model read and wrote
+    without                             the old form
+
+That choice looks at nothing but the turn, so a longer conversation begins like the shorter one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Protocol
+
+from headrace.families.family import ModelFamily
+from headrace.text.boundaries import common_length
+from headrace.text.normalise import content_text
+from headrace.text.template_source import RequestRenderer, TemplateSource
+from headrace.types.chat import ChatMessage, TextPart
+
+
+class HistoryPolicy(StrEnum):
+    """What becomes of the assistant's turns where a template writes them anew when a question follows."""
+
+    STABLE = "stable"
+    """Each has one form for good."""
+    TEMPLATE = "template"
+    """As the template writes them."""
+
+
+Group = tuple[ChatMessage, ...]
+"""An assistant's turn and the results of its calls."""
+
+_QUESTION = ChatMessage("user", (TextPart("?"),))
+_THOUGHT = "So."
+
+# Two that begin and end differently: what they share on both sides was written by the template.
+_ANSWERS = (ChatMessage("assistant", (TextPart("Yes."),)), ChatMessage("assistant", (TextPart("No!"),)))
+
+
+class Renderer(Protocol):
+    """Renders beginnings of one conversation."""
+
+    def render(self, messages: tuple[ChatMessage, ...]) -> str:
+        """The text with a generation prompt. Raises InvalidRequest if the template refuses."""
+
+    def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
+        """The text when the last message is still being written. Raises InvalidRequest if the template refuses."""
+
+    def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
+        """The text without a generation prompt; None if the template refuses."""
+
+
+class StableRenderer:
+    """Renders beginnings of one conversation, the assistant's finished turns in their fixed form.
+
+    A turn that is not found in either of its forms ends that: from there on the text is the template's own.
+    """
+
+    def __init__(self, renderer: RequestRenderer, forms: TurnForms) -> None:
+        self._renderer = renderer
+        self._forms = forms
+
+    def render(self, messages: tuple[ChatMessage, ...]) -> str:
+        """See Renderer."""
+        return self._fixed(self._renderer.render(messages), messages)
+
+    def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
+        """See Renderer."""
+        return self._fixed(self._renderer.render_unfinished(messages), messages[:-1])
+
+    def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
+        """See Renderer."""
+        rendered = self._renderer.try_render(messages)
+        return None if rendered is None else self._fixed(rendered, messages)
+
+    def _fixed(self, rendered: str, messages: tuple[ChatMessage, ...]) -> str:
+        parts, end = [], 0
+        for group in assistant_groups(messages):
+            form = self._forms.of(group)
+            found = None if form is None else form.find(rendered, end)
+            if form is None or found is None:
+                break
+            parts += [rendered[end : found.start], form.wanted]
+            end = found.stop
+        return "".join([*parts, rendered[end:]])
+
+
+@dataclass(frozen=True, slots=True)
+class TurnForm:
+    """known: with nothing behind it and with a question behind it, the longer one first. opening: what both begin with.
+
+    wanted: the form to show.
+    """
+
+    known: tuple[str, str]
+    opening: str
+    wanted: str
+
+    def find(self, rendered: str, start: int) -> slice | None:
+        """Where the turn stands in a rendered conversation, at `start` or later."""
+        at = rendered.find(self.opening, start) if self.opening else -1
+        while at >= 0:
+            for form in self.known:
+                if rendered.startswith(form, at):
+                    return slice(at, at + len(form))
+            at = rendered.find(self.opening, at + 1)
+        return None
+
+
+class TurnForms:
+    """Forms of an assistant's turns under one set of a template's variables, each found out once."""
+
+    def __init__(self, source: TemplateSource, variables: Mapping[str, Any], family: ModelFamily) -> None:
+        # Tools are written before the first question; the small conversations do without that.
+        variables = {name: value for name, value in variables.items() if name != "tools"}
+        self._renderer = RequestRenderer(source, variables, keeps_edges=True)
+        self._think_close = family.think_close
+        self._forms: dict[Group, TurnForm | None] = {}
+
+    @cached_property
+    def change(self) -> bool:
+        """Whether the template writes a turn anew when a question follows."""
+        thoughtful = replace(_ANSWERS[0], reasoning=_THOUGHT)
+        return any((pair := self._pair((answer,))) and pair[0] != pair[1] for answer in (_ANSWERS[0], thoughtful))
+
+    def of(self, group: Group) -> TurnForm | None:
+        """The forms of a turn; None if the template does not set it apart."""
+        if group not in self._forms:
+            pair = self._pair(group)
+            self._forms[group] = None if pair is None else self._form(group, *pair)
+        return self._forms[group]
+
+    def _form(self, group: Group, new: str, old: str) -> TurnForm:
+        longer, shorter = (new, old) if len(new) > len(old) else (old, new)
+        return TurnForm((longer, shorter), new[: common_length(new, old)], self._wanted(group, new, old))
+
+    def _wanted(self, group: Group, new: str, old: str) -> str:
+        if group[0].reasoning:
+            return new
+        opening = self._closed_opening
+        if opening is not None and old.startswith(opening[0]):
+            return opening[1] + old[len(opening[0]) :]
+        return old
+
+    def _pair(self, group: Group) -> tuple[str, str] | None:
+        """The turn as it stands when it is new, and when it is old."""
+        before, after = self._surroundings
+        alone = self._renderer.try_render((_QUESTION, *group))
+        followed = self._renderer.try_render((_QUESTION, *group, _QUESTION))
+        if not before or not after or alone is None or followed is None:
+            return None
+        if not (alone.startswith(before) and followed.startswith(before) and followed.endswith(after)):
+            return None
+        return alone[len(before) :], followed[len(before) : -len(after)]
+
+    @cached_property
+    def _surroundings(self) -> tuple[str, str]:
+        """What stands before a turn in the small conversations, and the question after it; empty if unknown."""
+        before = self._renderer.try_render((_QUESTION,))
+        alone = [self._renderer.try_render((_QUESTION, answer)) for answer in _ANSWERS]
+        followed = [self._renderer.try_render((_QUESTION, answer, _QUESTION)) for answer in _ANSWERS]
+        end, end_and_question = _common_end(alone), _common_end(followed)
+        if not before or end is None or end_and_question is None:
+            return "", ""
+        return before, end_and_question[len(end) :]
+
+    @cached_property
+    def _closed_opening(self) -> tuple[str, str] | None:
+        """How an old turn begins, and the generation prompt that began it, if that leaves no thinking to be done."""
+        before, _ = self._surroundings
+        pair = self._pair((_ANSWERS[0],))
+        prompted = self._renderer.render((_QUESTION,))
+        if pair is None or not prompted.startswith(before):
+            return None
+        prompt = prompted[len(before) :]
+        if self._think_close is None or self._think_close not in prompt:
+            return None
+        return prompt[: common_length(prompt, pair[1])], prompt
+
+
+def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
+    """The assistant's turns, each with the tool results right behind it."""
+    groups: list[list[ChatMessage]] = []
+    is_open = False
+    for message in messages:
+        if message.role == "assistant":
+            groups.append([message])
+            is_open = True
+        elif message.role == "tool" and is_open:
+            groups[-1].append(message)
+        else:
+            is_open = False
+    return [tuple(group) for group in groups]
+
+
+def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessage:
+    """The message with a think block that its client left in the content as its reasoning.
+
+    The newlines that a template writes around the block's markers are no part of either.
+    """
+    if message.role != "assistant" or message.reasoning or family.think_open is None or family.think_close is None:
+        return message
+    opener, text = family.think_open.rstrip(), content_text(message).lstrip()
+    inner, closed, answer = text.removeprefix(opener).partition(family.think_close)
+    if not text.startswith(opener) or not closed:
+        return message
+    answer = answer.removeprefix("\n").removeprefix("\n")
+    content = (TextPart(answer),) if answer else ()
+    return replace(message, content=content, reasoning=inner.removeprefix("\n").removesuffix("\n"))
+
+
+def _common_end(texts: list[str | None]) -> str | None:
+    """What two texts share at their ends; None if one is missing."""
+    first, second = texts
+    if first is None or second is None:
+        return None
+    return first[len(first) - common_length(first[::-1], second[::-1]) :]

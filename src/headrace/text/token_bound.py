@@ -1,0 +1,108 @@
+"""How few tokens a text can come to, known by its length alone: a text that can't fit is refused without being encoded.
+
+A token stands for at most as many bytes as the longest one of the vocabulary. That only holds where no text vanishes
+on the way, so tokenizers are taken apart here, and one with a part that is not known to keep everything has no bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.text.decoding import BYTE_OF
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+
+# The most bytes that a Unicode form makes one of: a mathematical letter of four bytes becomes a Latin one.
+_MAX_SHRINK = 4
+
+_KEEPS_ALL = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"})
+
+_WHITE_SPACE = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
+_BEYOND_ASCII = bytes(range(0x80, 0x100))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """max_bytes: of text that one token stands for. vanishing: bytes that may come to nothing.
+
+    max_shrink: bytes of text beyond ASCII that the tokenizer may turn into one before it begins.
+    """
+
+    max_bytes: int
+    vanishing: bytes
+    max_shrink: int
+
+    def least_num_tokens(self, texts: Iterable[str]) -> int:
+        """Tokens that these texts come to at the very least, wherever they stand in a prompt."""
+        return -(-sum(map(self._num_certain_bytes, texts)) // self.max_bytes)
+
+    def _num_certain_bytes(self, text: str) -> int:
+        num_bytes = len(text.encode(errors="replace").translate(None, self.vanishing))
+        return num_bytes if text.isascii() else num_bytes // self.max_shrink
+
+
+def find_token_bound(backend: Backend) -> TokenBound | None:
+    """The bound of a tokenizer; None if there is none that is certain."""
+    if type(backend.model).__name__ != "BPE":
+        return None
+    normalizers = _parts(backend.normalizer, "normalizers")
+    pre_tokenizers = _parts(backend.pre_tokenizer, "pretokenizers")
+    max_shrink, missing = _max_shrink(normalizers), _missing_bytes(backend, pre_tokenizers)
+    if max_shrink is None or missing is None or not _keeps_all(pre_tokenizers):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        # These take any amount of white space beside them along, of which there is more beyond ASCII.
+        missing += _WHITE_SPACE + _BEYOND_ASCII
+    # In pieces that spell bytes a character is a byte; in others a space may be written as a longer one.
+    spells_bytes = _spells_bytes(pre_tokenizers)
+    longest = max(len(piece if spells_bytes else piece.encode()) for piece in backend.get_vocab())
+    return TokenBound(max([longest, *(len(token.content.encode()) for token in added)]), missing, max_shrink)
+
+
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """What a component of the tokenizer is made of, in order, as its file says it."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()), name)
+
+
+def _flat(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [inner for each in part[name] for inner in _flat(each, name)] if part["type"] == "Sequence" else [part]
+
+
+def _max_shrink(normalizers: list[dict[str, Any]]) -> int | None:
+    """How much shorter text becomes; None if there is no telling."""
+    shrink = 1
+    for part in normalizers:
+        if part["type"] in _UNICODE_FORMS:
+            shrink = _MAX_SHRINK
+        elif part["type"] == "Replace":
+            old, new = part["pattern"].get("String"), part["content"]
+            if old is None or len(old.encode()) > len(new.encode()):
+                return None
+        elif part["type"] != "Prepend":
+            return None
+    return shrink
+
+
+def _keeps_all(pre_tokenizers: list[dict[str, Any]]) -> bool:
+    return all(part["type"] in _KEEPS_ALL and part.get("behavior") != "Removed" for part in pre_tokenizers)
+
+
+def _spells_bytes(pre_tokenizers: list[dict[str, Any]]) -> bool:
+    return any(part["type"] == "ByteLevel" for part in pre_tokenizers)
+
+
+def _missing_bytes(backend: Backend, pre_tokenizers: list[dict[str, Any]]) -> bytes | None:
+    """Bytes that no token stands for, which are left out of any prompt; None if characters may be."""
+    if _spells_bytes(pre_tokenizers):
+        return bytes(byte for character, byte in BYTE_OF.items() if backend.token_to_id(character) is None)
+    falls_back = backend.model.byte_fallback and all(
+        backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)
+    )
+    return b"" if falls_back else None

@@ -1,0 +1,455 @@
+"""The disk tier in the engine: what a restart finds is skipped, nobody can tell from the output, no disk hurts."""
+
+import asyncio
+import errno
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import tiny
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.engine import Engine
+from headrace.errors import ConfigError
+from headrace.state.disk_folder import DiskFolder
+from headrace.state.record_file import read_file
+from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+WARM = replace(GREEDY, temperature=1.0, seed=7)
+FAMILIES = ("llama", "qwen3_5", "gpt_oss", "lfm2", "falcon_h1")
+CHUNK = 128
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine fails no test."""
+    monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 3600.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folders of tiny models, by name and seed."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(name: str, seed: int = 0) -> Path:
+        path = root / f"{name}-{seed}"
+        if not path.is_dir():
+            tiny.save(name, path, seed)
+            config = json.loads((path / "config.json").read_text())
+            for part in (config, config.get("text_config", config)):
+                part["max_position_embeddings"] = 2048
+            (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    return folder
+
+
+@asynccontextmanager
+async def engine_of(model: Path, cache: Path | None, **knobs) -> AsyncIterator[Engine]:
+    """Stopped at the end, as a server is that was asked to."""
+    engine = Engine.launch(
+        Config(
+            str(model),
+            ModelConfig(numerics="exact", self_check=False),
+            EngineConfig(prefill_chunk=CHUNK, cache_dir=None if cache is None else str(cache), **knobs),
+        )
+    )
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+def tokens(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
+
+
+counter = iter(range(1_000_000))
+
+
+def request_of(
+    prompt: tuple[int, ...], marks: tuple[int, ...] = (), sampling: SamplingParams = GREEDY, **fields
+) -> GenerationRequest:
+    boundaries = tuple(Boundary(mark, BoundaryKind.MESSAGE) for mark in marks)
+    return GenerationRequest(f"r{next(counter)}", prompt, sampling, 6, boundaries=boundaries, **fields)
+
+
+async def ask(engine: Engine, *args, **fields) -> tuple[list[int], int]:
+    """The output's tokens, and how many of the prompt's were cached."""
+    output: list[int] = []
+    num_cached = 0
+    async for part in await engine.submit(request_of(*args, **fields)):
+        output += part.token_ids
+        num_cached = part.num_cached_tokens
+    return output, num_cached
+
+
+async def cold(model: Path, *args, **fields) -> list[int]:
+    async with engine_of(model, None, prefix_cache="off") as engine:
+        return (await ask(engine, *args, **fields))[0]
+
+
+async def num_bytes_left(engine: Engine) -> int:
+    """What can't be cleared: nothing, unless somebody has forgotten to let go."""
+    await engine.clear_cache()
+    status = await engine.cache()
+    assert status is not None
+    return status.num_bytes
+
+
+def names(cache: Path) -> set[str]:
+    return {path.name for path in cache.iterdir()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_after_a_restart_a_conversation_pays_only_for_what_is_new(
+    family: str, folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    history = tokens(1, 530)
+    num_last = 0
+    async with engine_of(folders(family), None, prefix_cache="off") as reference:
+        for turn in range(3):
+            async with engine_of(folders(family), tmp_path) as engine:
+                output, num_cached = await ask(engine, history, (300, len(history) - 4), WARM)
+                expected, _ = await ask(reference, history, (), WARM)
+            assert output == expected
+            # all that the last turn had computed: its prompt, and its output but for the last token
+            assert num_cached == num_last
+            num_last = len(history) + len(output) - 1
+            history = (*history, *output, *tokens(100 + turn, 9))
+        async with engine_of(folders(family), tmp_path) as engine:
+            # another conversation that parts at an earlier message
+            branch = (*history[:300], *tokens(50, 40))
+            assert await ask(engine, branch, (300,), WARM) == ((await ask(reference, branch, (), WARM))[0], 300)
+            # and the same prompt again computes at least its last token
+            assert (await ask(engine, history[:530], (), WARM))[1] == (529 if family == "llama" else 526)
+
+
+async def test_salts_and_other_weights_share_nothing(folders: Callable[..., Path], tmp_path: Path) -> None:
+    prompt = tokens(2, 300)
+    async with engine_of(folders("qwen3_5"), tmp_path) as engine:
+        await ask(engine, prompt, (290,), cache_salt="one")
+    async with engine_of(folders("qwen3_5", 1), tmp_path) as engine:
+        output, num_cached = await ask(engine, prompt, (290,), cache_salt="one")
+        assert num_cached == 0
+    assert output == await cold(folders("qwen3_5", 1), prompt)
+    async with engine_of(folders("qwen3_5"), tmp_path) as engine:
+        assert (await ask(engine, prompt, (290,), cache_salt="one"))[1] == 290
+        assert (await ask(engine, prompt, (290,), cache_salt="two"))[1] == 0
+    assert not any(b"one" in path.name.encode() for path in tmp_path.iterdir())
+
+
+async def test_weights_count_and_names_do_not(folders: Callable[..., Path], tmp_path: Path) -> None:
+    prompt = tokens(3, 300)
+    copied = shutil.copytree(folders("llama"), tmp_path / "renamed")
+    async with engine_of(folders("llama"), tmp_path / "cache") as engine:
+        await ask(engine, prompt)
+    async with engine_of(copied, tmp_path / "cache") as engine:
+        assert (await ask(engine, prompt))[1] == 299
+
+
+async def test_requests_for_one_prefix_wait_for_one_read(
+    folders: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = tokens(4, 400)
+    async with engine_of(folders("gpt_oss"), tmp_path) as engine:
+        first, _ = await ask(engine, prompt, (390,))
+    caplog.set_level(logging.INFO, "headrace.state.disk")
+    async with engine_of(folders("gpt_oss"), tmp_path) as engine:
+        results = await asyncio.gather(*(ask(engine, prompt, (390,)) for _ in range(4)))
+    assert results == [(first, 390)] * 4
+    assert len([record for record in caplog.records if record.message.startswith("read ")]) == 1
+
+
+async def test_the_disk_goes_on_where_memory_ends(folders: Callable[..., Path], tmp_path: Path) -> None:
+    prompt = tokens(45, 700)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        expected, _ = await ask(engine, prompt)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        await ask(engine, prompt[:320])
+        assert await ask(engine, prompt) == (expected, 699)
+        assert await num_bytes_left(engine) == 0
+
+
+def cut_the_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def cut_the_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_the_end,
+        cut_the_header,
+        empty,
+        lambda path: flip(path, 0),
+        lambda path: flip(path, 40),
+        lambda path: flip(path, 900),
+        lambda path: flip(path, -1),
+    ],
+)
+async def test_damaged_files_are_removed_and_what_they_held_is_computed(
+    damage: Callable[[Path], None], folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    prompt = tokens(5, 300)
+    async with engine_of(folders("qwen3_5"), tmp_path) as engine:
+        expected, _ = await ask(engine, prompt, (290,))
+    damaged = sorted(tmp_path.glob("*-block-*"))
+    before = {path: path.read_bytes() for path in damaged}
+    assert damaged
+    for path in damaged:
+        damage(path)
+    (tmp_path / "notes.txt").write_text("not ours")
+    async with engine_of(folders("qwen3_5"), tmp_path) as engine:
+        assert await ask(engine, prompt, (290,)) == (expected, 0)
+    # they were removed, and written again by the second request
+    assert {path: path.read_bytes() for path in damaged} == before
+    async with engine_of(folders("qwen3_5"), tmp_path) as engine:
+        assert await ask(engine, prompt, (290,)) == (expected, 290)
+    assert (tmp_path / "notes.txt").read_text() == "not ours"
+
+
+async def test_a_server_killed_while_it_writes_leaves_nothing_that_harms(
+    folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    prompt = tokens(6, 300)
+    program = textwrap.dedent(
+        """
+        import os, sys
+        from pathlib import Path
+        from headrace.state.disk_folder import DiskFolder
+
+        def write(file):
+            file.write(b"x" * 1000)
+            file.flush()
+            print("writing", flush=True)
+            sys.stdin.read()
+
+        name = sys.argv[2]
+        DiskFolder(Path(sys.argv[1]), 10**9).write(name, write)
+        """
+    )
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        expected, _ = await ask(engine, prompt)
+    block = next(path for path in tmp_path.glob("*-block-*"))
+    block.unlink()
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), block.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == b"writing\n"
+        async with engine_of(folders("llama"), tmp_path, cache_disk_quota=10**9) as engine:
+            # one that is still being written belongs to somebody alive
+            assert len(list(tmp_path.glob(".*.part"))) == 1
+            assert await ask(engine, prompt) == (expected, 0)
+        block.unlink()
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdin.close()
+        writer.stdout.close()
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        assert list(tmp_path.glob(".*.part")) == []
+        assert await ask(engine, prompt) == (expected, 0)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        assert await ask(engine, prompt) == (expected, 299)
+
+
+async def test_a_folder_removed_at_run_time_is_made_again(folders: Callable[..., Path], tmp_path: Path) -> None:
+    cache, prompt = tmp_path / "cache", tokens(7, 600)
+
+    async def written(num_files: int) -> None:
+        while not cache.is_dir() or len(list(cache.glob("*.safetensors"))) < num_files:
+            await asyncio.sleep(0)
+
+    async with engine_of(folders("qwen3_5"), cache) as engine:
+        await ask(engine, prompt[:300], (290,))
+        await written(3)  # a block, the states at the mark and at the finish
+        shutil.rmtree(cache)
+        # this finds out that files are gone, and has written the second block and two states
+        await ask(engine, prompt, (590,))
+        await written(3)
+        # so this writes the first block again
+        await ask(engine, (*prompt, *tokens(8, 20)), (610,))
+    async with engine_of(folders("qwen3_5"), cache) as engine:
+        output, num_cached = await ask(engine, (*prompt, *tokens(8, 40)), (630,))
+    assert num_cached == 610
+    assert output == await cold(folders("qwen3_5"), (*prompt, *tokens(8, 40)))
+
+
+async def test_a_full_disk_fails_no_request_and_is_told_once(
+    folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = DiskFolder.write
+
+    def full(self: DiskFolder, name: str, write: Callable) -> int:
+        def fill(file) -> None:
+            write(file)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return real(self, name, fill)
+
+    monkeypatch.setattr(DiskFolder, "write", full)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        for number in range(3):
+            await ask(engine, tokens(10 + number, 270))
+    assert len([record for record in caplog.records if "No space left" in record.getMessage()]) == 1
+    assert names(tmp_path) == set()
+    monkeypatch.setattr(DiskFolder, "write", real)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        assert (await ask(engine, tokens(10, 270)))[1] == 0
+    assert names(tmp_path) != set()
+
+
+async def test_a_write_that_hangs_holds_up_no_request(
+    folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, writing = threading.Event(), threading.Event()
+    real = DiskFolder.write
+
+    def hang(self: DiskFolder, name: str, write: Callable) -> int:
+        writing.set()
+        release.wait()
+        return real(self, name, write)
+
+    monkeypatch.setattr(DiskFolder, "write", hang)
+    async with engine_of(folders("qwen3_5"), tmp_path) as engine:
+        await ask(engine, tokens(20, 270))
+        await asyncio.to_thread(writing.wait)
+        results = [await ask(engine, tokens(21 + number, 270)) for number in range(3)]
+        assert [len(output) for output, _ in results] == [6] * 3
+        assert names(tmp_path) == set()
+        release.set()
+    assert len(names(tmp_path)) == 4 * 2
+
+
+async def test_while_a_read_hangs_others_go_on_and_who_gives_up_leaves_nothing_behind(
+    folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens(30, 300)
+    async with engine_of(folders("gpt_oss"), tmp_path) as engine:
+        expected, _ = await ask(engine, prompt, (290,))
+    release, reading = threading.Event(), threading.Event()
+
+    def hang(path: Path):
+        reading.set()
+        release.wait()
+        return read_file(path)
+
+    monkeypatch.setattr("headrace.state.disk_load.read_file", hang)
+    async with engine_of(folders("gpt_oss"), tmp_path) as engine:
+        given_up = await engine.submit(request_of(prompt, (290,)))
+        waiting = asyncio.create_task(ask(engine, prompt, (290,)))
+        await asyncio.to_thread(reading.wait)
+        assert len((await ask(engine, tokens(31, 100)))[0]) == 6
+        assert (await engine.status()).num_waiting == 2
+        await given_up.aclose()
+        release.set()
+        assert await waiting == (expected, 290)
+        assert (await engine.status()).num_waiting == 0
+        assert await num_bytes_left(engine) == 0
+
+
+async def test_a_read_that_never_comes_is_not_waited_for(
+    folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens(40, 300)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        expected, _ = await ask(engine, prompt)
+    release = threading.Event()
+
+    def hang(path: Path):
+        release.wait()
+        return read_file(path)
+
+    monkeypatch.setattr("headrace.state.disk_load.read_file", hang)
+    monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 0.0)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        assert await ask(engine, prompt) == (expected, 0)
+        release.set()
+        assert await num_bytes_left(engine) == 0
+
+
+async def test_nothing_is_read_where_computing_is_faster(
+    folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens(50, 300)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        await ask(engine, prompt)
+    monkeypatch.setattr("headrace.state.disk_pace.READ_START_S", 3600.0)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        assert (await ask(engine, prompt))[1] == 0
+
+
+async def test_the_quota_holds_over_all_models(folders: Callable[..., Path], tmp_path: Path) -> None:
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        await ask(engine, tokens(60, 600))
+    sizes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    quota = sizes * 5 // 2
+    for number, family in enumerate(("qwen3_5", "llama", "qwen3_5", "llama")):
+        async with engine_of(folders(family), tmp_path, cache_disk_quota=quota) as engine:
+            for other in range(2):
+                await ask(engine, tokens(70 + 10 * number + other, 600), (590,))
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= quota
+    async with engine_of(folders("llama"), tmp_path, cache_disk_quota=quota) as engine:
+        assert (await ask(engine, tokens(101, 600)))[1] == 599
+        assert (await ask(engine, tokens(60, 600)))[1] == 0
+
+
+async def test_clearing_the_cache_clears_this_models_files(folders: Callable[..., Path], tmp_path: Path) -> None:
+    prompt = tokens(80, 300)
+    async with engine_of(folders("gpt_oss"), tmp_path) as engine:
+        await ask(engine, prompt)
+    others = names(tmp_path)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        await ask(engine, prompt)
+        await engine.clear_cache()
+        assert (await ask(engine, prompt))[1] == 0
+        await engine.clear_cache()
+    assert names(tmp_path) == others
+
+
+async def test_a_folder_that_cannot_be_used_is_refused_by_its_flags_name(
+    folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cache_dir"):
+        async with engine_of(folders("llama"), tmp_path / "file"):
+            pass
+    with pytest.raises(ConfigError, match="prefix_cache is off"):
+        async with engine_of(folders("llama"), tmp_path, prefix_cache="off"):
+            pass

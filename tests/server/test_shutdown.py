@@ -1,0 +1,172 @@
+"""A signal while requests are being answered: each gets a proper end, and the process a proper exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+PATIENCE_S = 30
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+# The command with a model that says a number of words and then nothing more, but goes on. It tells of every word. The
+# buffers of its connections are small.
+PROGRAM = textwrap.dedent("""
+    import asyncio, socket, sys
+    from fakes import FakeEngine, describe, fake_session
+    from headrace.cli import main, serve
+    from headrace.server import run
+
+    class Silent(FakeEngine):
+        async def play(self, request):
+            async for output in super().play(request):
+                yield output
+                print("said", flush=True)
+
+        def stop(self):
+            print("stopped", len(self.aborted) == len(self.requests), flush=True)
+
+    def open_listener(config):
+        listener = run.open_listener(config)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        return listener
+
+    run._GRACE_S = float(sys.argv[1])
+    words = ["word"] * int(sys.argv[2])
+    engine = Silent(*words, asyncio.Event(), model=describe(max_model_len=10**6))
+    serve.open_listener = open_listener
+    serve.configured_words = lambda config: None
+    serve.Engine.launch = lambda config: engine
+    serve.Session.over = lambda engine, *_, **__: fake_session(engine)
+    sys.argv = ["headrace", "serve", "--port", "0"]
+    sys.exit(main.command())
+""")
+
+
+@contextmanager
+def server(grace_s: float, num_words: int = 1) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command and its address."""
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root / "tests")])}
+    words = [sys.executable, "-c", PROGRAM, str(grace_s), str(num_words)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, text=True) as process:
+        try:
+            line = next(line for line in process.stdout if " is served at " in line)
+            yield process, line.rpartition(" ")[2].strip().removesuffix("/v1")
+        finally:
+            process.kill()
+
+
+def wait_until_said(process: subprocess.Popen[str], times: int) -> None:
+    said = (line for line in process.stdout if line == "said\n")
+    for _ in range(times):
+        next(said)
+
+
+@contextmanager
+def idle_connection(url: str) -> Iterator[socket.socket]:
+    """A connection that a request has gone over and that is kept open until the server begins to end."""
+    with connected(url) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        yield client
+
+
+def connected(url: str) -> socket.socket:
+    """A connection that takes little at a time."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.settimeout(PATIENCE_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def wait_until_closed(connection: socket.socket) -> None:
+    """Until the first signal has come through: a second one at the same time would be the same."""
+    while connection.recv(65536):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "hurry"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)]
+)
+def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(number: int, hurry: bool) -> None:
+    with (
+        server(grace_s=PATIENCE_S if hurry else 0.1) as (process, url),
+        idle_connection(url) as idle,
+        ThreadPoolExecutor() as pool,
+    ):
+        asked = [
+            pool.submit(httpx.post, url + path, json=body, timeout=PATIENCE_S)
+            for path, body in (
+                (CHAT, {**BODY, "stream": True}),
+                (CHAT, BODY),
+                ("/v1/completions", {"prompt": "x", "stream": True}),
+                ("/v1/completions", {"prompt": "x"}),
+            )
+        ]
+        wait_until_said(process, len(asked))
+        process.send_signal(number)
+        if hurry:
+            wait_until_closed(idle)
+            process.send_signal(signal.SIGINT)
+        responses = [each.result() for each in asked]
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert [response.status_code for response in responses] == [200, 503, 200, 503]
+    for streamed in responses[::2]:
+        *pieces, last = [line.removeprefix("data: ") for line in streamed.text.split("\n") if line]
+        assert "".join(choice.get("text") or choice["delta"].get("content", "") for choice in choices(pieces)) == "word"
+        check_error(json.loads(last))
+    for whole in responses[1::2]:
+        check_error(whole.json())
+    assert "Traceback" not in err
+    # In a hurry nobody waits for the engine, and the process ends with its thread.
+    assert (process.returncode, "stopped True\n" in out) == ((130, False) if hurry else (0, True))
+
+
+def choices(pieces: list[str]) -> list[dict[str, dict[str, str]]]:
+    return [json.loads(piece)["choices"][0] for piece in pieces]
+
+
+def check_error(body: dict[str, dict[str, str]]) -> None:
+    assert body["error"]["code"] == "engine_dead"
+    assert "shutting down" in body["error"]["message"]
+
+
+def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending() -> None:
+    # Its stream is far larger than all buffers on its way.
+    with server(grace_s=0.1, num_words=5000) as (process, url), connected(url) as client:
+        body = json.dumps({**BODY, "stream": True}).encode()
+        client.sendall(b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+        wait_until_said(process, 1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    # uvicorn's own way of ending requests leaves a line, ours none.
+    assert "uvicorn" not in err
+    assert "Traceback" not in err
+
+
+def test_any_number_of_signals_leaves_no_traceback_and_one_of_two_exit_codes() -> None:
+    with server(grace_s=PATIENCE_S) as (process, url), ThreadPoolExecutor() as pool:
+        asked = pool.submit(httpx.post, url + CHAT, json=BODY, timeout=PATIENCE_S)
+        wait_until_said(process, 1)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        assert asked.exception() is not None or asked.result().status_code == 503
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in err
