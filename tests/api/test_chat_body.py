@@ -350,7 +350,9 @@ def test_errors_speak_of_the_value_and_of_json_not_of_our_classes(fields: dict[s
 
 def test_more_messages_than_tokens_are_refused_before_anybody_looks_at_them() -> None:
     body = json.dumps({"messages": [7] * 9}).encode()
-    with pytest.raises(ContextTooLong, match="length is 8 tokens. However, your messages resulted in at least 9") as one:
+    with pytest.raises(
+        ContextTooLong, match="length is 8 tokens. However, your messages resulted in at least 9"
+    ) as one:
         read_chat_completion(body, max_model_len=8)
     assert one.value.param == "messages"
     assert len(read_chat_completion(json.dumps({"messages": HELLO * 8}).encode(), 8).request.messages) == 8

@@ -17,7 +17,6 @@ from headrace.cli.main import main
 from headrace.config import Config
 from headrace.errors import ModelError
 
-
 QWEN = Path(__file__).parent.parent / "data" / "text" / "qwen35"
 
 
@@ -103,9 +102,9 @@ def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
 def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = FakeEngine(model=replace(describe(), report=("level of its layers",)))
+    engine, asked = FakeEngine(model=replace(describe(), report=("level of its layers",))), []
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
-    monkeypatch.setattr(doctor, "configured_words", lambda config: print(f"words of {config.model}"))
+    monkeypatch.setattr(doctor, "configured_words", asked.append)
     monkeypatch.setattr(doctor.Engine, "launch", lambda config: engine)
     monkeypatch.setattr(doctor.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.delenv("HEADRACE_MODEL", raising=False)
@@ -114,9 +113,10 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     assert not engine.stopped
     assert main(["doctor", "some/where"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[:3] == ["the machine, fast", "words of some/where", "level of its layers"]
+    assert [config.model for config in asked] == ["some/where"]
+    assert said[:2] == ["the machine, fast", "level of its layers"]
     # What a session over the model has to say: the family, how it thinks, what its template takes.
-    assert said[3:] == list(fake_session(engine).notes)
+    assert said[2:] == list(fake_session(engine).notes)
     assert any("thinking" in line for line in said)
     assert engine.stopped
 

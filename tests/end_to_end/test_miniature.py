@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from training.chat import encode
-from training.jobs import copying, recall, thinking, tools
-from training.sample import Sample
 
 import headrace
 from headrace.config import Config, EngineConfig
@@ -19,6 +16,9 @@ from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
 from headrace.types.events import Reasoning, Text
 from headrace.types.request import GenerationRequest, SamplingParams
+from training.chat import encode
+from training.jobs import copying, recall, thinking, tools
+from training.sample import Sample
 
 pytestmark = pytest.mark.anyio
 

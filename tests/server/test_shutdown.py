@@ -101,7 +101,8 @@ def wait_until_closed(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "hurry"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)]
+    ("number", "hurry"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)],
 )
 def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(number: int, hurry: bool) -> None:
     with (
@@ -150,7 +151,9 @@ def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending() -> N
     # Its stream is far larger than all buffers on its way.
     with server(grace_s=0.1, num_words=5000) as (process, url), connected(url) as client:
         body = json.dumps({**BODY, "stream": True}).encode()
-        client.sendall(b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+        client.sendall(
+            b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
+        )
         wait_until_said(process, 1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)

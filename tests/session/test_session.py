@@ -174,11 +174,16 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
 def test_a_conversation_that_can_not_fit_is_refused_before_it_is_rendered() -> None:
     engine, template = FakeEngine("a", model=describe(max_model_len=12)), PlainTemplate()
     session = fake_session(engine, template)
-    with pytest.raises(ContextTooLong, match="12 tokens. However, your messages resulted in at least 125 tokens") as one:
+    with pytest.raises(
+        ContextTooLong, match="12 tokens. However, your messages resulted in at least 125 tokens"
+    ) as one:
         events_of(session, ask("x" * 1000))
     assert one.value.param == "messages"
     with pytest.raises(ContextTooLong, match="at least 125 tokens"):
         asyncio.run(session.tokenize_chat(ask("x" * 1000)))
+    answered = ChatMessage("assistant", (TextPart(f"<think>hm</think>{'x' * 1000}"),))
+    with pytest.raises(ContextTooLong, match="at least 125 tokens"):
+        events_of(session, ChatRequest("request-1", (answered,)))
     assert (engine.requests, template.requests) == ([], [])
 
 
@@ -186,7 +191,7 @@ def test_text_that_a_template_may_leave_out_refuses_nothing() -> None:
     engine = FakeEngine("a", model=describe(max_model_len=40))
     template = PlainTemplate()
     template.render = lambda request, **_: RenderedPrompt((1, 2), (), False, "")
-    thought = ChatMessage("assistant", (TextPart("<think>" + "x" * 1000),), reasoning="y" * 1000)
+    thought = ChatMessage("assistant", (TextPart(f"<think>{'x' * 1000}</think>"),), reasoning="y" * 1000)
     space = ChatMessage("user", (TextPart(" " * 1000 + "x"),))
     request = ChatRequest("request-1", (thought, space))
     assert joined(events_of(fake_session(engine, template), request), Text) == "a"

@@ -229,7 +229,9 @@ def test_a_template_that_breaks_is_the_requests_failure_not_the_servers() -> Non
 
 
 def test_a_template_that_cannot_be_read_is_the_models_fault_and_found_at_once() -> None:
-    tokenizer = Tokenizer(chat_tokenizer("chatml")._backend, chat_template="{% for message in messages %}\n{{ message }")
+    tokenizer = Tokenizer(
+        chat_tokenizer("chatml")._backend, chat_template="{% for message in messages %}\n{{ message }"
+    )
     with pytest.raises(ModelError, match="broken in line 2"):
         ChatTemplate(tokenizer, find_family("x"))
 

@@ -8,11 +8,12 @@ from statistics import median_low
 
 from headrace.scheduler.prefill import PREFILL_GRID
 
-SLOWDOWN = 2.0
+SLOWDOWN = 4.0
 """A step that also computes prompts is planned to take this many times a plain decode step.
 
-So streams that run keep half of their speed while others' prompts are computed, for as long as the other half is
-enough for the least chunk, one block of the grid.
+So streams that run keep a quarter of their speed while others' prompts are computed, for as long as the rest is
+enough for the least chunk, one block of the grid. Less would hold newcomers back, and decoding is cheapest with all
+rows at once: at 2, eight chats that arrive together decode a third of their tokens in steps of a few rows.
 """
 
 REMEASURE_EVERY = 16
@@ -55,8 +56,15 @@ class Pace:
             self._prompt_token_s.append(max(0.0, of_prompts) / num_prompt_tokens)
 
     def plain_step_s(self, num_rows: int) -> float:
-        """Seconds of a step that computes one token in each of `num_rows` rows; 0 if that was never measured."""
-        durations = self._plain_steps(num_rows).durations_s
+        """Seconds of a step that computes one token in each of `num_rows` rows; 0 if no plain step was measured.
+
+        Until such a step has been measured, the one with the nearest number of rows stands in for it.
+        """
+        kind = num_rows.bit_length()
+        measured = [other for other, plain in self._plain.items() if len(plain.durations_s) >= _TRUSTED]
+        if kind not in measured and measured:
+            kind = min(measured, key=lambda other: (abs(other - kind), other))
+        durations = self._plain[kind].durations_s if kind in self._plain else ()
         return median_low(durations) if durations else 0.0
 
     @property
@@ -71,8 +79,8 @@ class Pace:
         """
         if num_rows == 0:
             return chunk_tokens
-        plain = self._plain_steps(num_rows)
-        if len(plain.durations_s) < _TRUSTED or plain.num_mixed >= REMEASURE_EVERY:
+        is_known = any(len(plain.durations_s) >= _TRUSTED for plain in self._plain.values())
+        if not is_known or self._plain_steps(num_rows).num_mixed >= REMEASURE_EVERY:
             return 0
         spare_s = (SLOWDOWN - 1) * self.plain_step_s(num_rows)
         if self.prompt_token_s * chunk_tokens <= spare_s:

@@ -229,7 +229,7 @@ class Session:
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
         """The prompt of a chat. max_model_len: for one that is to be answered, None for one that is only looked at."""
-        self._refuse_oversized(_lasting_texts(request), "messages")
+        self._refuse_oversized(_lasting_texts(request, self._family.think_close), "messages")
         is_answered = max_model_len is not None
         prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
@@ -335,14 +335,16 @@ def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
     return tuple(f"{request_id}-{index}" for index in range(num_prompts))
 
 
-def _lasting_texts(request: ChatRequest) -> list[str]:
+def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:
     """Texts of a chat that surely come into its prompt: templates drop old thinking, and space around a content."""
-    return [
-        part.text.strip()
-        for message in request.messages
-        for part in message.content
-        if message.role != "assistant" and isinstance(part, TextPart)
-    ]
+    texts = []
+    for message in request.messages:
+        for part in message.content:
+            text = part.text if isinstance(part, TextPart) else ""
+            if message.role == "assistant" and think_close is not None:
+                text = text.rpartition(think_close)[2]
+            texts.append(text.strip())
+    return texts
 
 
 def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
