@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.config import Config
-from headrace.engine.engine import _files as model_files
+from headrace.engine.engine import model_files
 from headrace.session.settings import sampling_defaults
 from headrace.session.words import Words, load_words
 

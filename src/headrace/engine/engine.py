@@ -240,15 +240,6 @@ class Engine:
         loop.fail_all(EngineDead(f"the engine is not running: {self._death}"))
 
 
-def diagnose(config: Config) -> list[str]:
-    """Load a model as the server would and say what came of it, line by line. Raises ModelError and ConfigError."""
-    engine = Engine.launch(config)
-    try:
-        return list(engine.model.report)
-    finally:
-        engine.stop()
-
-
 def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, ModelDescription]:
     """Everything before the first request, on the engine's thread."""
     products = blas.install(config.models.numerics)
@@ -256,7 +247,7 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
     here = device.current()
     # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
-    files = _files(config)
+    files = model_files(config)
     loaded = load(
         files,
         dtype=config.models.dtype,
@@ -300,7 +291,8 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
     return loop, _describe(files, loaded, max_model_len, report)
 
 
-def _files(config: Config) -> ModelFiles:
+def model_files(config: Config) -> ModelFiles:
+    """The configured model's folder and what its files say; fetches it if need be. Raises ModelError."""
     is_path = Path(config.model).expanduser().is_dir()
     if config.model == "miniature" and not is_path:
         return read_files("headrace-miniature", MINIATURE)
