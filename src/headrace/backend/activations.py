@@ -19,9 +19,6 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     MLX's CPU exponential costs about 15 ns an element and its power of two 4, so that a prompt's activations take a
     third of the time. Off by 1e-6 of the result; where the power overflows, the result is the 0 that it should be.
     """
-    product: mx.array
-    if gate.dtype == mx.float32:
-        product = gate * x / (1 + mx.power(2.0, gate * -_LOG2_E))
-    else:
-        product = nn.silu(gate) * x
+    is_single = gate.dtype == mx.float32
+    product: mx.array = (gate * x / (1 + mx.power(2.0, gate * -_LOG2_E))) if is_single else (nn.silu(gate) * x)
     return product
