@@ -305,3 +305,27 @@ def test_a_decode_step_writes_keys_in_place() -> None:
     one_array = runner.state_bytes // (2 * len(model.model.layers) * num_rows)
     assert one_array > 200_000
     assert mx.get_peak_memory() - before < one_array
+
+
+async def test_forty_requests_through_four_rows(llama: Path) -> None:
+    """Every tenth client goes away; all others finish, memory is where it was, and the counters add up."""
+    engine = launch(llama, "fast", max_num_seqs=4)
+    lengths = np.random.default_rng(5).integers(1, 150, 40)
+    wanted = [request(500 + number, int(length), max_tokens=1 + number % 9) for number, length in enumerate(lengths)]
+
+    async def go_away(one: GenerationRequest) -> None:
+        await (await engine.submit(one)).aclose()
+
+    leaving = wanted[::10]
+    staying = [one for one in wanted if one not in leaving]
+    outputs = await asyncio.gather(*(collect(engine, one) for one in staying), *(go_away(one) for one in leaving))
+    assert [len(tokens) for tokens in outputs[: len(staying)]] == [one.max_tokens for one in staying]
+    await collect(engine, request(999, 3))
+    status = await engine.status()
+    assert (status.num_running, status.num_waiting, status.memory.reserved_bytes) == (0, 0, 0)
+    finished = dict(status.counters.finished)
+    assert finished["length"] == len(staying) + 1
+    assert finished["abort"] == len(leaving)
+    assert status.counters.num_output_tokens == sum(one.max_tokens for one in staying) + 16
+    assert status.counters.num_prompt_tokens == sum(len(one.prompt) for one in staying) + 3
+    engine.stop()
