@@ -12,8 +12,8 @@ SLOWDOWN = 4.0
 """A step that also computes prompts is planned to take this many times a plain decode step.
 
 So streams that run keep a quarter of their speed while others' prompts are computed, for as long as the rest is
-enough for the least chunk, one block of the grid. Less would hold newcomers back, and decoding is cheapest with all
-rows at once: at 2, eight chats that arrive together decode a third of their tokens in steps of a few rows.
+enough for the least chunk, one block of the grid. A smaller number holds newcomers back, and steps with a few rows cost
+nearly what steps with all of them do.
 """
 
 REMEASURE_EVERY = 16

@@ -10,7 +10,7 @@ from headrace.models.step import RowSpan, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 
 QUERY_BLOCK = 128
-"""Queries that the folded form scores at once: keys behind a block are not touched, which saves a third of a prompt."""
+"""Queries that the folded form scores at once: keys behind a block are not touched."""
 SCORE_ELEMENTS = 16 * 1024 * 1024
 """Scores held at once by the folded form (64 MiB in float32), so that long contexts don't need memory by the square."""
 
