@@ -92,12 +92,6 @@ def test_marks_move_down_to_the_grid_and_fall_together_there() -> None:
     assert (made.start, made.marks) == (192, (384, 576, 800, 960))
 
 
-def test_a_chunk_is_told_the_marks_that_it_reaches() -> None:
-    made = plan(match_of())
-    assert made.marks_within(200, 600) == (400, 600)
-    assert made.marks_within(0, 199) == ()
-
-
 def test_marks_beyond_the_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match="1001"):
         plan(match_of(), (Boundary(1001, PROMPT),))

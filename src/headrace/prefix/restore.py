@@ -65,10 +65,6 @@ class RestorePlan:
     marks: tuple[int, ...]
     divergence: Divergence
 
-    def marks_within(self, start: int, end: int) -> tuple[int, ...]:
-        """Marks that a chunk of the tokens `start` to `end` reaches."""
-        return tuple(mark for mark in self.marks if start < mark <= end)
-
 
 def plan_restore(
     match: Match,
