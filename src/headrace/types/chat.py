@@ -38,11 +38,38 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """A function that the model may call; `parameters` is its JSON schema."""
+    """A function that the model may call; `parameters` is its JSON schema, which strict arguments must fit."""
 
     name: str
     description: str | None
     parameters: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model calls tools.
+
+    mode: `none` it does not, `auto` as it likes, `required` at least one call. names: the only tools that it may
+    call, None for every declared one; a single name with `required` is a named choice. is_parallel: several calls in
+    one answer may come.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    is_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that the answer must have, thinking left out.
+
+    kind: what `value` is: a JSON schema (mapping or boolean), nothing for any JSON object, a regular expression, a
+    tuple of texts of which one must come, or a grammar in Lark's syntax as llguidance reads it.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +128,8 @@ class ChatRequest:
     request_id: str
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolDefinition, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    structure: Structure | None = None
     sampling: RequestedSampling = RequestedSampling()
     stop: RequestedStop = RequestedStop()
     answers: RequestedAnswers = RequestedAnswers()
@@ -109,6 +138,8 @@ class ChatRequest:
     cache_salt: str = ""
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    thinking_budget: int | None = None
+    """The most tokens that thinking may take; then it is closed and the answer begins. None is no limit."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the chat template (`chat_template_kwargs`)."""
     continue_final_message: bool = False

@@ -114,6 +114,7 @@ class ToolCallStart:
     index: int
     id: str
     name: str
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class ToolArguments:
 
     index: int
     text: str
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
