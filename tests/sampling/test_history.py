@@ -115,3 +115,27 @@ def test_any_program_of_appends_and_forks_counts_each_text_alone(
 )
 def test_only_settings_that_look_back_need_a_history(changes: dict[str, Any], needs: bool) -> None:
     assert needs_history(replace(PLAIN, **changes)) is needs
+
+
+@given(before=st.lists(st.integers(-1, 6), max_size=8), behind=st.lists(st.integers(-1, 6), max_size=5))
+def test_a_continuation_is_what_the_history_would_be_with_these_tokens(before: list[int], behind: list[int]) -> None:
+    history, longer = History([1, 2, 9], 6), History([1, 2, 9], 6)
+    history.append(before)
+    longer.append(before + behind)
+    text = history.followed_by(behind[:2]).followed_by(behind[2:])
+    assert dict(zip(text.output_ids.tolist(), text.output_counts.tolist(), strict=True)) == counts(longer)
+    assert sorted(text.prompt_ids.tolist()) == [1, 2]
+    whole = [1, 2, 9, *before, *behind]
+    for length in range(len(whole) + 1):
+        tail = whole[len(whole) - length :]
+        assert text.ends_with(tail)
+        assert not text.ends_with([*tail[:-1], 7] if tail else [7])
+    assert not text.ends_with([0, *whole])
+
+
+def test_a_continuation_leaves_the_history_as_it_is() -> None:
+    history = History([1], 10)
+    history.append([5])
+    history.followed_by([5, 6])
+    assert counts(history) == {5: 1}
+    assert history.ends_with([1, 5])

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from headrace.sampling.history import History, Ids, counts_output
+from headrace.sampling.history import Ids, Text, counts_output
 from headrace.types.request import SamplingParams
 
 _NUM_REMEMBERED = 64
@@ -51,7 +51,7 @@ class Adjustment:
 def plan_adjustment(
     params: SamplingParams,
     output_index: int,
-    history: History | None,
+    history: Text | None,
     stop_token_ids: frozenset[int],
     num_tokens: int,
 ) -> Adjustment:
@@ -79,7 +79,7 @@ def _inside(token_ids: frozenset[int], num_tokens: int) -> Ids:
     return np.array([token_id for token_id in token_ids if 0 <= token_id < num_tokens], dtype=np.int32)
 
 
-def _word_ends(bad_words: Sequence[Sequence[int]], history: History, num_tokens: int) -> Ids:
+def _word_ends(bad_words: Sequence[Sequence[int]], history: Text, num_tokens: int) -> Ids:
     """Last ids of the words whose other ids the text ends with."""
     ends = [word[-1] for word in bad_words if history.ends_with(word[:-1])]
     return np.array([token_id for token_id in ends if 0 <= token_id < num_tokens], dtype=np.int32)
@@ -95,11 +95,11 @@ def _biased(logit_bias: tuple[tuple[int, float], ...], num_tokens: int) -> Edit:
     return Edit(np.array(list(amounts), dtype=np.int32), np.array(list(amounts.values()), dtype=np.float32))
 
 
-def _repeated(params: SamplingParams, history: History) -> Edit:
+def _repeated(params: SamplingParams, history: Text) -> Edit:
     return _same_for_all([history.prompt_ids, history.output_ids], params.repetition_penalty)
 
 
-def _counted(params: SamplingParams, history: History) -> Edit:
+def _counted(params: SamplingParams, history: Text) -> Edit:
     amounts = history.output_counts * params.frequency_penalty + params.presence_penalty
     return Edit(history.output_ids, amounts.astype(np.float32))
 

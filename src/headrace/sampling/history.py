@@ -64,7 +64,7 @@ class History:
         """Add tokens to the output."""
         for token_id in token_ids:
             self._output.append(token_id)
-            if 0 <= token_id < self._vocab_size:
+            if self.has_id(token_id):
                 self._count(token_id)
 
     def _count(self, token_id: int) -> None:
@@ -85,6 +85,18 @@ class History:
         tail = self._prompt[len(self._prompt) - num_prompt :] + tuple(self._output[len(self._output) - num_output :])
         return tail == tuple(token_ids)
 
+    def followed_by(self, token_ids: Sequence[int]) -> Text:
+        """This text with tokens behind it that may never be part of it. Valid until the next `append`."""
+        return Continuation(self, token_ids) if token_ids else self
+
+    def place_of(self, token_id: int) -> int | None:
+        """Where an id stands in `output_ids`; None if it has not come."""
+        return self._places.get(token_id)
+
+    def has_id(self, token_id: int) -> bool:
+        """Whether an id is inside the vocabulary."""
+        return 0 <= token_id < self._vocab_size
+
     def fork(self) -> History:
         """A copy that goes its own way. The prompt is shared: a fork costs by the length of the output."""
         copy = History.__new__(History)
@@ -93,3 +105,42 @@ class History:
         copy._places = self._places.copy()
         copy._ids, copy._counts = self._ids.copy(), self._counts.copy()
         return copy
+
+
+class Continuation:
+    """What a History would be with some more output: no copy of the text, only of what is counted."""
+
+    __slots__ = ("_history", "_token_ids", "output_counts", "output_ids")
+
+    def __init__(self, history: History, token_ids: Sequence[int]) -> None:
+        self._history = history
+        self._token_ids = tuple(token_ids)
+        known, new = history.output_counts.copy(), dict[int, int]()
+        for token_id in filter(history.has_id, token_ids):
+            place = history.place_of(token_id)
+            if place is None:
+                new[token_id] = new.get(token_id, 0) + 1
+            else:
+                known[place] += 1
+        self.output_ids: Ids = np.concatenate([history.output_ids, np.array(list(new), dtype=np.int32)])
+        self.output_counts: Counts = np.concatenate([known, np.array(list(new.values()), dtype=np.int32)])
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """The different ids of the prompt, in any order."""
+        return self._history.prompt_ids
+
+    def followed_by(self, token_ids: Sequence[int]) -> Text:
+        """The same with still more tokens behind it."""
+        return self._history.followed_by((*self._token_ids, *token_ids))
+
+    def ends_with(self, token_ids: Sequence[int]) -> bool:
+        """Whether these are the last tokens of prompt and output together."""
+        num_own = min(len(token_ids), len(self._token_ids))
+        num_before = len(token_ids) - num_own
+        own = self._token_ids[len(self._token_ids) - num_own :]
+        return own == tuple(token_ids[num_before:]) and self._history.ends_with(token_ids[:num_before])
+
+
+Text = History | Continuation
+"""What a row may be drawn after."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.sampling.adjustment import apply_adjustments, plan_adjustment
 from headrace.sampling.draw import NO_TOKEN, draw
-from headrace.sampling.history import History, needs_history
+from headrace.sampling.history import Text, needs_history
 from headrace.sampling.random_stream import uniforms
 from headrace.sampling.rows import in_order, pick, row_sums
 from headrace.sampling.truncation import Candidates, truncate
@@ -34,7 +34,7 @@ class SamplingRow:
 
     params: SamplingParams
     output_index: int
-    history: History | None = None
+    history: Text | None = None
     stop_token_ids: frozenset[int] = frozenset()
 
     @property

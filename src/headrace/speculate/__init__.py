@@ -1,0 +1,1 @@
+"""Guessing tokens ahead, and verifying the guesses without changing what is said."""

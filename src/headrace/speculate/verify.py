@@ -1,0 +1,46 @@
+"""Verifying drafts without a trace in the text.
+
+Every token is drawn as if nothing had been drafted: from the logits of its place, with the number that belongs to the
+request's seed and the token's index. A draft is right if it is the token that was drawn. So drafts never change the
+text, greedy or random, whoever made them and however many there are.
+
+A draft d that owes nothing to the drawn number is then right with probability P(d), which is what speculative sampling
+(Leviathan et al., arXiv 2211.17192, and Chen et al., arXiv 2302.01318) reaches as well: for a certain draft the sum of
+min(P, Q) over all tokens is P(d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.sampling.sampler import SamplingRow
+
+
+def window_rows(row: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
+    """How each place of a window is drawn: one before each draft and one behind the last, K + 1 in all.
+
+    row: of the window's first place. Later places count the drafts before them as output: they are looked at only if
+    these drafts were right. `row.history` is not changed, and must not change before the rows are drawn.
+    """
+    return [
+        replace(
+            row,
+            output_index=row.output_index + num_before,
+            history=row.history.followed_by(drafts[:num_before]) if row.history is not None else None,
+        )
+        for num_before in range(len(drafts) + 1)
+    ]
+
+
+def gained_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:
+    """What a window adds to the output: the right drafts, and the token drawn behind them.
+
+    drawn: what `sample` gave for the rows of `window_rows`, K + 1 ids for K drafts. The tokens gained are the first of
+    these; if the logits of the last one were not fit to be drawn from, it is NO_TOKEN.
+    Raises ValueError if the lengths don't fit.
+    """
+    if len(drawn) != len(drafts) + 1:
+        raise ValueError(f"{len(drawn)} drawn tokens do not fit {len(drafts)} drafts")
+    num_right = next((place for place, draft in enumerate(drafts) if draft != drawn[place]), len(drafts))
+    return tuple(drawn[: num_right + 1])
