@@ -54,9 +54,20 @@ class UnsupportedField(InvalidRequest):
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt leaves no room for an answer in the model's context."""
+    """The prompt leaves no room for an answer in the model's context.
+
+    num_tokens: of the prompt, or a number that they are no fewer than. max_model_len: of the context. Both None if
+    it is not the prompt by itself that is too long.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, param: str, num_tokens: int | None = None, max_model_len: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.max_model_len = max_model_len
 
     @classmethod
     def of_prompt(cls, max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> ContextTooLong:
@@ -68,6 +79,8 @@ class ContextTooLong(InvalidRequest):
             f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
             f"{'at least ' if at_least else ''}{num_tokens} tokens. Please reduce the length of the {param}.",
             param=param,
+            num_tokens=num_tokens,
+            max_model_len=max_model_len,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from headrace.api.openai_answer import AnswerHeading, server_sent
+from headrace.api.answer_form import AnswerHeading, server_sent
 from headrace.api.openai_chat_answer import ChatAnswer
 from headrace.types.events import (
     Event,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 
-from headrace.api.openai_answer import AnswerHeading
+from headrace.api.answer_form import AnswerHeading
 from headrace.api.openai_completion_answer import CompletionAnswer
 from headrace.types.events import (
     Event,

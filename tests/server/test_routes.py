@@ -159,6 +159,33 @@ def test_every_path_answers_in_the_same_shape(method: str, path: str, status: in
     assert error_of(response)["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "fields", "status", "kind"),
+    [
+        ("GET", "/v1/models/other", {}, 404, "not_found_error"),
+        ("DELETE", "/v1/models", {}, 405, "invalid_request_error"),
+        ("GET", "/v1/models", {"config": ServerConfig(api_key="k")}, 401, "authentication_error"),
+    ],
+)
+def test_a_client_of_the_other_dialect_gets_errors_in_its_shape(
+    method: str, path: str, fields: dict[str, Any], status: int, kind: str
+) -> None:
+    response = send(method, path, headers={"anthropic-version": "2023-06-01"}, **fields)
+    assert response.status_code == status
+    assert set(response.json()) == {"type", "error"}
+    assert response.json()["type"] == "error"
+    assert set(response.json()["error"]) == {"type", "message"}
+    assert response.json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize("name", ["x-session-id", "X-Claude-Code-Session-Id", "session-id"])
+def test_a_session_told_in_a_header_wins_over_the_body(name: str) -> None:
+    engine = FakeEngine("hi")
+    send("POST", CHAT, session=fake_session(engine), json={**BODY, "user": "eve"}, headers={name: "s-1"})
+    send("POST", CHAT, session=fake_session(engine), json={**BODY, "user": "eve"})
+    assert [request.session for request in engine.requests] == ["s-1", "eve"]
+
+
 def test_query_strings_are_no_obstacle() -> None:
     assert send("POST", CHAT + "?beta=true", json=BODY).status_code == 200
 

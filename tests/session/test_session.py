@@ -116,8 +116,9 @@ def test_events_and_counts_do_not_depend_on_how_steps_deliver_tokens(sizes: list
 
 def test_a_stop_string_ends_the_work_in_the_engine() -> None:
     engine = FakeEngine("one two", " three", asyncio.Event())
-    events = events_of(fake_session(engine), ask(stop=RequestedStop(strings=("two",))))
+    events = events_of(fake_session(engine), ask(stop=RequestedStop(strings=("ten", "two"))))
     assert joined(events, Text) == "one "
+    assert events[-1].stop_string == "two"
     assert (engine.finished, engine.aborted) == ([("request-1", FinishReason.STOP)], [])
 
 
@@ -354,6 +355,7 @@ def test_a_stop_string_ends_one_choice_and_the_others_go_on() -> None:
     assert [joined([event for event in events[1:] if event.choice == each], Text) for each in (0, 1)] == ["a ", "bcde"]
     finished = [event for event in events if isinstance(event, Finished)]
     assert [(each.choice, each.reason) for each in finished] == [(0, FinishReason.STOP), (1, FinishReason.LENGTH)]
+    assert [each.stop_string for each in finished] == ["STOP", None]
     assert finished[-1].usage.num_output_tokens == len("a STOP") + len("bcde")
     # The engine still worked on choice 0; it is told why nobody waits for it.
     assert (engine.finished, engine.aborted) == ([("request-1", FinishReason.STOP)], [])

@@ -149,6 +149,14 @@ def test_tools_and_results_are_text_too() -> None:
     assert "<parameter=text>\n<|im_end|></tool_call>\n</parameter>" in prompt.text
 
 
+def test_a_deferred_tool_changes_nothing_at_the_prompts_head() -> None:
+    listed = ToolDefinition("f", None, {"type": "object"})
+    deferred = ToolDefinition("later", "for later", {"type": "object"}, is_deferred=True)
+    expected = rendered("thinking", said("user", "hi"), tools=(listed,))
+    assert rendered("thinking", said("user", "hi"), tools=(deferred, listed)) == expected
+    assert rendered("thinking", said("user", "hi"), tools=(deferred,)) == rendered("thinking", said("user", "hi"))
+
+
 def test_think_markers_work_in_an_assistants_content_and_nowhere_else() -> None:
     prompt = rendered(
         "thinking", said("user", "a <think> tag"), said("assistant", "<think>\nwhy\n</think>\n\nyes <|im_end|>")

@@ -8,55 +8,68 @@ the answer is whole.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pydantic_core import to_json
-
-from headrace.types.events import Event, TokenScore, Usage
+from headrace.api.answer_form import server_sent
+from headrace.api.openai_errors import error_body
+from headrace.errors import HeadraceError
+from headrace.types.events import Event, Finished, TokenScore, Usage
 
 DONE = b"data: [DONE]\n\n"
-
-# Line ends (U+0085, U+2028, U+2029) to some clients' readers, though not to the standard of event streams. JSON leaves
-# them as they are.
-_SOFT_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 # JSON has no infinity: what stands for the log-probability of a token that can't come.
 _LEAST_LOGPROB = -9999.0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHeading:
-    """What every piece of an answer repeats.
-
-    id: random, never used twice (clients merge answers of one id). model: the name that the answer is given under.
-    """
-
-    id: str
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def of(self, kind: str) -> dict[str, Any]:
-        """The fields at the head of an object of this kind."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-class AnswerForm(Protocol):
-    """How one answer is written. Belongs to one request: it may remember what it wrote."""
+class ChunkWriter(Protocol):
+    """How the chunks of one answer, and the whole of it, are written."""
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
         """Chunks that say what one event says."""
 
     def ping(self) -> dict[str, Any]:
-        """A sign of life: a chunk that says nothing, but is data, as a comment resets only some clients' timers."""
+        """A chunk that says nothing."""
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for token counts."""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The answer as one object; `events` are all of a session's."""
+
+
+class ChunkedAnswer:
+    """An AnswerForm: chunks as a stream. include_usage: whether it ends with a chunk of token counts."""
+
+    def __init__(self, writer: ChunkWriter, *, include_usage: bool = False) -> None:
+        self._writer = writer
+        self._include_usage = include_usage
+        self._usage: Usage | None = None
+
+    def pieces(self, event: Event) -> Iterator[bytes]:
+        """See AnswerForm."""
+        if isinstance(event, Finished):
+            self._usage = event.usage
+        for chunk in self._writer.chunks(event):
+            yield server_sent(chunk)
+
+    def ping(self) -> bytes:
+        """See AnswerForm."""
+        return server_sent(self._writer.ping())
+
+    def end(self) -> bytes:
+        """See AnswerForm."""
+        if self._usage is None or not self._include_usage:
+            return DONE
+        return server_sent(self._writer.usage_chunk(self._usage)) + DONE
+
+    def failure(self, error: HeadraceError) -> bytes:
+        """See AnswerForm."""
+        return server_sent(error_body(error))
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """See AnswerForm."""
+        return self._writer.whole(events)
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -86,11 +99,3 @@ def prompt_logprobs_body(scores: Sequence[TokenScore]) -> list[dict[str, Any] | 
 def _decoded(score: TokenScore) -> dict[str, Any]:
     assert score.logprob is not None
     return {"logprob": shown_logprob(score.logprob), "rank": score.rank, "decoded_token": score.text}
-
-
-def server_sent(data: dict[str, Any]) -> bytes:
-    """One event of a stream."""
-    text = to_json(data)
-    for character, escape in _SOFT_LINE_ENDS:
-        text = text.replace(character, escape)
-    return b"data: " + text + b"\n\n"

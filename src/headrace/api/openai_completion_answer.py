@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.api.openai_answer import AnswerHeading, prompt_logprobs_body, shown_logprob, usage_body
+from headrace.api.answer_form import AnswerHeading
+from headrace.api.openai_answer import prompt_logprobs_body, shown_logprob, usage_body
 from headrace.types.events import Event, Finished, PromptScores, Started, Text, TokenScore, Usage
 
 _KIND = "text_completion"

@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api.openai_answer import DONE, AnswerForm, AnswerHeading, server_sent
+from headrace.api.answer_form import AnswerForm, AnswerHeading
+from headrace.api.openai_answer import ChunkedAnswer
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_chat_answer import ChatAnswer
 from headrace.api.openai_completion import read_completion
 from headrace.api.openai_completion_answer import CompletionAnswer
-from headrace.api.openai_errors import error_body
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
@@ -30,7 +30,7 @@ from headrace.server.record import RequestRecord
 from headrace.server.responses import closing_error, ignored_headers, read_body
 from headrace.session.session import Session, generation_ids
 from headrace.types.chat import ChatRequest, CompletionRequest
-from headrace.types.events import Event, Finished
+from headrace.types.events import Event
 
 log = logging.getLogger("headrace.server")
 
@@ -42,6 +42,9 @@ _INLINE_BODY_BYTES = 64 * 1024
 # Nobody reads it: the client is gone. The number is what logs of web servers use.
 _CLIENT_CLOSED_REQUEST = 499
 
+# Names under which clients tell a session, the first that is there counts.
+_SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
+
 # Whose turn it is can be any text; of two that differ only behind this, the requests share their turn.
 _MAX_SESSION_LENGTH = 256
 
@@ -52,21 +55,22 @@ class Dialect(Generic[Asked]):
 
     read: Callable[[bytes], Call[Asked]]
     events: Callable[[Asked], AsyncGenerator[Event, None]]
-    form: Callable[[Asked, AnswerHeading], AnswerForm]
+    form: Callable[[Call[Asked], AnswerHeading], AnswerForm]
     num_prompts: Callable[[Asked], int]
 
 
 def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
     """/v1/chat/completions."""
 
-    def form(request: ChatRequest, heading: AnswerHeading) -> ChatAnswer:
-        asked = request.answers
-        return ChatAnswer(
+    def form(call: Call[ChatRequest], heading: AnswerHeading) -> ChunkedAnswer:
+        asked = call.request.answers
+        writer = ChatAnswer(
             heading,
             asked.num_choices,
             tells_logprobs=asked.num_logprobs is not None,
             reasoning_field=config.reasoning_field,
         )
+        return ChunkedAnswer(writer, include_usage=call.include_usage)
 
     read = partial(read_chat_completion, max_model_len=session.model.max_model_len)
     return Dialect(read, session.chat, form, lambda request: 1)
@@ -75,10 +79,13 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
     """/v1/completions."""
 
-    def form(request: CompletionRequest, heading: AnswerHeading) -> CompletionAnswer:
-        asked = request.answers
-        tells_logprobs = asked.num_logprobs is not None
-        return CompletionAnswer(heading, len(request.prompts), asked.num_choices, tells_logprobs=tells_logprobs)
+    def form(call: Call[CompletionRequest], heading: AnswerHeading) -> ChunkedAnswer:
+        request = call.request
+        tells_logprobs = request.answers.num_logprobs is not None
+        writer = CompletionAnswer(
+            heading, len(request.prompts), request.answers.num_choices, tells_logprobs=tells_logprobs
+        )
+        return ChunkedAnswer(writer, include_usage=call.include_usage)
 
     return Dialect(read_completion, session.complete, form, lambda request: len(request.prompts))
 
@@ -90,7 +97,6 @@ class _Answer:
     form: AnswerForm
     events: AsyncGenerator[Event, None]
     record: RequestRecord
-    include_usage: bool
     headers: dict[str, str]
 
 
@@ -134,7 +140,7 @@ class AnswerRoute(Generic[Asked]):
         else:
             call = self._dialect.read(body)
         self._ignored.add(call.ignored)
-        whose = request.headers.get("x-session-id") or call.request.session or _address(request)
+        whose = _session_header(request) or call.request.session or _address(request)
         return replace(call, request=replace(call.request, session=whose[:_MAX_SESSION_LENGTH]))
 
     def _begin(self, request: Request, call: Call[Asked], record: RequestRecord) -> _Answer:
@@ -145,10 +151,9 @@ class AnswerRoute(Generic[Asked]):
         work = generation_ids(asked.request_id, self._dialect.num_prompts(asked))
         self._live.attach(record.request_id, asked.request_id, work)
         return _Answer(
-            form=self._dialect.form(asked, heading),
+            form=self._dialect.form(call, heading),
             events=self._dialect.events(asked),
             record=record,
-            include_usage=call.include_usage,
             headers=ignored_headers(call.ignored),
         )
 
@@ -163,7 +168,7 @@ class AnswerRoute(Generic[Asked]):
             _pieces(answer, started),
             answer.events,
             headers=answer.headers,
-            ping=lambda: server_sent(answer.form.ping()),
+            ping=answer.form.ping,
             ping_interval_s=self._config.ping_interval_s,
             on_leaving=lambda: answer.record.end_answer("abort"),
             farewell=lambda: _farewell(answer),
@@ -172,32 +177,29 @@ class AnswerRoute(Generic[Asked]):
 
 async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None]:
     """The stream's bytes. The caller closes the events, which aborts a request that is not finished."""
-    form, usage = answer.form, None
+    form = answer.form
     try:
-        for chunk in form.chunks(started):
-            yield server_sent(chunk)
+        for piece in form.pieces(started):
+            yield piece
         async for event in answer.events:
             answer.record.take(event)
-            usage = event.usage if isinstance(event, Finished) else usage
-            for chunk in form.chunks(event):
-                yield server_sent(chunk)
-        if answer.include_usage and usage is not None:
-            yield server_sent(form.usage_chunk(usage))
-        yield DONE
+            for piece in form.pieces(event):
+                yield piece
+        yield form.end()
     except HeadraceError as error:
         answer.record.end_answer(_end_of(error))
-        yield server_sent(error_body(error))
+        yield form.failure(error)
     except Exception:
         # An outer wall: the status is out already, only an event can still tell the client.
         log.exception("%s failed", answer.record.request_id)
         answer.record.end_answer("error")
         message = f"the server failed; its log has the reason: {answer.record.request_id}"
-        yield server_sent(error_body(GenerationFailed(message)))
+        yield form.failure(GenerationFailed(message))
 
 
 def _farewell(answer: _Answer) -> bytes:
     answer.record.end_answer("error")
-    return server_sent(error_body(closing_error()))
+    return answer.form.failure(closing_error())
 
 
 async def _collect(answer: _Answer) -> list[Event]:
@@ -220,6 +222,10 @@ def _end_of(error: HeadraceError) -> str:
     if isinstance(error, RequestCancelled):
         return "abort"
     return "refused" if isinstance(error, RequestError) else "error"
+
+
+def _session_header(request: Request) -> str:
+    return next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
 
 
 def _address(request: Request) -> str:

@@ -75,12 +75,12 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
-    return error_response(error)
+    return error_response(error, request.url.path, request.headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(_translated(request, error))
+    response = error_response(_translated(request, error), request.url.path, request.headers)
     response.headers.update(error.headers or {})
     return response
 

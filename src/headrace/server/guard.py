@@ -57,7 +57,7 @@ class Guard:
             # error, and answer in its own words.
             record.end_answer("error")
             if record.status is None:
-                await error_response(closing_error())(scope, receive, exchange.send)
+                await _refusal(scope, headers, closing_error())(scope, receive, exchange.send)
         except Exception as error:
             log.exception("request %s failed", record.request_id)
             record.end_answer("error")
@@ -66,7 +66,7 @@ class Guard:
                 raise
             failure = GenerationFailed("the server failed; its log has the reason under this request's id")
             failure.__cause__ = error
-            await error_response(failure)(scope, receive, exchange.send)
+            await _refusal(scope, headers, failure)(scope, receive, exchange.send)
         finally:
             self._live.release(record.request_id)
             log.info("%s", record.line(), extra={FIELDS: record.fields()})
@@ -77,11 +77,11 @@ class Guard:
         allowed = self._allowed(origin)
         if origin is not None and allowed is None:
             message = "requests from this browser origin are refused; --allowed-origin lets it in"
-            return error_response(OriginRefused(message))
+            return _refusal(scope, headers, OriginRefused(message))
         if allowed and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             return _preflight(headers)
         if scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
-            return error_response(_key_error(headers))
+            return _refusal(scope, headers, _key_error(headers))
         return self._app
 
     def _allowed(self, origin: str | None) -> str | None:
@@ -119,6 +119,10 @@ class _Exchange:
                 headers["access-control-expose-headers"] = _EXPOSED_HEADERS
                 headers.add_vary_header("Origin")
         await self._send(message)
+
+
+def _refusal(scope: Scope, headers: Headers, error: HeadraceError) -> Response:
+    return error_response(error, scope["path"], headers)
 
 
 def _key_error(headers: Headers) -> HeadraceError:

@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from headrace.types.events import Event, Finished, Reasoning, Started, Text, Usage
+from headrace.types.events import (
+    Event,
+    Finished,
+    Reasoning,
+    Started,
+    Text,
+    ToolArguments,
+    ToolCallStart,
+    Usage,
+)
 
 
 class RequestRecord:
@@ -83,7 +92,7 @@ class _AnswerRecord:
         match event:
             case Started(num_prompt_tokens):
                 self._usage = Usage(num_prompt_tokens, 0)
-            case Text() | Reasoning():
+            case Text() | Reasoning() | ToolCallStart() | ToolArguments():
                 self._first = now if self._first is None else self._first
                 self._last = now
             case Finished(reason, usage):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api.openai_errors import error_body
+from headrace.api import anthropic_errors, openai_errors
 from headrace.errors import BodyTooLarge, EngineDead, HeadraceError, Overloaded
 
 IGNORED_HEADER = "x-headrace-ignored"
@@ -24,14 +24,20 @@ _MAX_NAME_LENGTH = 64
 _MAX_DRAINED_BYTES = 256 * 1024 * 1024
 
 
-def error_response(error: HeadraceError) -> Response:
-    """The error as OpenAI writes it, with its status."""
+def error_response(error: HeadraceError, path: str, headers: Mapping[str, str]) -> Response:
+    """The error with its status, as the dialect of the request writes it. path, headers: of the request."""
+    speaks_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+    body = anthropic_errors.error_body(error) if speaks_anthropic else openai_errors.error_body(error)
+    return JSONResponse(body, status_code=error.status, headers=_error_headers(error))
+
+
+def _error_headers(error: HeadraceError) -> dict[str, str]:
     headers = {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    return headers
 
 
 def closing_error() -> EngineDead:

@@ -53,6 +53,7 @@ class ChoiceAnswer:
     is held back (a marker, half a character) is counted with the kind of text that comes out after it.
 
     choice: its number in the whole request. scorer: None if nobody asked for log-probabilities.
+    stop_string: the one that ended it, None if none did.
     token_ids: what the model said so far, without a token that ended it; text, reasoning: what that came to.
     """
 
@@ -73,6 +74,11 @@ class ChoiceAnswer:
     def num_output_tokens(self) -> int:
         """Tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def stop_string(self) -> str | None:
+        """See the class."""
+        return self._parser.stop_string
 
     @property
     def text(self) -> str:
@@ -211,7 +217,7 @@ class PromptAnswers:
     def _finished(self, choice: ChoiceAnswer, everything: Sequence[PromptAnswers]) -> Finished:
         assert choice.reason is not None
         self._num_open -= 1
-        return Finished(choice.reason, usage_of(everything), choice.choice, choice.untold_scores())
+        return Finished(choice.reason, usage_of(everything), choice.choice, choice.untold_scores(), choice.stop_string)
 
 
 def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:

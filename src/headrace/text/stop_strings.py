@@ -7,12 +7,18 @@ class StopCutter:
     """Looks for stop strings in one run of text; holds back only what may be the beginning of one.
 
     The string that is complete first wins; of several that end together, the one that begins first.
+    found: the one that stopped the text, None so far.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._strings = tuple(string for string in strings if string)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found: no more text comes."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Take text; returns what is certain to stand before any stop string."""
@@ -21,9 +27,9 @@ class StopCutter:
         if not self._strings:
             return text
         text, self._held = self._held + text, ""
-        cut = self._first_match(text)
-        if cut is not None:
-            self.stopped = True
+        match = self._first_match(text)
+        if match is not None:
+            cut, self.found = match
             return text[:cut]
         num_held = max(overlap(text, string) for string in self._strings)
         self._held = text[len(text) - num_held :]
@@ -34,10 +40,11 @@ class StopCutter:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """Where the string begins that is complete first, and which it is."""
         starts = ((text.find(string), string) for string in self._strings)
-        found = [(start + len(string), start) for start, string in starts if start >= 0]
-        return min(found)[1] if found else None
+        found = [(start + len(string), start, string) for start, string in starts if start >= 0]
+        return min(found)[1:] if found else None
 
 
 def overlap(text: str, marker: str) -> int:

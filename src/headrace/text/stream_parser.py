@@ -54,6 +54,11 @@ class StreamParser:
         """A stop string ended the answer: no more events come."""
         return self._cutter.stopped
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, None so far."""
+        return self._cutter.found
+
     def push(self, text: str) -> tuple[Text | Reasoning, ...]:
         """Take the next text; returns what it made certain, pieces of one kind joined."""
         if not self.stopped:

@@ -154,8 +154,8 @@ class ChatTemplate:
             if name in _RESERVED_OPTIONS:
                 raise InvalidRequest(f"{name} can't be set by a template option", param="chat_template_kwargs")
         variables: dict[str, Any] = dict(self._control_text.wrap(request.template_options))
-        if request.tools:
-            variables["tools"] = self._control_text.wrap([template_tool(tool) for tool in request.tools])
+        if shown := [template_tool(tool) for tool in request.tools if not tool.is_deferred]:
+            variables["tools"] = self._control_text.wrap(shown)
         if request.reasoning_effort is not None:
             variables["reasoning_effort"] = self._control_text.wrap(request.reasoning_effort)
         thinking = self._thinking_switch(request)

@@ -38,12 +38,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """A function that the model may call; `parameters` is its JSON schema, which strict arguments must fit."""
+    """A function that the model may call; `parameters` is its JSON schema, which strict arguments must fit.
+
+    is_deferred: may be called, but is no part of the prompt's head; the conversation tells the model about it.
+    """
 
     name: str
     description: str | None
     parameters: Mapping[str, Any]
     strict: bool = False
+    is_deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

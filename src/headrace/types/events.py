@@ -145,12 +145,14 @@ class Finished:
 
     usage: of the request up to here, so that the last one holds all of it.
     scores: of tokens whose text came to nothing after the last event (a stop string, half a character).
+    stop_string: the one that ended the choice, None if none did.
     """
 
     reason: FinishReason
     usage: Usage
     choice: int = 0
     scores: tuple[TokenScore, ...] = ()
+    stop_string: str | None = None
 
 
 Event = Started | PromptScores | Text | Reasoning | ToolCallStart | ToolArguments | Finished

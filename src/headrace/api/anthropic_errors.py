@@ -1,0 +1,32 @@
+"""Errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.errors import ContextTooLong, HeadraceError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def error_body(error: HeadraceError) -> dict[str, Any]:
+    """`{"type": "error", "error": {type, message}}`, as the body of a response or as the data of an `error` event."""
+    return {"type": "error", "error": {"type": _error_type(error), "message": _message(error)}}
+
+
+def _error_type(error: HeadraceError) -> str:
+    return _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+
+
+def _message(error: HeadraceError) -> str:
+    if isinstance(error, ContextTooLong) and error.num_tokens is not None and error.max_model_len is not None:
+        # Claude Code reads both numbers out of this sentence, and makes its conversation shorter. The answer needs a
+        # token too.
+        return f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len - 1} maximum"
+    return error.message
