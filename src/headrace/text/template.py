@@ -112,7 +112,8 @@ class ChatTemplate:
         token_ids, text = self._encode(rendered, max_model_len)
         boundaries: tuple[Boundary, ...] = ()
         if finds_boundaries:  # not before it is known that the prompt fits
-            found = find_boundaries(rendered, messages, settled, renderer.try_render, has_tools=bool(request.tools))
+            has_tools = any(not tool.is_deferred for tool in request.tools)
+            found = find_boundaries(rendered, messages, settled, renderer.try_render, has_tools=has_tools)
             boundaries = self._token_boundaries(rendered, token_ids, found)
         return RenderedPrompt(
             token_ids=token_ids,
