@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -25,13 +24,11 @@ def run(argv: Sequence[str]) -> None:
     given = _parser().parse_args(list(argv))
     plan = _plan(given)
     check(plan)
-    if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("headrace bench needs the package httpx: pip install 'headrace[bench]'")
     _measure(plan, given.json, ["headrace", "bench", *_without_keys(argv)])
 
 
 def _measure(plan: Plan, file: Path | None, command: Sequence[str]) -> None:
-    # Imported here: they need httpx, which only this command uses and which may be absent.
+    # Imported here: a faulty command line is told without waiting for these.
     from headrace.bench.figures import faults
     from headrace.bench.measure import measure
     from headrace.bench.progress import ProgressBar

@@ -1,0 +1,109 @@
+"""How model families see: one frozen record each, with the numbers that their published checkpoints share.
+
+A checkpoint's own files say the same numbers and win over these (`media/profile.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Channels = tuple[float, float, float]
+"""Red, green, blue."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelRange:
+    """Least and most pixels, both inclusive, that a picture is scaled to."""
+
+    minimum: int
+    maximum: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """How many frames of a video are taken: `fps` for each second of it, within the two limits, both inclusive."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTokens:
+    """Ids of the tokens around media and of those that stand for their patches."""
+
+    start: int
+    end: int
+    image: int
+    video: int
+
+
+@dataclass(frozen=True, slots=True)
+class PatchVision:
+    """Pictures of any size as patches, `merge_size` * `merge_size` of which make one token (Qwen's way).
+
+    model_types: `model_type` values of config.json that see this way.
+    patch_size: pixels on a side. temporal_patch_size: frames in a patch; a still picture stands for all of them.
+    mean, std: of the channels after scaling to 0..1.
+    image: pixels of a picture. video: pixels of all frames of a video together if has_timestamps, else of each frame.
+    has_timestamps: a video is a row of frame groups, each behind its time in words; else one block without words.
+    keeps_outer_pair: where each group has its own pair of start and end tokens, the template's pair stays around them
+    all. So do transformers since 5.10 and vLLM with it; transformers 4.57 put the groups in its place, two tokens less.
+    Which of the two the models were trained with is not published.
+    caps_frames: a frame of a video gets no more pixels than a fixed number of tokens stands for.
+    takes_whole_groups: frames are taken in whole patches' worth, at the starts of equal parts of the video; else any
+    number of them, the first and the last always.
+    tokens_per_second: steps on the time axis per second of a video without timestamps; None is one step per group.
+    """
+
+    model_types: tuple[str, ...]
+    patch_size: int
+    mean: Channels
+    std: Channels
+    image: PixelRange
+    video: PixelRange
+    has_timestamps: bool
+    keeps_outer_pair: bool = True
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    sampling: FrameSampling = field(default=FrameSampling(fps=2.0, min_frames=4, max_frames=768))
+    caps_frames: bool = False
+    takes_whole_groups: bool = False
+    tokens_per_second: float | None = None
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of what one token stands for; sizes are multiples of it."""
+        return self.patch_size * self.merge_size
+
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_HALF = (0.5, 0.5, 0.5)
+
+QWEN2_VISION = PatchVision(
+    model_types=("qwen2_vl", "qwen2_5_vl"),
+    patch_size=14,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    image=PixelRange(3136, 12_845_056),
+    video=PixelRange(3136, 12_845_056),
+    has_timestamps=False,
+    takes_whole_groups=True,
+)
+QWEN3_VISION = PatchVision(
+    model_types=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    patch_size=16,
+    mean=_HALF,
+    std=_HALF,
+    image=PixelRange(65_536, 16_777_216),
+    video=PixelRange(4096, 25_165_824),
+    has_timestamps=True,
+)
+
+_BY_MODEL_TYPE = {model_type: vision for vision in (QWEN2_VISION, QWEN3_VISION) for model_type in vision.model_types}
+
+
+def find_vision(model_type: str) -> PatchVision | None:
+    """How models of this type see; None if that is unknown."""
+    return _BY_MODEL_TYPE.get(model_type)

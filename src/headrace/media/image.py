@@ -1,0 +1,53 @@
+"""A picture's file to RGB pixels."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from headrace.errors import InvalidRequest
+from headrace.media.patches import Pixels
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
+"""What is read. Others that Pillow knows run programs or read further files."""
+
+_MODES_16_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
+_MAX_16_BIT = 65_535
+
+
+def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
+    """RGB pixels [height, width, 3] of an image file, upright; of an animation the first frame.
+
+    What is transparent shows white behind it, greyscale of 16 bits keeps its upper 8. The size is checked before
+    anything is decoded. Raises InvalidRequest that names `param` for a file that is broken, cut short or too large.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image.size, max_pixels, param)
+            return np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
+    except InvalidRequest:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidRequest(f"{param}: the image has more than {max_pixels} pixels", param=param) from error
+    except Exception as error:  # a decoder meets bytes that it was not made for, and fails in any way
+        raise InvalidRequest(f"{param}: this is no image that can be read, or it is broken", param=param) from error
+
+
+def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
+    width, height = size
+    if width * height > max_pixels:
+        message = f"{param}: the image has {width} x {height} pixels, {max_pixels} in all are the most"
+        raise InvalidRequest(message, param=param)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _MODES_16_BIT:
+        grey = np.clip(np.asarray(image).astype(np.int64), 0, _MAX_16_BIT) >> 8
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    opaque = image.convert("RGBA")
+    white = Image.new("RGBA", opaque.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, opaque).convert("RGB")

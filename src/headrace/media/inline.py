@@ -1,0 +1,72 @@
+"""Media inside the request itself: `data:` URLs and plain base64."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from urllib.parse import unquote_to_bytes
+
+from headrace.errors import InvalidRequest
+
+# Beginnings of files, at their offsets: a text that is base64 of one of these is no path.
+_SIGNATURES: tuple[tuple[int, bytes], ...] = (
+    (0, b"\x89PNG\r\n\x1a\n"),
+    (0, b"\xff\xd8\xff"),
+    (0, b"GIF8"),
+    (8, b"WEBP"),
+    (0, b"BM"),
+    (0, b"II*\x00"),
+    (0, b"MM\x00*"),
+    (4, b"ftyp"),
+    (0, b"\x1aE\xdf\xa3"),
+    (8, b"AVI "),
+)
+_NUM_SIGNATURE_CHARACTERS = 16
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
+_SPACE = re.compile(r"\s+")
+
+
+def read_data_url(url: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of a `data:` URL (RFC 2397), base64 or percent-encoded. Its media type is not believed.
+
+    Raises InvalidRequest that names `param`.
+    """
+    header, comma, data = url.partition(",")
+    if not comma:
+        raise InvalidRequest(f"{param}: the data: URL has no comma before its data", param=param)
+    if header.rstrip().lower().endswith(";base64"):
+        return decode_base64(data, max_bytes, param)
+    _check_length(len(data) - 2 * data.count("%"), max_bytes, param)
+    try:
+        return unquote_to_bytes(data)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param}: the data: URL is no valid text", param=param) from error
+
+
+def decode_base64(data: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of base64 text; white space in it and missing padding are tolerated. Raises InvalidRequest."""
+    if "%" in data:  # a client may have percent-encoded the padding or the pluses
+        data = unquote_to_bytes(data).decode("latin-1")
+    data = _SPACE.sub("", data).rstrip("=")
+    _check_length(len(data) * 3 // 4, max_bytes, param)
+    try:
+        return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"{param}: this is no valid base64: {error}", param=param) from error
+
+
+def is_plain_base64(source: str) -> bool:
+    """Whether a source without a scheme is a media file in base64, and not a path: by how the file begins."""
+    if _BASE64.match(source) is None:
+        return False
+    beginning = _SPACE.sub("", source[: 4 * _NUM_SIGNATURE_CHARACTERS])[:_NUM_SIGNATURE_CHARACTERS]
+    if len(beginning) < _NUM_SIGNATURE_CHARACTERS or "=" in beginning:
+        return False
+    head = base64.b64decode(beginning)
+    return any(head[offset : offset + len(mark)] == mark for offset, mark in _SIGNATURES)
+
+
+def _check_length(num_bytes: int, max_bytes: int, param: str) -> None:
+    if num_bytes > max_bytes:
+        raise InvalidRequest(f"{param} holds {num_bytes} bytes, {max_bytes} is the most", param=param)

@@ -1,0 +1,38 @@
+"""Pixels in the order in which a vision tower reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from headrace.families.vision import PatchVision
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def scaled(picture: Pixels, size: tuple[int, int]) -> Pixels:
+    """The RGB picture [height, width, 3] at another size, bicubic with antialiasing, as Pillow does it."""
+    if picture.shape[:2] == size:
+        return picture
+    height, width = size
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def to_patches(frames: Pixels, vision: PatchVision) -> tuple[Pixels, tuple[int, int, int]]:
+    """Frames [frames, height, width, 3] as patches, and the grid of them: time, rows, columns.
+
+    Patches [time * rows * columns, 3 * temporal * side * side] come by time, then by blocks of merge_size * merge_size,
+    which stand together; in a patch values come by channel, frame, row, column. Frames that don't fill the last patch
+    are completed with the last one. Height and width are multiples of the factor.
+    """
+    depth, side, merge = vision.temporal_patch_size, vision.patch_size, vision.merge_size
+    missing = -len(frames) % depth
+    if missing:
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+    num_frames, height, width, channels = frames.shape
+    grid = (num_frames // depth, height // side, width // side)
+    blocks = frames.reshape(
+        (grid[0], depth, grid[1] // merge, merge, side, grid[2] // merge, merge, side, channels)
+    ).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return np.ascontiguousarray(blocks).reshape(grid[0] * grid[1] * grid[2], -1), grid

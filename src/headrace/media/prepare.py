@@ -1,0 +1,139 @@
+"""Bytes of an image or a video to what of it goes into a prompt. Pure: may run in any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.families.vision import FrameSampling, PatchVision, PixelRange
+from headrace.media.image import decode_image
+from headrace.media.patches import Pixels, scaled, to_patches
+from headrace.media.policy import MediaLimits
+from headrace.media.prepared import PreparedImage, PreparedVideo
+from headrace.media.prompt import num_media_tokens
+from headrace.media.sampling import FrameTimes, SampledFrames, group_times, num_sampled, sample
+from headrace.media.scaling import Size, image_size, video_size
+from headrace.media.video import read_frames, read_outline
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """What a request says about one item; None is the checkpoint's own.
+
+    min_pixels, max_pixels: as in PatchVision. fps, max_frames: of a video; num_frames: exactly so many instead.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    num_frames: int | None = None
+
+
+def prepare_image(
+    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = MediaOptions()
+) -> PreparedImage:
+    """An image file as patches. Raises InvalidRequest that names `param`, ContextTooLong for too many tokens."""
+    picture = decode_image(data, limits.image_pixels, param)
+    try:
+        size = image_size(_size_of(picture), vision.factor, _within(vision.image, options))
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    _check_tokens(1, size, vision, limits, param)
+    still = np.broadcast_to(scaled(picture, size), (vision.temporal_patch_size, *size, 3))
+    patches, grid = to_patches(still, vision)
+    return PreparedImage(patches, grid)
+
+
+def prepare_video(
+    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = MediaOptions()
+) -> PreparedVideo:
+    """A video file as patches of sampled frames. Raises InvalidRequest that names `param`, ContextTooLong."""
+    outline = read_outline(data, limits, param)
+    samples = choose_frames(outline.frames, vision, limits, options)
+    size = _frame_size(len(samples.indices), outline.size, vision, limits, param, options)
+    pictures = read_frames(data, outline, samples.indices, lambda picture: scaled(picture, size), limits, param)
+    return _video(pictures, samples, outline.frames, vision)
+
+
+def prepare_frames(
+    files: Sequence[bytes],
+    rate: float,
+    vision: PatchVision,
+    limits: MediaLimits,
+    param: str,
+    options: MediaOptions = MediaOptions(),
+) -> PreparedVideo:
+    """A video that comes as image files, `rate` of them per second; all are looked at, as somebody has chosen them.
+
+    Raises InvalidRequest that names `param`, ContextTooLong.
+    """
+    if not 0 < len(files) <= limits.sampled_frames:
+        message = f"{param} holds {len(files)} frames, it must be 1 to {limits.sampled_frames}"
+        raise InvalidRequest(message, param=param)
+    times = FrameTimes(len(files), rate)
+    first = decode_image(files[0], limits.image_pixels, param)
+    size = _frame_size(len(files), _size_of(first), vision, limits, param, options)
+    pictures = [scaled(decode_image(file, limits.image_pixels, param), size) for file in files]
+    return _video(pictures, sample(times, len(files)), times, vision)
+
+
+def choose_frames(
+    frames: FrameTimes, vision: PatchVision, limits: MediaLimits, options: MediaOptions = MediaOptions()
+) -> SampledFrames:
+    """Frames of a video to look at: what the request wants, else the checkpoint, and no more than the limits allow."""
+    wanted = vision.sampling
+    sampling = FrameSampling(
+        fps=wanted.fps if options.fps is None else options.fps,
+        min_frames=wanted.min_frames,
+        max_frames=wanted.max_frames if options.max_frames is None else options.max_frames,
+    )
+    multiple_of = vision.temporal_patch_size if vision.takes_whole_groups else 1
+    num_samples = num_sampled(frames.num_frames, frames.rate, sampling, multiple_of)
+    if options.num_frames is not None:
+        num_samples = min(options.num_frames, frames.num_frames)
+    return sample(frames, min(num_samples, limits.sampled_frames), with_last=not vision.takes_whole_groups)
+
+
+def _video(
+    pictures: Sequence[Pixels], samples: SampledFrames, frames: FrameTimes, vision: PatchVision
+) -> PreparedVideo:
+    patches, grid = to_patches(np.stack(pictures), vision)
+    # Sampled frames per second of the video, as transformers counts them.
+    rate = len(pictures) / frames.num_frames * frames.rate
+    depth = vision.temporal_patch_size
+    return PreparedVideo(patches, grid, group_times(samples.times, depth), depth / rate)
+
+
+def _frame_size(
+    num_frames: int, size: Size, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions
+) -> Size:
+    try:
+        scaled_to = video_size(num_frames, size, replace(vision, video=_within(vision.video, options)))
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    _check_tokens(-(-num_frames // vision.temporal_patch_size), scaled_to, vision, limits, param)
+    return scaled_to
+
+
+def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: MediaLimits, param: str) -> None:
+    """Before anything of that size is made."""
+    grid = (num_groups, size[0] // vision.patch_size, size[1] // vision.patch_size)
+    num_tokens = num_media_tokens(grid, vision)
+    if limits.tokens is not None and num_tokens >= limits.tokens:
+        raise ContextTooLong.of_prompt(limits.tokens, num_tokens, param, at_least=True)
+
+
+def _within(pixels: PixelRange, options: MediaOptions) -> PixelRange:
+    return PixelRange(
+        pixels.minimum if options.min_pixels is None else options.min_pixels,
+        pixels.maximum if options.max_pixels is None else options.max_pixels,
+    )
+
+
+def _size_of(picture: Pixels) -> Size:
+    height, width, _ = picture.shape
+    return height, width

@@ -1,0 +1,97 @@
+"""How one checkpoint sees: its family's numbers, overruled by the checkpoint's own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ModelError
+from headrace.families.vision import Channels, FrameSampling, PatchVision, PixelRange, VisionTokens, find_vision
+
+
+@dataclass(frozen=True, slots=True)
+class VisionProfile:
+    """What has to be known of a checkpoint to prepare media for it."""
+
+    vision: PatchVision
+    tokens: VisionTokens
+
+
+def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | None:
+    """The profile of the checkpoint in a folder; None if it has no vision tower, or one that is not known here.
+
+    config: its config.json. Raises ModelError for files that can't be read and for token ids that are missing.
+    """
+    vision = find_vision(config.get("model_type", ""))
+    if vision is None or not config.get("vision_config"):
+        return None
+    image, video = _processor_settings(directory)
+    # The shape of patches is the tower's and the same for both; pixels may differ.
+    vision = replace(
+        vision,
+        patch_size=image.get("patch_size", vision.patch_size),
+        temporal_patch_size=image.get("temporal_patch_size", vision.temporal_patch_size),
+        merge_size=image.get("merge_size", vision.merge_size),
+        mean=_channels(image.get("image_mean"), vision.mean),
+        std=_channels(image.get("image_std"), vision.std),
+        image=_pixels(image, vision.image),
+        video=_pixels(video, vision.video),
+        sampling=_sampling(video, vision.sampling),
+        caps_frames=bool(video.get("cap_pixels_per_frame") or False),
+        tokens_per_second=config["vision_config"].get("tokens_per_second"),
+    )
+    return VisionProfile(vision, _tokens(config))
+
+
+def _tokens(config: Mapping[str, Any]) -> VisionTokens:
+    names = {"start": "vision_start", "end": "vision_end", "image": "image", "video": "video"}
+    try:
+        return VisionTokens(**{field: int(config[f"{name}_token_id"]) for field, name in names.items()})
+    except KeyError as error:
+        raise ModelError(f"config.json has a vision_config but no {error.args[0]}") from error
+
+
+def _processor_settings(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Settings for images and for videos, looked for where transformers looks, in its order."""
+    both = _read(directory / "processor_config.json")
+    image = both.get("image_processor") or _read(directory / "preprocessor_config.json")
+    return image, both.get("video_processor") or _read(directory / "video_preprocessor_config.json") or image
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The file's settings, none if there is no file."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return settings
+
+
+def _pixels(settings: Mapping[str, Any], default: PixelRange) -> PixelRange:
+    """`size` names areas, though it calls them edges; older files call them pixels."""
+    size = settings.get("size") or {}
+    minimum = settings.get("min_pixels") or size.get("shortest_edge") or default.minimum
+    maximum = settings.get("max_pixels") or size.get("longest_edge") or default.maximum
+    return PixelRange(minimum, maximum)
+
+
+def _sampling(settings: Mapping[str, Any], default: FrameSampling) -> FrameSampling:
+    return FrameSampling(
+        fps=settings.get("fps") or default.fps,
+        min_frames=settings.get("min_frames") or default.min_frames,
+        max_frames=settings.get("max_frames") or default.max_frames,
+    )
+
+
+def _channels(values: Any, default: Channels) -> Channels:
+    if values is None:
+        return default
+    red, green, blue = values
+    return (red, green, blue)

@@ -1,0 +1,136 @@
+"""Media put into a prompt: one placeholder per token that the model sees, and what stands there."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.families.vision import PatchVision, VisionTokens
+from headrace.media.digest import pixel_digest
+from headrace.media.patches import Pixels
+from headrace.media.positions import Block, media_positions
+from headrace.media.prepared import PreparedImage, PreparedMedia, PreparedVideo
+from headrace.media.profile import VisionProfile
+from headrace.media.sampling import timestamp_text
+from headrace.types.media import MediaInput, PromptMedia
+
+EncodeText = Callable[[str], Sequence[int]]
+"""Plain text to token ids, nothing added."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedPrompt:
+    """A prompt with all its placeholders.
+
+    grown: for each item, the length up to its end in the prompt as it was, and how many tokens longer that is now.
+    """
+
+    token_ids: tuple[int, ...]
+    media: PromptMedia
+    grown: tuple[tuple[int, int], ...]
+
+
+def expand(
+    token_ids: Sequence[int], media: Sequence[PreparedMedia], profile: VisionProfile, encode: EncodeText
+) -> ExpandedPrompt:
+    """The prompt with as many placeholders for each item as it has tokens, and timestamps between them.
+
+    token_ids: with one image or video token per item, in the order of `media`. encode: for timestamps.
+    Raises ValueError if the tokens and the items don't match.
+    """
+    kinds = {profile.tokens.image: PreparedImage, profile.tokens.video: PreparedVideo}
+    places = [index for index, token_id in enumerate(token_ids) if token_id in kinds]
+    if [kinds[token_ids[place]] for place in places] != [type(item) for item in media]:
+        raise ValueError(f"the prompt has {len(places)} places for media, which don't fit its {len(media)} items")
+    expanded = _Expansion(profile, encode)
+    grown, done = [], 0
+    for place, item in zip(places, media, strict=True):
+        start, end = place, place + 1
+        if isinstance(item, PreparedVideo) and profile.vision.has_timestamps and not profile.vision.keeps_outer_pair:
+            start, end = _with_pair(token_ids, place, profile.tokens)
+        expanded.add_text(token_ids[done:start])
+        expanded.add(item)
+        done = end
+        grown.append((done, len(expanded.token_ids) - done))
+    expanded.add_text(token_ids[done:])
+    return ExpandedPrompt(tuple(expanded.token_ids), expanded.media(), tuple(grown))
+
+
+def expanded_length(num_tokens: int, grown: Sequence[tuple[int, int]]) -> int:
+    """The length that the prompt's first `num_tokens` tokens have after expansion. No length cuts an item in two."""
+    behind = bisect_right(grown, num_tokens, key=lambda item: item[0])
+    return num_tokens + (grown[behind - 1][1] if behind else 0)
+
+
+def num_media_tokens(grid: tuple[int, int, int], vision: PatchVision) -> int:
+    """Placeholders for a grid of patches, timestamps left out."""
+    return grid[0] * grid[1] * grid[2] // vision.merge_size**2
+
+
+class _Expansion:
+    """A prompt under construction."""
+
+    def __init__(self, profile: VisionProfile, encode: EncodeText) -> None:
+        self.token_ids: list[int] = []
+        self._profile = profile
+        self._encode = encode
+        self._inputs: list[MediaInput] = []
+        self._blocks: list[Block] = []
+
+    def add_text(self, token_ids: Sequence[int]) -> None:
+        self.token_ids += token_ids
+
+    def add(self, item: PreparedMedia) -> None:
+        """The item's placeholders; around a timed video's groups, what separates them."""
+        tokens, vision = self._profile.tokens, self._profile.vision
+        if isinstance(item, PreparedImage):
+            self._add_placeholders(tokens.image, item.patches, item.grid, (0,))
+        elif not vision.has_timestamps:
+            self._add_placeholders(tokens.video, item.patches, item.grid, _time_steps(item, vision))
+        else:
+            for seconds, patches in zip(
+                item.times, item.patches.reshape(item.grid[0], -1, item.patches.shape[1]), strict=True
+            ):
+                self.token_ids += [*self._encode(timestamp_text(seconds)), tokens.start]
+                self._add_placeholders(tokens.video, patches, (1, *item.grid[1:]), (0,))
+                self.token_ids.append(tokens.end)
+
+    def media(self) -> PromptMedia:
+        positions, delta = media_positions(len(self.token_ids), self._blocks)
+        return PromptMedia(tuple(self._inputs), positions.data, delta)
+
+    def _add_placeholders(
+        self, token_id: int, patches: Pixels, grid: tuple[int, int, int], times: tuple[int, ...]
+    ) -> None:
+        vision = self._profile.vision
+        start = len(self.token_ids)
+        block = Block(start, times, grid[1] // vision.merge_size, grid[2] // vision.merge_size)
+        self.token_ids += [token_id] * (block.end - start)
+        self._blocks.append(block)
+        self._inputs.append(
+            MediaInput(
+                start=start,
+                end=block.end,
+                pixels=np.ascontiguousarray(patches).data,
+                grid=grid,
+                mean=vision.mean,
+                std=vision.std,
+                digest=pixel_digest(patches, grid, times),
+            )
+        )
+
+
+def _time_steps(video: PreparedVideo, vision: PatchVision) -> tuple[int, ...]:
+    """Steps on the time axis of each group, from the first."""
+    if vision.tokens_per_second is None:
+        return tuple(range(video.grid[0]))
+    return tuple(int(group * video.group_s * vision.tokens_per_second) for group in range(video.grid[0]))
+
+
+def _with_pair(token_ids: Sequence[int], place: int, tokens: VisionTokens) -> tuple[int, int]:
+    """The span of a placeholder with the start and end tokens around it, if they are there."""
+    has_pair = tuple(token_ids[max(place - 1, 0) : place + 2 : 2]) == (tokens.start, tokens.end)
+    return (place - 1, place + 2) if has_pair else (place, place + 1)

@@ -1,0 +1,187 @@
+"""A video's file: when its frames are shown, and the pixels of some of them.
+
+Frames are scaled as they come, so that of a long video never more is held than the model will see.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from headrace.errors import InvalidRequest
+from headrace.media.patches import Pixels
+from headrace.media.policy import MediaLimits
+from headrace.media.sampling import FrameTimes, frame_times
+
+# Containers that hold their frames; playlists and their like, which lead to other files, are not among them.
+_OPTIONS = {
+    "format_whitelist": "mov,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg",
+    "protocol_whitelist": "none",
+}
+
+Read = Callable[[Pixels], Pixels]
+"""What becomes of the pixels [height, width, 3] of a frame that is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class VideoOutline:
+    """What is known of a video before its frames are decoded.
+
+    frames: when they are shown. stamps: the container's own time of each, rising. size: height and width, upright.
+    """
+
+    frames: FrameTimes
+    stamps: tuple[int, ...]
+    size: tuple[int, int]
+
+
+def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
+    """The outline of a video file.
+
+    Raises InvalidRequest that names `param` for a file that is broken or over the limits.
+    """
+    clock = _Clock(limits.decode_s, param)
+    with _opened(data, param) as (container, stream):
+        stamps = _packet_stamps(container, stream, limits, param)
+        base, rate = stream.time_base, stream.average_rate
+        _check_frame(stream.codec_context.width, stream.codec_context.height, limits, param)
+    if stamps is None:  # some containers tell the order of decoding only
+        with _opened(data, param) as (container, stream):
+            stamps = [frame.pts for frame in _decoded(container, stream, limits, clock) if frame.pts is not None]
+    if not stamps or not base:
+        raise _broken(param)
+    stamps = sorted(set(stamps))
+    frames = frame_times([float(stamp * base) for stamp in stamps], float(rate) if rate else None)
+    _check_length(frames, limits, param)
+    with _opened(data, param) as (container, stream):
+        first = next(_decoded(container, stream, limits, clock), None)
+    if first is None:
+        raise _broken(param)
+    size = (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
+    return VideoOutline(frames, tuple(stamps), size)
+
+
+def read_frames(
+    data: bytes, outline: VideoOutline, indices: Sequence[int], read: Read, limits: MediaLimits, param: str
+) -> list[Pixels]:
+    """`read` of each of the frames with these indices, which never fall.
+
+    Raises InvalidRequest that names `param` if one of them can't be decoded.
+    """
+    wanted = sorted({outline.stamps[index] for index in indices})
+    pictures: dict[int, Pixels] = {}
+    shown: VideoFrame | None = None
+    with _opened(data, param) as (container, stream):
+        for frame in _decoded(container, stream, limits, _Clock(limits.decode_s, param)):
+            if frame.pts is None:
+                continue
+            # A frame that the container lists and the decoder leaves out is covered by the one before it.
+            while wanted and wanted[0] < frame.pts:
+                pictures[wanted.pop(0)] = read(_upright(shown or frame, param))
+            if wanted and wanted[0] == frame.pts:
+                pictures[wanted.pop(0)] = read(_upright(frame, param))
+            if not wanted:
+                return [pictures[outline.stamps[index]] for index in indices]
+            shown = frame
+    raise _broken(param)
+
+
+class _Clock:
+    """Ends work on one file that takes too long."""
+
+    def __init__(self, limit_s: float, param: str) -> None:
+        self._end = time.monotonic() + limit_s
+        self._limit_s = limit_s
+        self.param = param
+
+    def check(self) -> None:
+        if time.monotonic() > self._end:
+            message = f"{self.param}: the video takes more than {self._limit_s:g} s to decode"
+            raise InvalidRequest(message, param=self.param)
+
+
+@contextmanager
+def _opened(data: bytes, param: str) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The file and its video stream. Whatever its decoder raises inside becomes InvalidRequest."""
+    try:
+        with av.open(io.BytesIO(data), "r", options=_OPTIONS) as container:
+            stream = container.streams.best("video")
+            if not isinstance(stream, VideoStream):
+                raise InvalidRequest(f"{param}: the file holds no video", param=param)
+            yield container, stream
+    except InvalidRequest:
+        raise
+    except Exception as error:  # a decoder meets bytes that it was not made for, and fails in any way
+        raise _broken(param) from error
+
+
+def _packet_stamps(container: InputContainer, stream: VideoStream, limits: MediaLimits, param: str) -> list[int] | None:
+    """When the container's frames are shown, unsorted, without decoding one; None if it does not say for each.
+
+    Raises InvalidRequest if there are fewer than it declares: the file is cut short.
+    """
+    stamps, num_packets, all_say = [], 0, True
+    for packet in container.demux(stream):
+        if not packet.size:  # the end, or a frame that was dropped
+            continue
+        num_packets += 1
+        if num_packets > limits.video_frames:
+            raise _too_many(limits, param)
+        if packet.pts is None:
+            all_say = False
+        elif not packet.is_discard:
+            stamps.append(packet.pts)
+    if num_packets < stream.frames:
+        raise _broken(param)
+    return stamps if all_say else None
+
+
+def _decoded(
+    container: InputContainer, stream: VideoStream, limits: MediaLimits, clock: _Clock
+) -> Iterator[VideoFrame]:
+    for number, frame in enumerate(container.decode(stream)):
+        clock.check()
+        if number >= limits.video_frames:
+            raise _too_many(limits, clock.param)
+        _check_frame(frame.width, frame.height, limits, clock.param)
+        yield frame
+
+
+def _upright(frame: VideoFrame, param: str) -> Pixels:
+    """RGB pixels as a player would show them: phones store frames as the sensor lies."""
+    if frame.is_corrupt:
+        raise _broken(param)
+    pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+    quarters = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
+
+
+def _check_frame(width: int, height: int, limits: MediaLimits, param: str) -> None:
+    if width * height > limits.image_pixels:
+        message = (
+            f"{param}: the video's frames have {width} x {height} pixels, {limits.image_pixels} in all are the most"
+        )
+        raise InvalidRequest(message, param=param)
+
+
+def _check_length(frames: FrameTimes, limits: MediaLimits, param: str) -> None:
+    if frames.duration_s > limits.video_s:
+        message = f"{param}: the video takes {frames.duration_s:.1f} s, {limits.video_s:g} s are the most"
+        raise InvalidRequest(message, param=param)
+
+
+def _too_many(limits: MediaLimits, param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: the video has more than {limits.video_frames} frames", param=param)
+
+
+def _broken(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: this is no video that can be read, or it is broken or cut short", param=param)
