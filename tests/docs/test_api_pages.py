@@ -94,7 +94,7 @@ def test_every_route_is_listed() -> None:
 
 def test_every_metric_is_listed() -> None:
     cache = CacheStatus(0, 0, 0, 0, 0, 0, 0, 0)
-    status = EngineStatus(0, 0, (), MemoryStatus(0, 0, 0, 0, 0, 0), Stats().counters(), cache)
+    status = EngineStatus(0, 0, (), MemoryStatus(0, 0, 0, 0, 0, 0, 0), Stats().counters(), cache)
     page = render(status, "m", ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert same(names("api-server.md", "GET /metrics"), known)

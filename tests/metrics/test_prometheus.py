@@ -16,7 +16,7 @@ STATUS = EngineStatus(
     num_running=3,
     num_waiting=2,
     requests=(),
-    memory=MemoryStatus(1000, 400, 300, 200, 50, 640),
+    memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 640),
     counters=Counters(
         11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5),
         OTHER, OTHER,
@@ -92,6 +92,7 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("headrace:memory_weights_bytes", 400),
         ("headrace:memory_reserved_bytes", 300),
         ("headrace:memory_state_bytes", 200),
+        ("headrace:memory_preempted_bytes", 25),
         ("headrace:memory_records_bytes", 50),
         ("headrace:memory_device_bytes", 640),
         ("vllm:prefix_cache_queries_total", 700),

@@ -89,17 +89,22 @@ class FakeRunner:
 
     num_drafts: how many extra tokens a decoding row gains in a step, as if drafts had been accepted.
     failing: the number, from 0, of the answer of a sequence that is a failure.
-    computed: the tokens in each sequence's state.
+    computed: the tokens in each sequence's state, or in its checkpoint. preempted: those that have no more than that.
     """
 
     num_drafts: int = 0
     failing: dict[str, int] = field(default_factory=dict)
     requests: dict[str, GenerationRequest] = field(default_factory=dict)
     computed: dict[str, list[int]] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
     num_answers: Counter[str] = field(default_factory=Counter)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One answer per chunk and fork."""
+        for sequence_id in plan.preempted:
+            assert sequence_id in self.computed
+            assert sequence_id not in self.preempted
+            self.preempted.add(sequence_id)
         answers: list[ChunkResult | ChunkFailure] = []
         for chunk in plan.chunks:
             answers.append(self._fails(chunk.sequence_id) or self._compute(chunk))
@@ -113,6 +118,7 @@ class FakeRunner:
     def release(self, sequence_id: str) -> None:
         """Forget a sequence; it must be known."""
         del self.computed[sequence_id]
+        self.preempted.discard(sequence_id)
 
     def _fails(self, sequence_id: str) -> ChunkFailure | None:
         number = self.num_answers[sequence_id]
@@ -125,6 +131,7 @@ class FakeRunner:
     def _compute(self, chunk: Chunk) -> ChunkResult:
         request = self.requests[chunk.request_id]
         computed = self.computed.setdefault(chunk.sequence_id, [])
+        self.preempted.discard(chunk.sequence_id)
         assert chunk.start == len(computed)
         assert chunk.token_ids
         prompt_logprobs = []

@@ -62,11 +62,11 @@ def test_an_answer_longer_than_the_reserve_counts_whole_only_once_among_the_choi
 
 def test_bytes_for_the_prompt_and_the_first_of_the_output_are_reserved() -> None:
     admission = Admission(4, 10_000, per_token(100_000))
-    assert admission.start(LiveRequest(request("short", 10, max_tokens=5), 0.0), 0)
+    assert admission.start(LiveRequest(request("short", 10, max_tokens=5), 0.0))
     assert admission.reserved_bytes == 100 + 10 * 15
-    assert admission.start(LiveRequest(request("long", 10, max_tokens=5000), 0.0), 1)
+    assert admission.start(LiveRequest(request("long", 10, max_tokens=5000), 0.0))
     assert admission.reserved_bytes == 250 + 100 + 10 * (10 + RESERVED_OUTPUT_TOKENS)
-    assert admission.start(LiveRequest(request("two", 10, max_tokens=5, n=2), 0.0), 2)
+    assert admission.start(LiveRequest(request("two", 10, max_tokens=5, n=2), 0.0))
     assert admission.reserved_bytes == 250 + 5320 + 2 * 250
 
 
@@ -94,7 +94,7 @@ ONE_GROWN_AND_ONE_YOUNG = MemoryBudget(601 + 1 + RESERVED_OUTPUT_TOKENS, lambda 
 
 
 @pytest.mark.parametrize("spare", [0, 10])
-def test_a_sequence_that_outgrows_its_bytes_gets_more_while_there_are_some_and_else_pauses(spare: int) -> None:
+def test_a_sequence_that_outgrows_its_bytes_gets_more_while_there_are_some_and_else_makes_room(spare: int) -> None:
     memory = MemoryBudget(ONE_GROWN_AND_ONE_YOUNG.budget_bytes + spare, ONE_GROWN_AND_ONE_YOUNG.cost)
     scheduler = Scheduler(2, 64, 10_000, memory=memory)
     scheduler.add(request("old", 1, max_tokens=600), 0.0)
@@ -114,11 +114,11 @@ def test_a_sequence_that_outgrows_its_bytes_gets_more_while_there_are_some_and_e
         assert scheduler.reserved_bytes == memory.budget_bytes
         scheduler.update(answer(plan), 0.0, 0.0)
         assert scheduler.num_preemptions == 1
-    assert scheduler.num_running == 1
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
     assert lengths(scheduler.schedule()) == {"young": 1}
 
 
-def test_nobody_starts_while_somebody_is_paused() -> None:
+def test_nobody_starts_while_somebody_lacks_bytes() -> None:
     # sequences take powers of two, so that the young one's next step is larger than a newcomer
     memory = MemoryBudget(2048 + 1024 + 700, lambda num_tokens: 1 << (num_tokens - 1).bit_length())
     scheduler = Scheduler(3, 128, 10_000, memory=memory)
@@ -127,7 +127,7 @@ def test_nobody_starts_while_somebody_is_paused() -> None:
     while scheduler.num_preemptions == 0:
         scheduler.update(answer(scheduler.schedule()), 0.0, 0.0)
     scheduler.add(request("new", 1, max_tokens=500), 0.0)
-    while scheduler.num_running == 2:
+    while "old" in {status.request_id for status in scheduler.status(0.0)}:
         plan = scheduler.schedule()
         assert lengths(plan) == {"old": 1}
         scheduler.update(answer(plan), 0.0, 0.0)

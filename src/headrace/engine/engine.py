@@ -282,7 +282,7 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
         config.engine.max_num_seqs,
         PREFILL_CHUNK[here.kind] if chunk is None else chunk,
         max_model_len,
-        memory=MemoryBudget(budget_bytes, cost.num_bytes),
+        memory=MemoryBudget(budget_bytes, cost.num_bytes, cost.record_bytes),
         max_queue=config.engine.max_queue,
         prefixes=prefixes,
     )

@@ -119,7 +119,7 @@ class Loop:
             if self._is_stopping:
                 break
             plan = self._scheduler.schedule()
-            if not plan.chunks:
+            if plan.is_empty:
                 self._wait_for_disk()
                 continue
             started = time.monotonic()
@@ -226,6 +226,7 @@ class Loop:
             weights_bytes=self._memory.weights_bytes,
             reserved_bytes=self._scheduler.reserved_bytes,
             state_bytes=self._runner.state_bytes,
+            preempted_bytes=self._runner.preempted_bytes,
             records_bytes=0 if self._prefixes is None else self._prefixes.num_bytes,
             device_bytes=mx.get_active_memory(),
         )

@@ -16,7 +16,7 @@ from headrace.sampling.history import History, needs_history
 from headrace.sampling.logprobs import LogprobRows, read_logprobs, token_logprobs
 from headrace.sampling.rows import pick
 from headrace.sampling.sampler import SamplingRow, sample
-from headrace.state.sequence import SequenceState
+from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -37,6 +37,8 @@ class _Live:
     """What the state has seen, token by token."""
     is_sound: bool = True
     """Whether the state is what the tokens say; not so after a failure."""
+    record: SequenceRecord | None = None
+    """In place of the state, as long as the sequence is preempted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,18 @@ class Runner:
         """Bytes that the states of all sequences hold."""
         return self._pool.num_bytes + sum(live.state.own_bytes for live in self._live.values())
 
+    @property
+    def preempted_bytes(self) -> int:
+        """Bytes that the checkpoints of preempted sequences hold."""
+        return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
+
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         """Compute every chunk of the plan. `requests` has its requests by their ids.
 
         What goes wrong in one row's own work fails that row; what goes wrong in the step fails its rows. Either way
         there is an answer for every chunk and fork, and the caller frees the rows that failed.
         """
+        self._preempt(plan.preempted)
         failures: list[ChunkFailure] = []
         work = self._open(plan.chunks, requests, failures)
         if not work:
@@ -123,6 +131,23 @@ class Runner:
                 one.live.is_sound = False
                 failures += _failures(one.chunk, error)
         return StepResult(tuple(results), tuple(failures))
+
+    def _preempt(self, sequence_ids: Iterable[str]) -> None:
+        """Keep checkpoints in place of states; where that goes wrong, the sequence fails when it goes on."""
+        for sequence_id in sequence_ids:
+            live = self._live[sequence_id]
+            try:
+                live.record = live.state.checkpoint()
+            except Exception:  # a row's outer wall
+                logger.exception("the state of %s could not be kept", sequence_id)
+                live.is_sound = False
+            live.state.release()
+
+    def _resume(self, live: _Live, record: SequenceRecord) -> None:
+        """Make a state of a checkpoint; each of its layers goes as soon as the step has copied it."""
+        live.state = SequenceState(self._pool, record.length + 1)
+        live.state.restore(record)
+        live.record = None
 
     def _open(
         self, chunks: Sequence[Chunk], requests: Mapping[str, GenerationRequest], failures: list[ChunkFailure]
@@ -151,6 +176,10 @@ class Runner:
             self._live[chunk.sequence_id] = live
             if chunk.start and self._prefixes is not None:
                 self._prefixes.restore(request.request_id, state)
+        if not live.is_sound:
+            raise GenerationFailed("its state was lost when it made room for others")
+        if live.record is not None:
+            self._resume(live, live.record)
         if live.state.length != chunk.start:
             raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
         end = chunk.start + len(chunk.token_ids)
@@ -256,7 +285,7 @@ class Runner:
         """Drop the states of sequences that ended; what they have computed stays in the prefix cache."""
         for sequence_id in sequence_ids:
             live = self._live.pop(sequence_id, None)
-            if live is None:
+            if live is None or live.record is not None:
                 continue
             if self._prefixes is not None and live.is_sound and live.state.length:
                 self._prefixes.store(live.request_id, live.token_ids, live.state)

@@ -77,8 +77,9 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
     for name, help, num_bytes in (
         ("budget", "What sequences may take.", memory.budget_bytes),
         ("weights", "The model's weights.", memory.weights_bytes),
-        ("reserved", "Promised to running sequences.", memory.reserved_bytes),
-        ("state", "Held by the states of sequences.", memory.state_bytes),
+        ("reserved", "Promised to sequences.", memory.reserved_bytes),
+        ("state", "Held by the states of running sequences.", memory.state_bytes),
+        ("preempted", "Held by checkpoints of sequences that made room.", memory.preempted_bytes),
         ("records", "Held by the prefix cache.", memory.records_bytes),
         ("device", "In use by MLX, all counted.", memory.device_bytes),
     ):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.reservations import MemoryBudget, Reservations
+from headrace.scheduler.reservations import MemoryBudget, Promise, Reservations
 from headrace.scheduler.sequence import Sequence
 from headrace.types.request import GenerationRequest
 
@@ -14,6 +17,14 @@ RESERVED_OUTPUT_TOKENS = 512
 Most answers are shorter, so most sequences never ask again; reserving max_tokens, which is often all of the
 context, would let few run at once.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """A sequence that keeps no more than a checkpoint. promise: what it had before."""
+
+    sequence: Sequence
+    promise: Promise
 
 
 class Admission:
@@ -51,15 +62,13 @@ class Admission:
             raise ContextTooLong(f"{_sizes(request)}, but the context holds {self._max_model_len}", param="max_tokens")
         self._check_bytes(request)
 
-    def has_row(self, num_running: int) -> bool:
-        """Whether any request could start beside `num_running` sequences, bytes aside."""
-        return num_running < self._max_num_seqs
+    def has_rows(self, num_rows: int, num_running: int) -> bool:
+        """Whether `num_rows` sequences could go on beside `num_running` others, bytes aside."""
+        return num_running + num_rows <= self._max_num_seqs
 
-    def start(self, live: LiveRequest, num_running: int) -> bool:
-        """Reserve for a request beside `num_running` sequences; False, and nothing done, if it has to wait."""
+    def start(self, live: LiveRequest) -> bool:
+        """Reserve for a request; False, and nothing done, if it has to wait."""
         request = live.request
-        if num_running + request.num_choices > self._max_num_seqs:
-            return False
         ids = [sequence.id for sequence in live.sequences]
         return self._reservations.take(ids, _first_tokens(request), _most_tokens(request))
 
@@ -71,8 +80,41 @@ class Admission:
         ample = min(needed + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
         return self._reservations.extend(sequence.id, ample) or self._reservations.extend(sequence.id, needed)
 
+    def resume(self, sequence: Sequence) -> bool:
+        """Reserve for a preempted sequence to go on; False, and nothing done, if there aren't bytes for a while."""
+        ample = min(len(sequence.token_ids) + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
+        return self._reservations.extend(sequence.id, ample)
+
+    def make_room(
+        self, candidates: Iterable[Sequence], reserve: Callable[[], bool], num_rows: int, num_running: int
+    ) -> tuple[Yielded, ...] | None:
+        """Leave candidates no more than a checkpoint, one after the other, until `reserve` succeeds.
+
+        It is asked once there are `num_rows` rows besides those of `num_running` sequences, of which all candidates
+        are. Gives those that make room, or None, with nothing done, if all of them don't make enough.
+        """
+        yielded: list[Yielded] = []
+        left = iter(candidates)
+        while not (self.has_rows(num_rows, num_running - len(yielded)) and reserve()):
+            sequence = next(left, None)
+            if sequence is None:
+                self.take_back(yielded)
+                return None
+            yielded.append(self.preempt(sequence))
+        return tuple(yielded)
+
+    def preempt(self, sequence: Sequence) -> Yielded:
+        """Leave a running sequence no more than what a checkpoint takes."""
+        num_bytes = self._memory.checkpoint_bytes(sequence.num_computed)
+        return Yielded(sequence, self._reservations.shrink(sequence.id, num_bytes))
+
+    def take_back(self, yielded: Iterable[Yielded]) -> None:
+        """Undo `preempt`; what was reserved since has been given back."""
+        for each in yielded:
+            self._reservations.put_back(each.sequence.id, each.promise)
+
     def end(self, sequence: Sequence) -> None:
-        """Give back what a running sequence had."""
+        """Give back what a sequence had."""
         self._reservations.give_back(sequence.id)
 
     def _check_bytes(self, request: GenerationRequest) -> None:

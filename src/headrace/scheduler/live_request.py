@@ -84,6 +84,9 @@ class LiveRequest:
     def _phase(self) -> Phase:
         if not self.is_started:
             return Phase.QUEUED
+        left = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+        if left and all(sequence.is_preempted for sequence in left):
+            return Phase.PREEMPTED
         return Phase.PREFILL if self.first_output_s is None else Phase.DECODE
 
     def _tokens_per_s(self, now: float) -> float:

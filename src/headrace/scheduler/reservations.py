@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,14 +11,20 @@ class MemoryBudget:
     """What sequences may take together, and what one takes.
 
     cost: bytes of a sequence by its number of tokens; never falls as the number rises, and may rise in leaps.
+    record_cost: bytes of a checkpoint of it, which never takes more; None if it takes as much.
     """
 
     budget_bytes: int
     cost: Callable[[int], int]
+    record_cost: Callable[[int], int] | None = None
+
+    def checkpoint_bytes(self, num_tokens: int) -> int:
+        """Bytes of a checkpoint at a length of `num_tokens`."""
+        return (self.cost if self.record_cost is None else self.record_cost)(num_tokens)
 
 
-@dataclass(slots=True)
-class _Promise:
+@dataclass(frozen=True, slots=True)
+class Promise:
     """num_tokens, num_bytes: what the sequence may grow to for now. most_bytes: what it may need by its end."""
 
     num_tokens: int
@@ -37,7 +43,7 @@ class Reservations:
 
     def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
-        self._promises: dict[str, _Promise] = {}
+        self._promises: dict[str, Promise] = {}
         self._reserved_bytes = 0
 
     @property
@@ -60,7 +66,7 @@ class Reservations:
         if len(sequence_ids) * num_bytes > self._room(None):
             return False
         for sequence_id in sequence_ids:
-            self._promises[sequence_id] = _Promise(num_tokens, num_bytes, self._memory.cost(most_tokens))
+            self._promises[sequence_id] = Promise(num_tokens, num_bytes, self._memory.cost(most_tokens))
             self._reserved_bytes += num_bytes
         return True
 
@@ -71,9 +77,23 @@ class Reservations:
         added = num_bytes - promise.num_bytes
         if added > 0 and added > self._room(sequence_id):
             return False
-        promise.num_tokens, promise.num_bytes = num_tokens, num_bytes
+        self._promises[sequence_id] = replace(promise, num_tokens=num_tokens, num_bytes=num_bytes)
         self._reserved_bytes += added
         return True
+
+    def shrink(self, sequence_id: str, num_bytes: int) -> Promise:
+        """Leave a sequence `num_bytes`, for a checkpoint; it can't grow before `extend` says so. Gives what it had.
+
+        Never keeps anybody from its end: what it gives up is free, and it needs no more by its end than before.
+        """
+        before = self._promises[sequence_id]
+        self.put_back(sequence_id, replace(before, num_tokens=0, num_bytes=min(num_bytes, before.num_bytes)))
+        return before
+
+    def put_back(self, sequence_id: str, promise: Promise) -> None:
+        """Undo `shrink`; nothing else may have been promised meanwhile."""
+        self._reserved_bytes += promise.num_bytes - self._promises[sequence_id].num_bytes
+        self._promises[sequence_id] = promise
 
     def num_tokens(self, sequence_id: str) -> int:
         """What the sequence may grow to for now."""

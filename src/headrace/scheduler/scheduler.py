@@ -13,6 +13,7 @@ from headrace.scheduler.pace import Pace
 from headrace.scheduler.prefill import PrefillTurns
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.rows import Rows
 from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.waiting import SessionShares, WaitingQueue
 from headrace.types.events import TokenLogprobs, TokenOutput
@@ -47,8 +48,8 @@ class Scheduler:
 
     Every step carries one token of each decoding sequence and, within a budget, tokens of prompts. The budget is
     `chunk_tokens` and less beside decoding sequences, by what steps were measured to take: see Pace. Requests
-    start when there are rows and bytes for them: see Admission; in the order of WaitingQueue. A decoding sequence for
-    whose growth there are no bytes is left out of the step, the oldest never; nobody starts while one is left out.
+    start when there are rows and bytes for them: see Admission; in the order of WaitingQueue. A decoding sequence is
+    preempted if there are no bytes for another token of it, or of an older one, or if it is another's turn: see Rows.
 
     The order of calls is `schedule`, then (unless the plan is empty) `update` with that plan's result;
     the other calls may come at any time. The plan is empty only if there is nothing to do. Rows named by `released`
@@ -86,33 +87,32 @@ class Scheduler:
         self._prefill = PrefillTurns()
         self._pace = Pace()
         self._prefixes = NoPrefixes() if prefixes is None else prefixes
+        self._rows = Rows(self._admission, self._waiting, self._shares, self._prefixes, self._prefill)
         self._live: dict[str, LiveRequest] = {}
         self._sequences: dict[str, Sequence] = {}
-        self._running: dict[str, Sequence] = {}
         self._released: list[str] = []
         self._ended: list[str] = []
         self._planned: tuple[Chunk, ...] = ()
-        self._num_preemptions = 0
 
     @property
     def num_running(self) -> int:
-        """Sequences that have started and not ended, one for each choice."""
-        return len(self._running)
+        """Sequences that have started and not ended, one for each choice, without the preempted ones."""
+        return len(self._rows.running())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued."""
-        return len(self._waiting)
+        """Requests that are queued, and sequences that are preempted."""
+        return len(self._waiting) + self._rows.num_preempted
 
     @property
     def reserved_bytes(self) -> int:
-        """What has been promised to running sequences; never over the budget."""
+        """What has been promised to sequences that run or are preempted; never over the budget."""
         return self._admission.reserved_bytes
 
     @property
     def num_preemptions(self) -> int:
-        """How often a running sequence has been left out of steps for want of bytes."""
-        return self._num_preemptions
+        """How often a running sequence has made room for others."""
+        return self._rows.num_preemptions
 
     def status(self, now: float) -> tuple[RequestStatus, ...]:
         """Every request that is being worked on, in order of arrival."""
@@ -133,8 +133,8 @@ class Scheduler:
         self._sequences.update((sequence.id, sequence) for sequence in live.sequences)
         self._shares.join(request.session)
         self._waiting.push(live)
-        if self._is_queue_too_long():
-            self._start_requests()
+        if self._is_queue_too_long() and not self._planned:
+            self._rows.start_requests()
         if self._is_queue_too_long():
             self._end(live)
             raise Overloaded(
@@ -159,13 +159,14 @@ class Scheduler:
         """Plan the next step; empty if there is nothing to do. Raises RuntimeError before the last one's result."""
         if self._planned:
             raise RuntimeError("the last plan's result has to be given to update() before the next step is planned")
-        decoding = self._plan_decode()
-        self._start_requests()
-        self._planned = (*decoding, *self._plan_prefill(len(decoding)))
+        self._rows.fill()
+        running = self._rows.running()
+        decoding = [sequence.next_chunk(1) for sequence in running if sequence.is_decoding]
+        self._planned = (*decoding, *self._plan_prefill(running, len(decoding)))
         for chunk in self._planned:
             for sequence_id in (chunk.sequence_id, *chunk.forks):
-                self._running[sequence_id].has_rows = True
-        return StepPlan(self._planned)
+                self._sequences[sequence_id].has_rows = True
+        return StepPlan(self._planned, self._rows.take_preempted())
 
     def update(self, result: StepResult, duration_s: float, now: float) -> StepOutcome:
         """Take over the result of the last plan, which took `duration_s` and arrived at `now`.
@@ -206,55 +207,17 @@ class Scheduler:
             self._prefixes.end(request_id)
         self._ended.clear()
 
-    def _plan_decode(self) -> list[Chunk]:
-        """One token of each decoding sequence that has the bytes for it, the oldest asked first."""
-        chunks: list[Chunk] = []
-        for sequence in self._running.values():
-            if not sequence.is_decoding:
-                continue
-            if self._admission.go_on(sequence):
-                sequence.is_paused = False
-                chunks.append(sequence.next_chunk(1))
-            elif not sequence.is_paused:
-                sequence.is_paused = True
-                self._num_preemptions += 1
-        return chunks
-
-    def _plan_prefill(self, num_rows: int) -> list[Chunk]:
-        prompts = [each for each in self._running.values() if not each.is_decoding and not each.awaits_fork]
+    def _plan_prefill(self, running: list[Sequence], num_rows: int) -> list[Chunk]:
+        prompts = [each for each in running if not each.is_decoding and not each.awaits_fork]
         budget = self._pace.prompt_budget(num_rows, self._chunk_tokens) if prompts else 0
         return self._prefill.plan(prompts, budget) if budget > 0 else []
-
-    def _start_requests(self) -> None:
-        """Let requests start, in their order, for as long as they fit and nobody older is held back."""
-        if any(sequence.is_paused for sequence in self._running.values()):
-            return
-        # to ask who is next takes a look at everybody, so it is not done in every step while all rows are taken
-        held_back: set[str] = set()
-        while self._admission.has_row(len(self._running)):
-            live = self._waiting.next(held_back)
-            if live is None or not self._admission.start(live, len(self._running)):
-                return
-            cached = self._prefixes.find(live.request)
-            if cached is None:
-                # others may slip past: what it waits for is already running
-                for sequence in live.sequences:
-                    self._admission.end(sequence)
-                held_back.add(live.id)
-                continue
-            self._waiting.start(live)
-            live.is_started = True
-            live.reuse = cached.report
-            live.sequences[0].skip(cached.num_tokens)
-            self._running.update((sequence.id, sequence) for sequence in live.sequences)
-            self._prefill.join(live.sequences[0])
 
     def _is_queue_too_long(self) -> bool:
         return self._max_queue is not None and len(self._waiting) > self._max_queue
 
     def _retry_after_s(self) -> float:
         """Seconds until the next place is free, as a guess, at least 1: the work left, by number of requests."""
-        num_rows = max(1, len(self._running))
+        num_rows = max(1, self.num_running)
         prompts_s = sum(live.num_prompt_left for live in self._live.values()) * self._pace.prompt_token_s
         outputs_s = sum(map(_expected_output_left, self._live.values())) / num_rows * self._pace.plain_step_s(num_rows)
         return max(1.0, (prompts_s + outputs_s) / max(1, len(self._live)))
@@ -286,8 +249,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         """Take a sequence out of the steps."""
-        del self._running[sequence.id]
-        self._admission.end(sequence)
+        self._rows.end(sequence)
         if sequence.has_rows:
             self._released.append(sequence.id)
 
@@ -297,7 +259,7 @@ class Scheduler:
         if not live.is_started:
             self._waiting.remove(live)
         for sequence in live.sequences:
-            if sequence.id in self._running:
+            if self._rows.has(sequence):
                 self._stop(sequence)
             del self._sequences[sequence.id]
         del self._live[live.id]

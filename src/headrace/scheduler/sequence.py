@@ -30,7 +30,8 @@ class Sequence:
     awaits_fork: choice 0 has not come to the end of the prompt yet.
     virtual_time: prompt tokens served, counted from the prefill's clock at admission; the least goes first.
     is_passed_over: the last step had budget left, but too little for this prompt.
-    is_paused: left out of the last step, because there are no bytes for another token.
+    is_preempted: it has made room: the runner keeps a checkpoint of its state and no more. lacks_bytes: because there
+    were no bytes for it, not for another's turn. num_output_before: its output when it last began or went on.
     has_rows: whether the runner has ever been given a chunk, so that it holds state to be freed.
     """
 
@@ -43,7 +44,9 @@ class Sequence:
     awaits_fork: bool = field(init=False)
     virtual_time: float = 0.0
     is_passed_over: bool = False
-    is_paused: bool = False
+    is_preempted: bool = False
+    lacks_bytes: bool = False
+    num_output_before: int = 0
     has_rows: bool = False
     finish_reason: FinishReason | None = None
 
@@ -70,6 +73,15 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the newest sampled token is left to compute."""
         return self.num_output > 0 and self.num_wanted == 1
+
+    def preempt(self, *, lacks_bytes: bool) -> None:
+        """It makes room."""
+        self.is_preempted, self.lacks_bytes = True, lacks_bytes
+
+    def resume(self) -> None:
+        """It goes on."""
+        self.is_preempted = self.lacks_bytes = False
+        self.num_output_before = self.num_output
 
     def next_chunk(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute; at most `num_wanted`."""

@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from headrace.scheduler.live_request import LiveRequest
+from headrace.types.request import GenerationRequest
 
 OLDEST_EVERY = 4
 """One in this many requests that start is the one that has waited longest, whatever its priority and session.
@@ -75,6 +76,10 @@ class SessionShares:
         self._sessions[name].virtual_time += num_tokens
         self._clock += num_tokens / self._num_active
 
+    def lead(self, name: str, other: str) -> float:
+        """How much more one session has been served than another; both have requests."""
+        return self._sessions[name].virtual_time - self._sessions[other].virtual_time
+
     def rank(self, name: str) -> tuple[float, int]:
         """Of a session that has requests: virtual time, then its last turn. The lowest goes first."""
         session = self._sessions[name]
@@ -105,21 +110,45 @@ class WaitingQueue:
         """Take a request out that will not start."""
         del self._waiting[live.id]
 
-    def next(self, held_back: Container[str] = ()) -> LiveRequest | None:
-        """Who starts next, if anybody waits who isn't held back."""
+    def next(self, held_back: Container[str] = (), *, has_row: bool = True) -> LiveRequest | None:
+        """Who starts next, if anybody waits who isn't held back.
+
+        has_row: whether there is a place; without one, somebody who runs would have to make room, and nobody does for
+        the one that has waited longest as such.
+        """
         waiting = [live for live in self._waiting.values() if live.id not in held_back]
         if not waiting:
             return None
-        if self._num_started % OLDEST_EVERY == OLDEST_EVERY - 1:
+        if has_row and self._is_oldest_turn:
             return waiting[0]
         # equal keys: min keeps the first, and the list has the order of arrival
-        return min(waiting, key=self._turn)
+        return min(waiting, key=lambda live: self.turn(live.request))
 
-    def start(self, live: LiveRequest) -> None:
-        """Take a request out that starts now."""
+    def start(self, live: LiveRequest, *, has_row: bool = True) -> None:
+        """Take a request out that starts now. has_row: as it was for `next`."""
         del self._waiting[live.id]
-        self._num_started += 1
-        self._shares.take_turn(live.request.session, len(live.request.prompt))
+        self._take_turn(live.request, len(live.request.prompt), has_row)
 
-    def _turn(self, live: LiveRequest) -> tuple[int, tuple[float, int]]:
-        return live.request.priority, self._shares.rank(live.request.session)
+    def resume(self, request: GenerationRequest, *, has_row: bool) -> None:
+        """A preempted sequence of the request goes on: that is a turn too."""
+        self._take_turn(request, 0, has_row)
+
+    def goes_first(self, preempted: GenerationRequest, waiting: GenerationRequest, *, has_row: bool) -> bool:
+        """Whether a preempted sequence of one request goes on before another request starts.
+
+        It has waited longer, for it has begun already.
+        """
+        return (has_row and self._is_oldest_turn) or self.turn(preempted) <= self.turn(waiting)
+
+    def turn(self, request: GenerationRequest) -> tuple[int, tuple[float, int]]:
+        """Of a request that is worked on: the lowest goes first."""
+        return request.priority, self._shares.rank(request.session)
+
+    @property
+    def _is_oldest_turn(self) -> bool:
+        return self._num_started % OLDEST_EVERY == OLDEST_EVERY - 1
+
+    def _take_turn(self, request: GenerationRequest, num_tokens: int, has_row: bool) -> None:
+        # a place that somebody has made for a turn is none of those that the oldest gets its share of
+        self._num_started += has_row
+        self._shares.take_turn(request.session, num_tokens)

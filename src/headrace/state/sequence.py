@@ -39,6 +39,14 @@ class StateCost:
             total += layer.fixed + layer.per_token * (held if layer.max_tokens is None else min(held, layer.max_tokens))
         return total
 
+    def record_bytes(self, num_tokens: int) -> int:
+        """Bytes of a checkpoint at a length of `num_tokens`."""
+        total = 0
+        for layer in self.layers:
+            held = num_tokens if layer.max_tokens is None else min(num_tokens, layer.max_tokens)
+            total += layer.fixed + layer.per_token * held
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRecord:
@@ -94,6 +102,8 @@ class SequenceState:
         self._layers: dict[LayerKey, Any] = {}
         self._sources: dict[LayerKey, list[LayerRecord]] = {}
         """Records that layers which no mixer has asked for yet are to be filled from."""
+        self._restored: SequenceRecord | None = None
+        """What was restored last, until a window is opened."""
         self.marks: tuple[int, ...] = ()
         """Lengths inside the open window at which windowed and opaque layers note a record."""
         self.length = 0
@@ -111,6 +121,7 @@ class SequenceState:
         """
         if self.num_open:
             raise RuntimeError("the last window is still open: commit or roll back first")
+        self._restored = None
         needed = self.length + num_tokens
         if needed > self._slot.capacity:
             self._pool.grow(self._slot, needed, self.length)
@@ -124,7 +135,7 @@ class SequenceState:
         """The state of one layer, made on first use and then filled from a record that was restored before."""
         if key not in self._layers:
             state: Any = make()
-            for record in self._sources.get(key, ()):
+            for record in self._sources.pop(key, ()):
                 state.restore(record, self.length)
             self._layers[key] = state
         found: State = self._layers[key]
@@ -152,6 +163,8 @@ class SequenceState:
 
     def checkpoint(self) -> SequenceRecord:
         """An immutable record at the committed length; evaluated, so that later writes stay in place."""
+        if self._restored is not None:
+            return self._restored
         return self._record(lambda state: True)
 
     def _record(self, wants: Callable[[Any], bool]) -> SequenceRecord:
@@ -190,6 +203,7 @@ class SequenceState:
     def restore(self, record: SequenceRecord) -> None:
         """Become what the checkpoint holds, whatever was computed before."""
         self._restore(record.length, [record.layers])
+        self._restored = record
 
     def restore_parts(self, length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> None:
         """Become the state at `length` out of spans that follow each other from token 0 on, and a snapshot there."""
@@ -198,7 +212,7 @@ class SequenceState:
 
     def _restore(self, length: int, parts: Sequence[Mapping[LayerKey, LayerRecord]]) -> None:
         self._layers.clear()
-        self._sources = {}
+        self._sources, self._restored = {}, None
         for part in parts:
             for key, record in part.items():
                 self._sources.setdefault(key, []).append(record)
@@ -226,3 +240,5 @@ class SequenceState:
         """Give the slot back. The state can't be used afterwards."""
         self._pool.free(self._slot)
         self._layers.clear()
+        self._sources.clear()
+        self._restored = None

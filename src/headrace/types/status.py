@@ -12,6 +12,8 @@ class Phase(StrEnum):
     QUEUED = "queued"
     PREFILL = "prefill"
     DECODE = "decode"
+    PREEMPTED = "preempted"
+    """Every choice that hasn't ended has made room for others and waits to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,17 @@ class RequestStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """Bytes. reserved: what admission has promised to running sequences. state: what their states hold now.
+    """Bytes. reserved: what admission has promised to sequences. state: what states of running sequences hold now.
 
-    records: what the prefix cache holds. device: what MLX reports as in use, all counted.
+    preempted: checkpoints of sequences that have made room. records: what the prefix cache holds. device: what MLX
+    reports as in use, all counted.
     """
 
     budget_bytes: int
     weights_bytes: int
     reserved_bytes: int
     state_bytes: int
+    preempted_bytes: int
     records_bytes: int
     device_bytes: int
 

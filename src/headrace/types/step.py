@@ -35,9 +35,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that one step computes. At most one chunk per sequence; never empty when executed."""
+    """All that one step computes. At most one chunk per sequence.
+
+    preempted: sequences that make room first: a checkpoint of their state is kept, and each goes on from there with its
+    next chunk, in whichever step that comes.
+    """
 
     chunks: tuple[Chunk, ...]
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.chunks and not self.preempted
 
     @property
     def num_tokens(self) -> int:
