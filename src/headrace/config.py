@@ -106,6 +106,12 @@ class ServerConfig:
     strict_model_name: bool = knob(False, "refuse requests for any other model name")
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
     max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)
+    stored_response_bytes: int = knob(
+        64 * 1024 * 1024,
+        "memory for finished responses that later requests may go on from, counted as JSON; 0 keeps none",
+        metavar="BYTES",
+        minimum=0,
+    )
     ping_interval_s: float = knob(
         8.0, "seconds between signs of life while a prompt is computed", metavar="S", minimum=0.01
     )

@@ -8,7 +8,8 @@ HeadraceError
 │   ├── AuthenticationFailed  401
 │   ├── OriginRefused         403  a browser page that was not allowed
 │   ├── NotFound              404  a request or a route
-│   │   └── ModelNotFound     404
+│   │   ├── ModelNotFound     404
+│   │   └── PreviousResponseNotFound 404
 │   ├── MethodNotAllowed      405
 │   ├── BodyTooLarge          413
 │   ├── RequestCancelled      499  somebody cancelled the request by its id
@@ -109,6 +110,12 @@ class ModelNotFound(NotFound):
     """No such model."""
 
     code = "model_not_found"
+
+
+class PreviousResponseNotFound(NotFound):
+    """A request goes on from a response that isn't remembered."""
+
+    code = "previous_response_not_found"
 
 
 class MethodNotAllowed(RequestError):

@@ -17,6 +17,10 @@ from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
 from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS, FieldRules
 from headrace.api.openai_tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from headrace.api.responses_body import ResponsesBody
+from headrace.api.responses_fields import RESPONSES_FIELDS
+from headrace.api.responses_items import ITEM_BODIES, SKIPPED_ITEMS
+from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS
 from headrace.config import ServerConfig
 from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
@@ -28,6 +32,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGES: Mapping[str, tuple[type[BaseModel], FieldRules]] = {
     "api-chat.md": (ChatCompletionBody, CHAT_FIELDS),
     "api-completions.md": (CompletionBody, COMPLETION_FIELDS),
+    "api-responses.md": (ResponsesBody, RESPONSES_FIELDS),
 }
 
 
@@ -79,6 +84,18 @@ def test_fields_of_the_smaller_routes_are_listed_with_their_treatment(
     treatment = {cells[0].strip("`"): cells[1] for cells in rows("api-server.md", section)}
     known = {name: "honoured" for body in bodies for name in body.model_fields}
     assert treatment == {**known, **dict.fromkeys(rules.neutral_values, "refused")}
+
+
+@pytest.mark.parametrize(
+    ("section", "known"),
+    [
+        ("Items", {*ITEM_BODIES, *SKIPPED_ITEMS, "item_reference"}),
+        ("Tools", {"function", "custom", "namespace", *UNUSED_TOOLS, *REFUSED_TOOLS}),
+    ],
+)
+def test_every_kind_of_item_and_tool_is_listed(section: str, known: set[str]) -> None:
+    listed = " ".join(cells[0] for cells in rows("api-responses.md", section))
+    assert same(re.findall(r"`(\w+)`", listed.replace("(or a `role`", "").replace("(or an `id`", "")), known)
 
 
 def test_every_route_is_listed() -> None:

@@ -74,6 +74,16 @@ def check(model: type[Body], value: Mapping[str, Any]) -> Body:
         raise InvalidRequest(f"{path}: {message}", param=path) from error
 
 
+def check_at(model: type[Body], value: object, path: str) -> Body:
+    """A value that stands at `path` in a body, checked by itself. Raises InvalidRequest with paths under that one."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path}: input should be an object", param=path)
+    try:
+        return check(model, value)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}.{error.message}", param=f"{path}.{error.param}") from error
+
+
 def _message(found: Sequence[tuple[str, str]]) -> str:
     """What is wrong in one place: with the value if its type is one of those that may stand there, else with that."""
     for kind, said in found:

@@ -19,6 +19,8 @@ from headrace.server.guard import Guard
 from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.operations import OperationRoutes
+from headrace.server.response_routes import ResponseRoutes
+from headrace.server.response_store import ResponseStore
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
 from headrace.session.session import Session
@@ -32,6 +34,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     ignored = IgnoredFields()
     chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
     completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
+    responses = ResponseRoutes(session, ResponseStore(config.stored_response_bytes), live)
+    response = AnswerRoute(responses.dialect(), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
     operations = OperationRoutes(session, names, live, ignored)
 
@@ -41,6 +45,9 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
 
     async def completions(request: Request) -> Response:
         return await completion(request)
+
+    async def create_response(request: Request) -> Response:
+        return await response(request)
 
     async def models(request: Request) -> Response:
         return JSONResponse(model_list(names, created, session.model.max_model_len))
@@ -53,6 +60,11 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/responses/{id}", responses.retrieve, methods=["GET"]),
+            Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", responses.input_items),
             Route("/v1/models", models),
             # Names may be hub ids with a slash in them.
             Route("/v1/models/{name:path}", model),

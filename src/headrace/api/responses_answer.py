@@ -1,0 +1,223 @@
+"""Answers of /v1/responses: events as a stream of named events with rising numbers, or all of them as one object.
+
+A stream is: `response.created`, `response.in_progress`; for each item `response.output_item.added`, what belongs to it
+and `response.output_item.done`, which holds all of it; then `response.completed`, `response.incomplete` or
+`response.failed`, which holds everything. Codex reads the items that are done and the last event, other clients put
+the answer together from the parts between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from headrace.api.answer_form import AnswerHeading, server_sent
+from headrace.api.responses_body import ResponseCall
+from headrace.api.responses_fields import echoed
+from headrace.api.responses_output import (
+    CustomCallOutput,
+    FunctionCallOutput,
+    MessageOutput,
+    OutputItem,
+    ReasoningOutput,
+)
+from headrace.api.responses_tools import told_tools
+from headrace.errors import HeadraceError, RequestCancelled, RequestError
+from headrace.types.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Reasoning,
+    Started,
+    Text,
+    TokenScore,
+    ToolArguments,
+    ToolCallStart,
+    Usage,
+)
+
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "temperature", "top_p", "user"),
+)
+
+_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
+
+
+class ResponsesAnswer:
+    """An AnswerForm. on_end: is given the whole response, however it ended, unless its client went away."""
+
+    def __init__(
+        self,
+        heading: AnswerHeading,
+        call: ResponseCall,
+        on_end: Callable[[dict[str, Any]], None] = lambda response: None,
+    ) -> None:
+        self._heading = heading
+        self._call = call
+        self._on_end = on_end
+        self._status = "in_progress"
+        self._number = 0
+        self._done: list[dict[str, Any]] = []
+        self._open: OutputItem | None = None
+        self._usage: Usage | None = None
+        self._error: dict[str, Any] | None = None
+        self._incomplete: dict[str, Any] | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it may be asked for by its id."""
+        return self._call.store
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still being made."""
+        return self._status == "in_progress"
+
+    def pieces(self, event: Event) -> Iterator[bytes]:
+        """See AnswerForm."""
+        for body in self._said(event):
+            yield server_sent(body, body["type"])
+
+    def ping(self) -> bytes:
+        """See AnswerForm. The event that tells that work goes on resets the timers of all clients."""
+        return self._sent("response.in_progress", response=self.response())
+
+    def end(self) -> bytes:
+        """See AnswerForm. The event of the last pieces has ended the stream."""
+        return b""
+
+    def failure(self, error: HeadraceError) -> bytes:
+        """See AnswerForm."""
+        self._status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
+        is_refused = isinstance(error, RequestError)
+        self._error = {"code": error.code if is_refused else "server_error", "message": error.message}
+        self._on_end(self.response())
+        return self._sent("response.failed", response=self.response())
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """See AnswerForm. Raises ValueError if the answer has not finished."""
+        for event in events:
+            for _ in self._said(event):
+                pass
+        if self._usage is None:
+            raise ValueError("the events of an answer end with Finished")
+        return self.response()
+
+    def response(self) -> dict[str, Any]:
+        """The response as far as it has come."""
+        sent = self._call.body
+        text, reasoning = sent.get("text") or {}, sent.get("reasoning") or {}
+        return {
+            "id": self._heading.id,
+            "object": "response",
+            "created_at": self._heading.created,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "status": self._status,
+            "background": False,
+            "error": self._error,
+            "incomplete_details": self._incomplete,
+            **echoed(sent, _ECHOED),
+            "metadata": sent.get("metadata") or {},
+            "model": self._heading.model,
+            "output": list(self._done),
+            "parallel_tool_calls": sent.get("parallel_tool_calls") is not False,
+            "reasoning": {"effort": None, "summary": None, **reasoning},
+            "service_tier": "default",
+            "store": self._call.store,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": sent.get("tool_choice") or "auto",
+            "tools": told_tools(sent.get("tools") or []),
+            "top_logprobs": sent.get("top_logprobs") or 0,
+            # Nothing is ever cut out of an input, whatever was asked.
+            "truncation": "disabled",
+            "usage": None if self._usage is None else _usage_body(self._usage),
+        }
+
+    def _said(self, event: Event) -> Iterator[dict[str, Any]]:
+        """What one event says, as bodies of the stream's events."""
+        match event:
+            case Started():
+                yield self._event("response.created", response=self.response())
+                yield self._event("response.in_progress", response=self.response())
+            case Text(text, _, scores):
+                if not isinstance(self._open, MessageOutput):
+                    yield from self._begin(MessageOutput(tells_logprobs=self._call.tells_logprobs))
+                yield from self._add(text, scores)
+            case Reasoning(text):
+                if not isinstance(self._open, ReasoningOutput):
+                    yield from self._begin(ReasoningOutput(is_sealed=self._call.tells_encrypted))
+                yield from self._add(text)
+            case ToolCallStart(_, call_id, name):
+                yield from self._begin(self._called(call_id, name))
+            case ToolArguments(_, text):
+                yield from self._add(text)
+            case Finished(reason, usage, _, scores):
+                yield from self._finish(reason, usage, scores)
+            case _:
+                raise TypeError(f"a response has no form for {type(event).__name__}")
+
+    def _called(self, call_id: str, name: str) -> OutputItem:
+        tool = self._call.tools.behind(name)
+        return CustomCallOutput(call_id, tool) if tool.is_custom else FunctionCallOutput(call_id, tool)
+
+    def _begin(self, item: OutputItem) -> Iterator[dict[str, Any]]:
+        yield from self._end_item("completed")
+        self._open = item
+        yield self._event("response.output_item.added", output_index=len(self._done), item=item.body("in_progress"))
+        for kind, fields in item.begin():
+            yield self._of_item(item, kind, fields)
+
+    def _add(self, text: str, scores: Sequence[TokenScore] = ()) -> Iterator[dict[str, Any]]:
+        item = self._open
+        assert item is not None, "a piece of an item comes after its begin"
+        for kind, fields in item.add(text, scores):
+            yield self._of_item(item, kind, fields)
+
+    def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        for kind, fields in item.end():
+            yield self._of_item(item, kind, fields)
+        index = len(self._done)
+        self._done.append(item.body(status))
+        yield self._event("response.output_item.done", output_index=index, item=self._done[-1])
+
+    def _finish(self, reason: FinishReason, usage: Usage, scores: Sequence[TokenScore]) -> Iterator[dict[str, Any]]:
+        if isinstance(self._open, MessageOutput):
+            self._open.score(scores)
+        cut = _INCOMPLETE.get(reason)
+        status = "completed" if cut is None else "incomplete"
+        yield from self._end_item(status)
+        self._status, self._usage = status, usage
+        self._incomplete = None if cut is None else {"reason": cut}
+        response = self.response()
+        self._on_end(response)
+        yield self._event(f"response.{status}", response=response)
+
+    def _of_item(self, item: OutputItem, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._event(kind, item_id=item.id, output_index=len(self._done), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _sent(self, kind: str, **fields: Any) -> bytes:
+        return server_sent(self._event(kind, **fields), kind)
+
+
+def _usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            # Every prompt is kept as far as there is room, whatever was asked: nothing is counted for it.
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+    }

@@ -1,0 +1,176 @@
+"""POST /v1/responses: its body, and what it means.
+
+What is known and honoured is declared here and in openai_sampling.py, what is known and not honoured in
+responses_fields.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from headrace.api.json_body import check, check_at, read_object
+from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
+from headrace.api.openai_sampling import (
+    MAX_LOGPROBS,
+    Call,
+    SamplingBody,
+    requested_sampling,
+    requested_session,
+    requested_stop,
+)
+from headrace.api.responses_fields import RESPONSES_FIELDS
+from headrace.api.responses_items import Item, ReferenceItem, input_items, item_type, unknown_item_fields
+from headrace.api.responses_text import ReasoningBody, TextBody, requested_structure
+from headrace.api.responses_tools import DeclaredTools, declared_tools, tool_choice
+from headrace.api.responses_turns import chat_turns
+from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.types.chat import ChatMessage, ChatRequest, RequestedAnswers, TextPart
+
+_LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
+_WITHOUT_EFFECT = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+
+
+class ResponsesBody(SamplingBody):
+    """Fields that are honoured."""
+
+    # Of two shapes; see input_items.
+    input: Any = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=0)] = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    tools: list[Any] | None = None
+    # Of two shapes; see tool_choice.
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    # One response has one answer, and nothing tells scores of its prompt.
+    n: Literal[1] | None = None
+    prompt_logprobs: None = None
+
+
+class Earlier(Protocol):
+    """Responses that the server remembers."""
+
+    def conversation(self, response_id: str) -> Sequence[Item]:
+        """Items in and out of a response and of those before it. Raises PreviousResponseNotFound."""
+
+    def item(self, item_id: str) -> Item:
+        """One item in or out of any response. Raises NotFound."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCall(Call[ChatRequest]):
+    """What was asked, and what the answer must know of it.
+
+    body: as it came, for the fields that an answer repeats. items: the request's own input.
+    tells_encrypted: whether thinking is told in a second form, for clients that keep no other.
+    """
+
+    body: Mapping[str, Any]
+    items: tuple[Item, ...]
+    tools: DeclaredTools
+    store: bool
+    tells_logprobs: bool
+    tells_encrypted: bool
+
+
+def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = None) -> ResponseCall:
+    """The call in a body.
+
+    max_model_len: context in tokens; an input of more items raises ContextTooLong before it is looked at.
+    Raises InvalidRequest, UnsupportedField with the field's path as its param, and what `earlier` raises.
+    """
+    value = read_object(body)
+    refuse_unbuilt(value, RESPONSES_FIELDS)
+    parsed = check(ResponsesBody, value)
+    before = earlier.conversation(parsed.previous_response_id) if parsed.previous_response_id is not None else ()
+    items = _own_items(parsed, earlier, max_model_len)
+    tools = declared_tools(parsed.tools or ())
+    num_logprobs = _num_logprobs(parsed)
+    return ResponseCall(
+        request=_request(parsed, (*before, *items), len(before), tools, num_logprobs),
+        model=parsed.model,
+        stream=bool(parsed.stream),
+        include_usage=False,
+        ignored=_ignored(value, parsed, items) + tools.unused,
+        body=value,
+        items=items,
+        tools=tools,
+        store=parsed.store is not False,
+        tells_logprobs=num_logprobs is not None,
+        tells_encrypted=_ENCRYPTED in (parsed.include or ()),
+    )
+
+
+def _request(
+    parsed: ResponsesBody, items: Sequence[Item], first_own: int, tools: DeclaredTools, num_logprobs: int | None
+) -> ChatRequest:
+    instructions = (ChatMessage("system", (TextPart(parsed.instructions),)),) if parsed.instructions else ()
+    return ChatRequest(
+        request_id=f"resp_{secrets.token_hex(24)}",
+        messages=(*instructions, *chat_turns(items, first_own)),
+        tools=tools.definitions,
+        tool_choice=tool_choice(parsed.tool_choice, tools, is_parallel=parsed.parallel_tool_calls is not False),
+        structure=requested_structure(parsed.text),
+        sampling=requested_sampling(parsed),
+        stop=requested_stop(parsed, parsed.max_output_tokens),
+        answers=RequestedAnswers(1, num_logprobs),
+        session=requested_session(parsed),
+        priority=parsed.priority or 0,
+        cache_salt=parsed.cache_salt or "",
+        reasoning_effort=parsed.reasoning.effort if parsed.reasoning is not None else None,
+        thinking_budget=parsed.thinking_token_budget,
+    )
+
+
+def _own_items(parsed: ResponsesBody, earlier: Earlier, max_model_len: int | None) -> tuple[Item, ...]:
+    """The request's own input, with the items in the place of what refers to them."""
+    if parsed.input is None:
+        if parsed.previous_response_id is None:
+            raise InvalidRequest("input is missing", param="input")
+        return ()
+    items = input_items(parsed.input)
+    if max_model_len is not None and len(items) > max_model_len:
+        raise ContextTooLong.of_prompt(max_model_len, len(items), "input", at_least=True)
+    return tuple(_resolved(item, f"input[{index}]", earlier) for index, item in enumerate(items))
+
+
+def _resolved(item: Item, path: str, earlier: Earlier) -> Item:
+    if item_type(item, path) != "item_reference":
+        return item
+    return earlier.item(check_at(ReferenceItem, item, path).id)
+
+
+def _num_logprobs(parsed: ResponsesBody) -> int | None:
+    if parsed.top_logprobs or _LOGPROBS in (parsed.include or ()):
+        return parsed.top_logprobs or 0
+    return None
+
+
+def _ignored(value: Mapping[str, Any], parsed: ResponsesBody, items: Sequence[Item]) -> tuple[str, ...]:
+    included = set(parsed.include or ()) - _WITHOUT_EFFECT - {_LOGPROBS, _ENCRYPTED}
+    return (
+        *unknown_fields(value, ResponsesBody.model_fields, RESPONSES_FIELDS),
+        *(f"include[].{name}" for name in sorted(included)),
+        *unknown_item_fields(items),
+    )

@@ -1,0 +1,82 @@
+"""Fields of /v1/responses that are known and not honoured, in bodies and in the items and tools inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.api.openai_fields import FieldRules
+from headrace.errors import HeadraceError
+
+RESPONSES_FIELDS = FieldRules(
+    {
+        "background": (False,),
+        "chat_template_kwargs": ({},),
+        "context_management": ([],),
+        "conversation": (),
+        "enable_thinking": (),
+        "grammar": ("",),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "messages": (),
+        "moderation": (),
+        "prompt": (),
+        "response_format": (),
+        "structured_outputs": (),
+    },
+    frozenset(
+        {
+            "client_metadata",
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "truncation",
+        }
+    ),
+)
+
+ITEM_FIELDS_WITHOUT_EFFECT = frozenset(
+    {
+        "annotations",
+        "async",
+        "caller",
+        "created_by",
+        "execution",
+        "id",
+        "internal_chat_message_metadata_passthrough",
+        "metadata",
+        "phase",
+        "status",
+    }
+)
+"""Of input items: names that nobody asks for again, and notes of who wrote an item and when."""
+
+TOOL_FIELDS_WITHOUT_EFFECT = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
+"""Of functions and custom tools: every tool that is sent is shown to the model, and its result may be any text."""
+
+# The session speaks of a chat's fields.
+_PARAMS: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "thinking_budget": "thinking_token_budget",
+}
+
+
+def name_own_field(error: HeadraceError) -> None:
+    """Puts the field of this API that is at fault into an error that names a chat's."""
+    head, dot, rest = (error.param or "").partition(".")
+    if head in _PARAMS:
+        error.param = _PARAMS[head] + dot + rest
+
+
+def echoed(body: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Fields that an answer repeats as they came, null if they didn't."""
+    return {name: body.get(name) for name in names}

@@ -1,0 +1,248 @@
+"""Input items of /v1/responses, in all the shapes in which clients send them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.api.json_body import check_at
+from headrace.api.responses_fields import ITEM_FIELDS_WITHOUT_EFFECT
+from headrace.errors import InvalidRequest, UnsupportedField
+
+Item = Mapping[str, Any]
+
+# What OpenAI's own servers do between two turns. There is nothing in them that a model of ours has seen.
+SKIPPED_ITEMS = frozenset(
+    {
+        "code_interpreter_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "web_search_call",
+    }
+)
+
+# Calls that a client carried out itself, and their results: each is shown as a call to a function of that name.
+CARRIED_CALLS: Mapping[str, str] = {
+    "apply_patch_call": "apply_patch",
+    "local_shell_call": "local_shell",
+    "shell_call": "shell",
+    "tool_search_call": "tool_search",
+}
+CARRIED_OUTPUTS = frozenset(
+    {"apply_patch_call_output", "local_shell_call_output", "shell_call_output", "tool_search_output"}
+)
+
+_ID_FORMS: Mapping[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+class ImageUrlBody(BaseModel):
+    """A picture's address as the chat API writes it."""
+
+    model_config = ConfigDict(strict=True)
+
+    url: str
+
+
+class PartBody(BaseModel):
+    """A part of a content; which other fields it has depends on its type."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | ImageUrlBody | None = None
+
+
+Content = str | Annotated[list[PartBody], Field(fail_fast=True)] | None
+
+
+class MessageItem(BaseModel):
+    """A turn's text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = None
+
+
+class FunctionCallItem(BaseModel):
+    """A call in the history; the arguments are kept as they came, valid JSON or not."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class CustomCallItem(BaseModel):
+    """A call to a tool that takes plain text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class OutputItem(BaseModel):
+    """A call's result, of a function or a custom tool."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    call_id: str
+    output: Content
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ReasoningText(BaseModel):
+    """A piece of thinking or of its summary."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str | None = None
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    """Thinking of an earlier turn."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+class CarriedItem(BaseModel):
+    """A call that a client carried out, or its result, of a kind of its own."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    call_id: str | None = None
+    id: str | None = None
+
+
+class ReferenceItem(BaseModel):
+    """An item that this server has sent or received before."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
+ItemBody = MessageItem | FunctionCallItem | CustomCallItem | OutputItem | ReasoningItem | CarriedItem
+
+ITEM_BODIES: Mapping[str, type[ItemBody]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": OutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": OutputItem,
+    "reasoning": ReasoningItem,
+    **dict.fromkeys(CARRIED_CALLS, CarriedItem),
+    **dict.fromkeys(CARRIED_OUTPUTS, CarriedItem),
+}
+
+
+def input_items(value: object) -> tuple[Item, ...]:
+    """The items of `input`; a text is a message of the user. Raises InvalidRequest."""
+    if isinstance(value, str):
+        return ({"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]},)
+    if not isinstance(value, list):
+        raise InvalidRequest("input: input should be a text or a list of items", param="input")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"input[{index}]: input should be an object", param=f"input[{index}]")
+    return tuple(value)
+
+
+def item_type(item: Item, path: str) -> str:
+    """What an item is. Raises InvalidRequest for one that doesn't say it."""
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        return "message"
+    if kind is None and set(item) == {"id"}:
+        return "item_reference"
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{path}.type is missing or no text", param=f"{path}.type")
+    return kind
+
+
+def item_body(item: Item, kind: str, path: str) -> ItemBody:
+    """A checked item that is neither skipped nor a reference. Raises InvalidRequest, UnsupportedField."""
+    body = ITEM_BODIES.get(kind)
+    if body is None:
+        raise UnsupportedField(f"{path}.type: items of the type {kind[:64]!r} are not supported", param=f"{path}.type")
+    return check_at(body, item, path)
+
+
+def unknown_item_fields(items: Sequence[Item]) -> tuple[str, ...]:
+    """What of the items has no effect: items that are skipped as `input[].type`, unknown fields as `input[].name`."""
+    unknown: set[str] = set()
+    for item in items:
+        kind = item.get("type", "message")
+        if kind in SKIPPED_ITEMS:
+            unknown.add(kind)
+        elif kind in ITEM_BODIES and ITEM_BODIES[kind] is not CarriedItem:
+            unknown |= item.keys() - ITEM_BODIES[kind].model_fields.keys() - ITEM_FIELDS_WITHOUT_EFFECT
+    return tuple(f"input[].{name}" for name in sorted(unknown))
+
+
+def listed_items(items: Sequence[Item]) -> tuple[dict[str, Any], ...]:
+    """Items as they are kept and listed: each with its type and an id, texts as parts."""
+    return tuple(_listed(item) for item in items)
+
+
+def _listed(item: Item) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    listed = {**item, "type": kind}
+    if not isinstance(item.get("id"), str) or not item["id"]:
+        listed["id"] = new_id(kind)
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        listed["content"] = [{"type": part, "text": item["content"]}]
+    return listed
+
+
+def new_id(kind: str) -> str:
+    """A random id of the form that items of this type have."""
+    return f"{_ID_FORMS.get(kind, 'item')}_{secrets.token_hex(24)}"
+
+
+def carried_arguments(item: Item) -> str:
+    """What a call of a kind of its own asked for, as JSON."""
+    asked: object = next((item[name] for name in ("arguments", "action", "operation") if name in item), {})
+    return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
+
+
+def carried_output(item: Item) -> str:
+    """What a call of a kind of its own came to: its text, else JSON."""
+    output: object = next((item[name] for name in ("output", "tools") if name in item), "")
+    return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)

@@ -1,0 +1,191 @@
+"""Output items of a response, while they are made and when they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from headrace.api.openai_answer import shown_logprob
+from headrace.api.responses_custom_input import CustomInput
+from headrace.api.responses_items import new_id
+from headrace.api.responses_tools import DeclaredTool
+from headrace.api.responses_turns import sealed
+from headrace.types.events import TokenScore
+
+Said = tuple[str, dict[str, Any]]
+"""Type and fields of a stream's event, without those that say which item it is about."""
+
+
+class OutputItem(Protocol):
+    """One item in the making."""
+
+    id: str
+
+    def body(self, status: str) -> dict[str, Any]:
+        """The item as far as it has come."""
+
+    def begin(self) -> Iterator[Said]:
+        """What is said after the item was added."""
+
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+        """More of it."""
+
+    def end(self) -> Iterator[Said]:
+        """What is said before the item is done."""
+
+
+class MessageOutput:
+    """Text of the answer. tells_logprobs: whether log-probabilities were asked for."""
+
+    def __init__(self, *, tells_logprobs: bool) -> None:
+        self.id = new_id("message")
+        self._text: list[str] = []
+        self._scores: list[TokenScore] = []
+        self._tells_logprobs = tells_logprobs
+
+    def body(self, status: str) -> dict[str, Any]:
+        """See OutputItem."""
+        # Clients take an item that was just added without content: its parts come by themselves.
+        content = [self._part()] if self._text else []
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def begin(self) -> Iterator[Said]:
+        """See OutputItem."""
+        yield "response.content_part.added", {"content_index": 0, "part": self._part()}
+
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+        """See OutputItem."""
+        self._text.append(text)
+        self.score(scores)
+        told = _logprobs(scores) if self._tells_logprobs else []
+        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": told}
+
+    def score(self, scores: Iterable[TokenScore]) -> None:
+        """Scores of tokens whose text came to nothing."""
+        self._scores += scores
+
+    def end(self) -> Iterator[Said]:
+        """See OutputItem."""
+        part = self._part()
+        fields = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
+        yield "response.output_text.done", fields
+        yield "response.content_part.done", {"content_index": 0, "part": part}
+
+    def _part(self) -> dict[str, Any]:
+        told = _logprobs(self._scores) if self._tells_logprobs else []
+        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": told}
+
+
+class ReasoningOutput:
+    """Thinking. is_sealed: whether it is told in a second form, as `encrypted_content`."""
+
+    def __init__(self, *, is_sealed: bool) -> None:
+        self.id = new_id("reasoning")
+        self._text: list[str] = []
+        self._is_sealed = is_sealed
+
+    def body(self, status: str) -> dict[str, Any]:
+        """See OutputItem."""
+        text = "".join(self._text)
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [self._part()] if text else [],
+            "encrypted_content": sealed(text) if self._is_sealed and text else None,
+        }
+
+    def begin(self) -> Iterator[Said]:
+        """See OutputItem."""
+        yield "response.content_part.added", {"content_index": 0, "part": self._part()}
+
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+        """See OutputItem. Scores of thinking are not told: this API has no place for them."""
+        self._text.append(text)
+        yield "response.reasoning_text.delta", {"content_index": 0, "delta": text}
+
+    def end(self) -> Iterator[Said]:
+        """See OutputItem."""
+        part = self._part()
+        yield "response.reasoning_text.done", {"content_index": 0, "text": part["text"]}
+        yield "response.content_part.done", {"content_index": 0, "part": part}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": "".join(self._text)}
+
+
+class FunctionCallOutput:
+    """A call to a function. call_id: what its result is to be sent under."""
+
+    def __init__(self, call_id: str, tool: DeclaredTool) -> None:
+        self.id = new_id("function_call")
+        self._call_id = call_id
+        self._tool = tool
+        self._arguments: list[str] = []
+
+    def body(self, status: str) -> dict[str, Any]:
+        """See OutputItem."""
+        said = _call(self.id, "function_call", status, self._call_id, self._tool)
+        return {**said, "arguments": "".join(self._arguments)}
+
+    def begin(self) -> Iterator[Said]:
+        """See OutputItem."""
+        yield from ()
+
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+        """See OutputItem."""
+        self._arguments.append(text)
+        yield "response.function_call_arguments.delta", {"delta": text}
+
+    def end(self) -> Iterator[Said]:
+        """See OutputItem."""
+        fields = {"name": self._tool.name, "arguments": "".join(self._arguments)}
+        yield "response.function_call_arguments.done", fields
+
+
+class CustomCallOutput:
+    """A call to a tool that takes plain text: the model writes arguments, the client is told the text in them."""
+
+    def __init__(self, call_id: str, tool: DeclaredTool) -> None:
+        self.id = new_id("custom_tool_call")
+        self._call_id = call_id
+        self._tool = tool
+        self._input = CustomInput()
+
+    def body(self, status: str) -> dict[str, Any]:
+        """See OutputItem."""
+        return {**_call(self.id, "custom_tool_call", status, self._call_id, self._tool), "input": self._input.text}
+
+    def begin(self) -> Iterator[Said]:
+        """See OutputItem."""
+        yield from ()
+
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+        """See OutputItem."""
+        yield from _input_delta(self._input.push(text))
+
+    def end(self) -> Iterator[Said]:
+        """See OutputItem."""
+        yield from _input_delta(self._input.finish())
+        yield "response.custom_tool_call_input.done", {"input": self._input.text}
+
+
+def _input_delta(text: str) -> Iterator[Said]:
+    if text:
+        yield "response.custom_tool_call_input.delta", {"delta": text}
+
+
+def _call(item_id: str, kind: str, status: str, call_id: str, tool: DeclaredTool) -> dict[str, Any]:
+    call = {"id": item_id, "type": kind, "status": status, "call_id": call_id, "name": tool.name}
+    # Only where there is one: a client looks a named tool up in that namespace.
+    return call if tool.namespace is None else {**call, "namespace": tool.namespace}
+
+
+def _logprobs(scores: Iterable[TokenScore]) -> list[dict[str, Any]]:
+    return [{**_scored(score), "top_logprobs": [_scored(each) for each in score.top]} for score in scores]
+
+
+def _scored(score: TokenScore) -> dict[str, Any]:
+    assert score.logprob is not None, "an answer's tokens all have log-probabilities"
+    return {"token": score.text, "logprob": shown_logprob(score.logprob), "bytes": list(score.data or b"")}

@@ -1,0 +1,62 @@
+"""`text` and `reasoning` of /v1/responses: the form of the answer and how much is thought before it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.types.chat import Structure
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class PlainFormat(BaseModel):
+    """Any text, or any JSON object."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(BaseModel):
+    """JSON that fits a schema."""
+
+    model_config = ConfigDict(strict=True, populate_by_name=True)
+
+    type: Literal["json_schema"]
+    # Only for the client to tell its formats apart.
+    name: str | None = None
+    description: str | None = None
+    # BaseModel has a method of the field's own name.
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextBody(BaseModel):
+    """`text`. Verbosity is a wish that no open model's template reads."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningBody(BaseModel):
+    """`reasoning`. Only the effort changes anything: what is thought is told as it is, without a summary."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+def requested_structure(text: TextBody | None) -> Structure | None:
+    """The form that the answer must have."""
+    form = text.format if text is not None else None
+    if isinstance(form, SchemaFormat):
+        return Structure("json_schema", form.json_schema)
+    return Structure("json_object") if form is not None and form.type == "json_object" else None

@@ -1,0 +1,181 @@
+"""Input items of /v1/responses as the turns of a chat.
+
+The API has an item for each thing that was said; a chat has turns. Thinking, text and calls that follow each other in
+this order are one turn of the assistant, as the model wrote them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.api.responses_items import (
+    CARRIED_CALLS,
+    SKIPPED_ITEMS,
+    CarriedItem,
+    Content,
+    CustomCallItem,
+    FunctionCallItem,
+    Item,
+    MessageItem,
+    OutputItem,
+    PartBody,
+    ReasoningItem,
+    carried_arguments,
+    carried_output,
+    item_body,
+    item_type,
+)
+from headrace.api.responses_tools import custom_arguments, visible_name
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall
+
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_IMAGE_PARTS = frozenset({"input_image", "image_url"})
+_OTHER_PARTS = frozenset({"input_file", "input_audio", "input_video", "computer_screenshot"})
+
+# Says that an opaque text is ours: another server's can't be read.
+_SEALED = "headrace:"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An item and where it stands."""
+
+    item: Item
+    path: str
+
+
+def chat_turns(items: Sequence[Item], first_own: int = 0) -> tuple[ChatMessage, ...]:
+    """The turns that items come to.
+
+    first_own: how many items before the request's own come from earlier responses.
+    Raises InvalidRequest, UnsupportedField with a path under `input[index]`.
+    """
+    turns = _Turns()
+    for index, item in enumerate(items):
+        place = _Place(item, f"input[{index - first_own}]" if index >= first_own else "previous_response_id")
+        turns.add(place)
+    return turns.finish()
+
+
+def sealed(reasoning: str) -> str:
+    """Thinking as `encrypted_content`: for clients that send nothing else of it back. It is encoded, not secret."""
+    return _SEALED + base64.b64encode(reasoning.encode()).decode()
+
+
+def _unsealed(content: str | None) -> str:
+    if content is None or not content.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+class _Turns:
+    """Turns in the making: the assistant's last one may still grow."""
+
+    def __init__(self) -> None:
+        self._turns: list[ChatMessage] = []
+        self._open: ChatMessage | None = None
+        self._names: dict[str, str] = {}
+
+    def add(self, place: _Place) -> None:
+        """The next item."""
+        kind = item_type(place.item, place.path)
+        if kind in SKIPPED_ITEMS:
+            return
+        match item_body(place.item, kind, place.path):
+            case MessageItem() as message:
+                self._add_message(message, place.path)
+            case ReasoningItem() as reasoning:
+                self._add_reasoning(reasoning)
+            case FunctionCallItem() as call:
+                self._add_call(call.call_id, visible_name(call.name, call.namespace), call.arguments)
+            case CustomCallItem() as call:
+                self._add_call(call.call_id, visible_name(call.name, call.namespace), custom_arguments(call.input))
+            case OutputItem() as output:
+                self._add_output(output.call_id, _parts(output.output, f"{place.path}.output"))
+            case CarriedItem() as carried:
+                self._add_carried(carried, place)
+
+    def finish(self) -> tuple[ChatMessage, ...]:
+        """All turns."""
+        self._close()
+        return tuple(self._turns)
+
+    def _add_message(self, message: MessageItem, path: str) -> None:
+        content = _parts(message.content, f"{path}.content")
+        if message.role != "assistant":
+            self._append(ChatMessage("user" if message.role == "user" else "system", content))
+            return
+        if self._open is None or self._open.content or self._open.tool_calls:
+            self._close()
+        self._open = replace(self._open or ChatMessage("assistant"), content=content)
+
+    def _add_reasoning(self, item: ReasoningItem) -> None:
+        thought = "\n".join(part.text for part in item.content or ())
+        thought = thought or _unsealed(item.encrypted_content) or "\n".join(part.text for part in item.summary or ())
+        if not thought:
+            return
+        if self._open is not None and (self._open.content or self._open.tool_calls):
+            self._close()
+        turn = self._open or ChatMessage("assistant")
+        self._open = replace(turn, reasoning=f"{turn.reasoning}\n{thought}" if turn.reasoning else thought)
+
+    def _add_call(self, call_id: str, name: str, arguments: str) -> None:
+        self._names[call_id] = name
+        turn = self._open or ChatMessage("assistant")
+        self._open = replace(turn, tool_calls=(*turn.tool_calls, ToolCall(call_id, name, arguments)))
+
+    def _add_output(self, call_id: str, content: tuple[ContentPart, ...]) -> None:
+        self._append(ChatMessage("tool", content, tool_call_id=call_id, name=self._names.get(call_id)))
+
+    def _add_carried(self, carried: CarriedItem, place: _Place) -> None:
+        call_id = carried.call_id or carried.id
+        if call_id is None:
+            raise InvalidRequest(f"{place.path}.call_id is missing", param=f"{place.path}.call_id")
+        if carried.type in CARRIED_CALLS:
+            self._add_call(call_id, CARRIED_CALLS[carried.type], carried_arguments(place.item))
+        else:
+            self._add_output(call_id, _text(carried_output(place.item)))
+
+    def _append(self, turn: ChatMessage) -> None:
+        self._close()
+        self._turns.append(turn)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._turns.append(self._open)
+            self._open = None
+
+
+def _text(text: str) -> tuple[ContentPart, ...]:
+    return (TextPart(text),) if text else ()
+
+
+def _parts(content: Content, path: str) -> tuple[ContentPart, ...]:
+    if content is None or isinstance(content, str):
+        return _text(content or "")
+    return tuple(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: PartBody, path: str) -> ContentPart:
+    if part.type in _TEXT_PARTS:
+        return TextPart(_required(part.text, f"{path}.text"))
+    if part.type == "refusal":
+        return TextPart(_required(part.refusal, f"{path}.refusal"))
+    if part.type in _IMAGE_PARTS:
+        url = part.image_url
+        return MediaPart("image", _required(url if isinstance(url, str | None) else url.url, f"{path}.image_url"))
+    if part.type in _OTHER_PARTS:
+        raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
+    raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
+
+
+def _required(text: str | None, path: str) -> str:
+    if text is None:
+        raise InvalidRequest(f"{path} is missing", param=path)
+    return text

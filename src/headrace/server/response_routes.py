@@ -1,0 +1,111 @@
+"""/v1/responses: answers as those of a chat, and the responses that are remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.api.answer_form import AnswerHeading
+from headrace.api.openai_sampling import Call
+from headrace.api.responses_answer import ResponsesAnswer
+from headrace.api.responses_body import ResponseCall, read_response
+from headrace.api.responses_fields import name_own_field
+from headrace.api.responses_items import listed_items
+from headrace.api.responses_stored import deleted_body, item_page
+from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
+from headrace.server.answers import Dialect
+from headrace.server.live import LiveRequests
+from headrace.server.response_store import ResponseStore, StoredResponse
+from headrace.session.session import Session
+from headrace.types.chat import ChatRequest
+from headrace.types.events import Event
+
+
+class ResponseRoutes:
+    """Makes responses, each from a whole conversation or going on from one that is remembered."""
+
+    def __init__(self, session: Session, store: ResponseStore, live: LiveRequests) -> None:
+        self._session = session
+        self._store = store
+        self._live = live
+        # Held by the requests that make them: what is here is being answered.
+        self._open: WeakValueDictionary[str, ResponsesAnswer] = WeakValueDictionary()
+
+    def dialect(self) -> Dialect[ChatRequest]:
+        """POST /v1/responses."""
+        return Dialect(self._read, self._events, self._form, lambda request: 1)
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/responses/{id}."""
+        if request.query_params.get("stream", "false") != "false":
+            message = "stream is not supported: events are sent once, to whoever made the response"
+            raise UnsupportedField(message, param="stream")
+        response_id = request.path_params["id"]
+        answer = self._open.get(response_id)
+        if answer is not None and answer.is_stored and answer.is_open:
+            return JSONResponse(answer.response())
+        return JSONResponse(self._store.get(response_id).response)
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/responses/{id}."""
+        response_id = request.path_params["id"]
+        self._store.remove(response_id)
+        return JSONResponse(deleted_body(response_id))
+
+    async def input_items(self, request: Request) -> Response:
+        """GET /v1/responses/{id}/input_items."""
+        stored = self._store.get(request.path_params["id"])
+        return JSONResponse(item_page(stored.input_items, request.query_params))
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/responses/{id}/cancel: ends a response in the making. Raises InvalidRequest if it is finished."""
+        response_id = request.path_params["id"]
+        answer = self._open.get(response_id)
+        if answer is None or not answer.is_open:
+            stored = self._store.get(response_id).response
+            if stored["status"] != "cancelled":
+                raise InvalidRequest(f"Cannot cancel a {stored['status']} response.", param="response_id")
+            return JSONResponse(stored)
+        await asyncio.gather(*(self._session.abort(each) for each in self._live.work_of(response_id)))
+        return JSONResponse({**answer.response(), "status": "cancelled"})
+
+    def _read(self, body: bytes) -> ResponseCall:
+        call = read_response(body, self._store, self._session.model.max_model_len)
+        asked = call.request
+        for name, value in (
+            ("tools", asked.tools),
+            ("text.format", asked.structure),
+            ("thinking_token_budget", asked.thinking_budget),
+        ):
+            if value is not None and value != ():
+                raise UnsupportedField(f"{name} is not supported with this value", param=name)
+        return call
+
+    def _form(self, call: Call[ChatRequest], heading: AnswerHeading) -> ResponsesAnswer:
+        assert isinstance(call, ResponseCall), "what _read gives"
+        answer = ResponsesAnswer(heading, call, partial(self._remember, call) if call.store else _forget)
+        self._open[heading.id] = answer
+        return answer
+
+    def _remember(self, call: ResponseCall, response: dict[str, Any]) -> None:
+        self._store.add(StoredResponse(response, listed_items(call.items), response["previous_response_id"]))
+
+    async def _events(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        try:
+            async with aclosing(self._session.chat(request)) as events:
+                async for event in events:
+                    yield event
+        except HeadraceError as error:
+            name_own_field(error)
+            raise
+
+
+def _forget(response: dict[str, Any]) -> None:
+    """What is not to be stored."""
