@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from headrace.types.events import (
     Started,
     Text,
     TokenScore,
+    ToolArguments,
     ToolCallStart,
     Usage,
 )
@@ -187,12 +189,58 @@ def test_the_thinking_field_has_the_name_that_the_server_gives_it() -> None:
     assert answer.whole(EVENTS)["choices"][0]["message"]["reasoning"] == "hm so"
 
 
-def test_an_event_that_has_no_form_here_is_not_swallowed() -> None:
-    call = ToolCallStart(0, "call_1", "f")
-    with pytest.raises(TypeError):
-        list(ChatAnswer(HEADING).chunks(call))
-    with pytest.raises(TypeError):
-        ChatAnswer(HEADING).whole([call])
+CALLS: list[Event] = [
+    Started(7),
+    Reasoning("hm"),
+    ToolCallStart(0, "call_a", "f"),
+    ToolArguments(0, '{"x": '),
+    ToolArguments(0, "1}"),
+    ToolCallStart(1, "call_b", "g"),
+    ToolArguments(1, "{}"),
+    Finished(FinishReason.TOOL_CALLS, Usage(7, 5)),
+]
+
+
+def test_a_calls_id_and_name_come_first_then_its_arguments_in_pieces() -> None:
+    streamed = chunks(CALLS)
+    assert [chunk["choices"][0]["delta"] for chunk in streamed[2:-1]] == [
+        {"tool_calls": [{"index": 0, "id": "call_a", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"x": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]},
+        {"tool_calls": [{"index": 1, "id": "call_b", "type": "function", "function": {"name": "g", "arguments": ""}}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
+    ]
+    assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    for chunk in streamed:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+
+
+def test_the_whole_of_a_call_is_its_pieces_joined_and_there_is_no_content() -> None:
+    answer = ChatAnswer(HEADING).whole(CALLS)
+    ChatCompletion.model_validate(answer, strict=True)
+    message = answer["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["reasoning_content"] == "hm"
+    assert message["tool_calls"] == [
+        {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"id": "call_b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_text_before_a_call_is_kept() -> None:
+    message = ChatAnswer(HEADING).whole([Started(7), Text("Let me see."), *CALLS[2:]])["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == ("Let me see.", 2)
+
+
+def test_calls_of_different_choices_are_counted_apart() -> None:
+    both = [replace(event, choice=choice) for event in CALLS[2:] for choice in (0, 1)]
+    whole = ChatAnswer(HEADING, 2).whole([Started(7), *both])
+    for choice in whole["choices"]:
+        assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"x": 1}', "{}"]
+    streamed = chunks([Started(7), *both], ChatAnswer(HEADING, 2))
+    starts = [each["choices"][0]["index"] for each in streamed if "id" in str(each["choices"][0]["delta"])]
+    assert starts == [0, 1, 0, 1]
 
 
 def test_no_character_of_a_text_can_end_a_line_of_the_stream() -> None:

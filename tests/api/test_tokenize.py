@@ -53,7 +53,7 @@ def test_a_chat_is_read_like_that_of_a_completion() -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": HELLO, "add_generation_prompt": False}, "add_generation_prompt"),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"prompt": "a", "return_token_strs": True}, "return_token_strs"),
         ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
     ],

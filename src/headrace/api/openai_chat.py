@@ -26,6 +26,8 @@ from headrace.api.openai_sampling import (
     requested_session,
     requested_stop,
 )
+from headrace.api.openai_structure import StructureBody, answer_structure
+from headrace.api.openai_tools import ToolBody, ToolsBody, tool_choice, tool_definitions, unknown_tool_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest, RequestedAnswers
 
@@ -38,6 +40,7 @@ class PromptBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[ToolBody] | None, Field(max_length=4096)] = None
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -45,13 +48,14 @@ class PromptBody(BaseModel):
     continue_final_message: bool | None = None
 
 
-class ChatCompletionBody(SamplingBody, PromptBody):
+class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
     """Fields that are honoured."""
 
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
 
 
 def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[ChatRequest]:
@@ -64,8 +68,12 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
     refuse_unbuilt(value, CHAT_FIELDS)
     parsed = check(ChatCompletionBody, value)
     check_stream(parsed)
+    prompt = chat_prompt(parsed, f"chatcmpl-{secrets.token_hex(16)}")
     request = replace(
-        chat_prompt(parsed, f"chatcmpl-{secrets.token_hex(16)}"),
+        prompt,
+        tool_choice=tool_choice(parsed, prompt.tools),
+        structure=answer_structure(parsed),
+        thinking_budget=parsed.thinking_token_budget,
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, _max_tokens(parsed)),
         answers=RequestedAnswers(parsed.n or 1, _num_logprobs(parsed), parsed.prompt_logprobs),
@@ -74,6 +82,7 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
         cache_salt=parsed.cache_salt or "",
     )
     ignored = unknown_fields(value, ChatCompletionBody.model_fields, CHAT_FIELDS)
+    ignored += unknown_tool_fields(value.get("tools") or (), ToolBody.model_fields)
     return Call(
         request=request,
         model=parsed.model,
@@ -88,6 +97,7 @@ def chat_prompt(parsed: PromptBody, request_id: str) -> ChatRequest:
     return ChatRequest(
         request_id=request_id,
         messages=tuple(chat_message(message, index) for index, message in enumerate(parsed.messages)),
+        tools=tool_definitions(parsed.tools or ()),
         enable_thinking=_enable_thinking(parsed),
         reasoning_effort=_option("reasoning_effort", parsed.reasoning_effort, parsed.chat_template_kwargs),
         template_options=_template_options(parsed.chat_template_kwargs or {}),

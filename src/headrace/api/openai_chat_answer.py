@@ -8,7 +8,18 @@ from typing import Any
 
 from headrace.api.answer_form import AnswerHeading
 from headrace.api.openai_answer import prompt_logprobs_body, shown_logprob, usage_body
-from headrace.types.events import Event, Finished, PromptScores, Reasoning, Started, Text, TokenScore, Usage
+from headrace.types.events import (
+    Event,
+    Finished,
+    PromptScores,
+    Reasoning,
+    Started,
+    Text,
+    TokenScore,
+    ToolArguments,
+    ToolCallStart,
+    Usage,
+)
 
 _CHUNK = "chat.completion.chunk"
 
@@ -44,6 +55,11 @@ class ChatAnswer:
                 yield self._chunk(choice, {"content": text}, scores)
             case Reasoning(text, choice, scores):
                 yield self._chunk(choice, {self._reasoning_field: text}, scores)
+            case ToolCallStart(index, id, name, choice):
+                function = {"name": name, "arguments": ""}
+                yield self._chunk(choice, _call_delta(index, {"id": id, "type": "function", "function": function}))
+            case ToolArguments(index, text, choice):
+                yield self._chunk(choice, _call_delta(index, {"function": {"arguments": text}}))
             case Finished(reason, _, choice, scores):
                 self._open.remove(choice)
                 yield self._chunk(choice, {}, scores, reason.value)
@@ -69,7 +85,7 @@ class ChatAnswer:
                     pass
                 case PromptScores(_, scores):
                     prompt_scores = scores
-                case Text() | Reasoning() | Finished():
+                case Text() | Reasoning() | ToolCallStart() | ToolArguments() | Finished():
                     written[event.choice].take(event)
                     usage = event.usage if isinstance(event, Finished) else usage
                 case _:
@@ -83,9 +99,14 @@ class ChatAnswer:
         return answer
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.content), "refusal": None}
+        content: str | None = "".join(choice.content)
+        if choice.calls and not content:
+            content = None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning:
             message[self._reasoning_field] = "".join(choice.reasoning)
+        if choice.calls:
+            message["tool_calls"] = [_whole_call(start, pieces) for start, pieces in choice.calls]
         logprobs = _logprobs(choice.scores) if self._tells_logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason()}
 
@@ -107,13 +128,19 @@ class _Choice:
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[ToolCallStart, list[str]]] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     finished: Finished | None = None
 
-    def take(self, event: Text | Reasoning | Finished) -> None:
+    def take(self, event: Text | Reasoning | ToolCallStart | ToolArguments | Finished) -> None:
         """Adds an event."""
-        self.scores += event.scores
+        if not isinstance(event, ToolCallStart | ToolArguments):
+            self.scores += event.scores
         match event:
+            case ToolCallStart():
+                self.calls.append((event, []))
+            case ToolArguments(index, text):
+                self.calls[index][1].append(text)
             case Text(text):
                 self.content.append(text)
             case Reasoning(text):
@@ -126,6 +153,15 @@ class _Choice:
         if self.finished is None:
             raise ValueError("each choice of an answer ends with Finished")
         return self.finished.reason.value
+
+
+def _call_delta(index: int, call: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, **call}]}
+
+
+def _whole_call(start: ToolCallStart, pieces: Sequence[str]) -> dict[str, Any]:
+    function = {"name": start.name, "arguments": "".join(pieces)}
+    return {"id": start.id, "type": "function", "function": function}
 
 
 def _logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:

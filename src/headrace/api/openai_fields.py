@@ -23,13 +23,8 @@ class FieldRules:
 
 # Fields of OpenAI's and of other servers of open models that either route may be sent.
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "dry_multiplier": (0,),
     "grammar": ("",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1,),
@@ -40,11 +35,20 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "xtc_probability": (0,),
+}
+
+# What form the answer must have; of chats it is honoured.
+_STRUCTURE: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "structured_outputs": (),
 }
 
 _WITHOUT_EFFECT = frozenset(
@@ -61,8 +65,6 @@ _WITHOUT_EFFECT = frozenset(
 CHAT_FIELDS = FieldRules(
     {
         **_NEUTRAL_VALUES,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "add_special_tokens": (False,),
@@ -75,15 +77,15 @@ CHAT_FIELDS = FieldRules(
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
-        "thinking_token_budget": (),
         "web_search_options": (),
     },
-    # Without tools there are no calls that could be parallel; verbosity is a wish that no open model's template reads.
-    _WITHOUT_EFFECT | {"parallel_tool_calls", "verbosity"},
+    # Verbosity is a wish that no open model's template reads.
+    _WITHOUT_EFFECT | {"verbosity"},
 )
 
 COMPLETION_FIELDS = FieldRules(
-    {**_NEUTRAL_VALUES, "add_special_tokens": (True,), "prompt_embeds": (), "suffix": ("",)}, _WITHOUT_EFFECT
+    {**_NEUTRAL_VALUES, **_STRUCTURE, "add_special_tokens": (True,), "prompt_embeds": (), "suffix": ("",)},
+    _WITHOUT_EFFECT,
 )
 
 TOKENIZE_FIELDS = FieldRules(
@@ -92,7 +94,6 @@ TOKENIZE_FIELDS = FieldRules(
         "documents": ([],),
         "mm_processor_kwargs": ({},),
         "return_token_strs": (False,),
-        "tools": ([],),
     },
     frozenset(),
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, Role, TextPart, ToolCall
@@ -38,12 +39,12 @@ class PartBody(BaseModel):
 
 
 class FunctionCallBody(BaseModel):
-    """Name and arguments of a call; the arguments are kept as they came, valid JSON or not."""
+    """Name and arguments of a call; arguments that came as text are kept as they are, valid JSON or not."""
 
     model_config = ConfigDict(strict=True)
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCallBody(BaseModel):
@@ -102,12 +103,16 @@ def chat_message(message: MessageBody, index: int) -> ChatMessage:
         role=_ROLES[message.role],
         content=_content(message, path),
         reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
-        tool_calls=tuple(
-            ToolCall(call.id or "", call.function.name, call.function.arguments) for call in message.tool_calls or ()
-        ),
+        tool_calls=tuple(_call(call) for call in message.tool_calls or ()),
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def _call(call: ToolCallBody) -> ToolCall:
+    arguments = call.function.arguments
+    text = arguments if isinstance(arguments, str) else "" if arguments is None else to_json(arguments).decode()
+    return ToolCall(call.id or "", call.function.name, text)
 
 
 def unknown_message_fields(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""GET /v1/models: the loaded model under the names that it answers to.
+"""GET /v1/models: the loaded model under the names that it answers to, for clients of OpenAI and of Anthropic alike.
 
 A request may ask for any model name: the one loaded model serves it, unless the server is strict about names. The
 answer then carries the name that was asked for if it is a served one, else the first served name, so that nobody
@@ -8,14 +8,16 @@ takes the answer for another model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from headrace.errors import InvalidRequest, ModelNotFound
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
-    """All served names."""
-    return {"object": "list", "data": [_model(name, created, max_model_len) for name in names]}
+    """All served names, which are one page."""
+    data = [_model(name, created, max_model_len) for name in names]
+    return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def one_model(asked: str, names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
@@ -41,4 +43,10 @@ def _model(name: str, created: int, max_model_len: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "headrace",
         "max_model_len": max_model_len,
+        "type": "model",
+        "display_name": name,
+        "lifecycle": "active",
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
     }

@@ -1,0 +1,139 @@
+"""The form that an answer must have: OpenAI's `response_format`, and vLLM's two ways of saying more.
+
+A body says it once. Schemas, expressions and grammars are kept as they came; whether they can be enforced is found out
+by the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import Structure
+
+Choices = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+
+
+class JsonSchemaBody(BaseModel):
+    """A schema with a name. `strict` or not, it is enforced."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(BaseModel):
+    """`response_format`; which other fields it has depends on its type."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    json_schema: JsonSchemaBody | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+
+
+class StructuredOutputsBody(BaseModel):
+    """`structured_outputs`: one of these."""
+
+    model_config = ConfigDict(strict=True)
+
+    json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
+class StructureBody(BaseModel):
+    """All the places in which a body can say what form its answer must have."""
+
+    model_config = ConfigDict(strict=True)
+
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+
+def answer_structure(parsed: StructureBody) -> Structure | None:
+    """The form, None for plain text. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    found = [*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)]
+    if len(found) > 1:
+        (first, _), (second, _) = found[:2]
+        raise InvalidRequest(f"{first} and {second} exclude each other", param=second)
+    return found[0][1] if found else None
+
+
+def _of_response_format(parsed: StructureBody) -> Iterator[tuple[str, Structure]]:
+    asked = parsed.response_format
+    if asked is None or asked.type == "text":
+        return
+    if asked.type == "json_object":
+        # Some servers take a schema here too.
+        schema = asked.schema_
+        yield "response_format", Structure("json_object") if schema is None else Structure("json_schema", schema)
+    elif asked.type == "json_schema":
+        named = asked.json_schema
+        if named is None or named.schema_ is None:
+            path = "response_format.json_schema" + ("" if named is None else ".schema")
+            raise InvalidRequest(f"{path} is missing", param=path)
+        yield "response_format", Structure("json_schema", named.schema_)
+    else:
+        path = "response_format.type"
+        raise UnsupportedField(f"{path} must be text, json_object or json_schema", param=path)
+
+
+def _of_structured_outputs(parsed: StructureBody) -> Iterator[tuple[str, Structure]]:
+    asked = parsed.structured_outputs
+    if asked is None:
+        return
+    path = "structured_outputs"
+    if asked.structural_tag is not None:
+        raise UnsupportedField(f"{path}.structural_tag is not supported", param=f"{path}.structural_tag")
+    if asked.json_object:
+        yield f"{path}.json_object", Structure("json_object")
+    yield from _said(path + ".", asked.json_, asked.regex, asked.choice, asked.grammar)
+
+
+def _of_guided_fields(parsed: StructureBody) -> Iterator[tuple[str, Structure]]:
+    return _said("guided_", parsed.guided_json, parsed.guided_regex, parsed.guided_choice, parsed.guided_grammar)
+
+
+def _said(
+    prefix: str,
+    schema: dict[str, Any] | bool | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> Iterator[tuple[str, Structure]]:
+    if schema is not None:
+        yield f"{prefix}json", Structure("json_schema", _schema(schema, f"{prefix}json"))
+    if regex is not None:
+        yield f"{prefix}regex", Structure("regex", regex)
+    if choice is not None:
+        yield f"{prefix}choice", Structure("choice", tuple(choice))
+    if grammar is not None:
+        yield f"{prefix}grammar", Structure("grammar", grammar)
+
+
+def _schema(schema: dict[str, Any] | bool | str, path: str) -> dict[str, Any] | bool:
+    """A schema, which may come as JSON text."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        parsed = from_json(schema)
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not valid JSON: {error}", param=path) from error
+    if not isinstance(parsed, dict | bool):
+        raise InvalidRequest(f"{path} must hold an object, true or false", param=path)
+    return parsed

@@ -1,0 +1,152 @@
+"""Tools of a chat body, and whether the model may or must call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ToolChoice, ToolDefinition
+
+# A mark for caches, and a wish for arguments as they come, which is how they are sent anyway.
+_WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class FunctionBody(BaseModel):
+    """A function that the client can run. Without `parameters` it takes none."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool; which other fields it has depends on its type."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    function: FunctionBody | None = None
+
+
+class FunctionNameBody(BaseModel):
+    """A function by its name."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Name
+
+
+class NamedToolBody(BaseModel):
+    """A tool by its name."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    function: FunctionNameBody | None = None
+
+
+class AllowedToolsBody(BaseModel):
+    """Some of the tools, of which the model may call one or must."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolBody], Field(min_length=1)]
+
+
+class ToolChoiceBody(NamedToolBody):
+    """One tool that must be called, or some that may."""
+
+    allowed_tools: AllowedToolsBody | None = None
+
+
+class ToolsBody(BaseModel):
+    """What a body says about tools beside the conversation."""
+
+    model_config = ConfigDict(strict=True)
+
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def tool_definitions(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
+    """The tools. Raises InvalidRequest, UnsupportedField with a path under `tools[index]`."""
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    refuse_repeated([function.name for function in functions], "tools[{}].function.name")
+    return tuple(
+        ToolDefinition(each.name, each.description, each.parameters or no_parameters(), bool(each.strict))
+        for each in functions
+    )
+
+
+def tool_choice(parsed: ToolsBody, tools: Sequence[ToolDefinition]) -> ToolChoice:
+    """Whether tools are called. Raises InvalidRequest for one that is not there, UnsupportedField for other kinds."""
+    is_parallel = parsed.parallel_tool_calls is not False
+    asked = parsed.tool_choice
+    if asked is None or asked in ("none", "auto"):
+        return ToolChoice("none" if asked == "none" else "auto", is_parallel=is_parallel)
+    if not tools:
+        raise InvalidRequest("tool_choice is only allowed with tools", param="tool_choice")
+    if not isinstance(asked, ToolChoiceBody):
+        return ToolChoice("required", is_parallel=is_parallel)
+    if asked.type == "allowed_tools":
+        return _allowed(asked, tools, is_parallel)
+    return ToolChoice("required", (_declared(asked, tools, "tool_choice"),), is_parallel)
+
+
+def refuse_repeated(names: Sequence[str], path: str) -> None:
+    """Raises InvalidRequest for the first name that stands there twice. path: with {} for its index."""
+    known: set[str] = set()
+    for index, name in enumerate(names):
+        if name in known:
+            where = path.format(index)
+            raise InvalidRequest(f"{where}: there is another tool of this name", param=where)
+        known.add(name)
+
+
+def unknown_tool_fields(tools: Sequence[Mapping[str, Any]], declared: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields of tools that nobody knows, as `tools[].name`, sorted. declared: what is known of a tool's fields."""
+    sent = {name for tool in tools for name in tool}
+    return tuple(f"tools[].{name}" for name in sorted(sent - declared.keys() - _WITHOUT_EFFECT))
+
+
+def no_parameters() -> dict[str, Any]:
+    """The schema of a function that takes nothing."""
+    return {"type": "object", "properties": {}}
+
+
+def _function(tool: ToolBody, path: str) -> FunctionBody:
+    if tool.type != "function":
+        raise UnsupportedField(f"{path}.type: only function tools are supported", param=f"{path}.type")
+    if tool.function is None:
+        raise InvalidRequest(f"{path}.function is missing", param=f"{path}.function")
+    return tool.function
+
+
+def _allowed(asked: ToolChoiceBody, tools: Sequence[ToolDefinition], is_parallel: bool) -> ToolChoice:
+    allowed = asked.allowed_tools
+    if allowed is None:
+        path = "tool_choice.allowed_tools"
+        raise InvalidRequest(f"{path} is missing", param=path)
+    names = [_declared(tool, tools, f"tool_choice.allowed_tools.tools[{i}]") for i, tool in enumerate(allowed.tools)]
+    return ToolChoice(allowed.mode, tuple(dict.fromkeys(names)), is_parallel)
+
+
+def _declared(tool: NamedToolBody, tools: Sequence[ToolDefinition], path: str) -> str:
+    """The name of a tool that must be one of those there are."""
+    if tool.type != "function":
+        raise UnsupportedField(f"{path}.type: only function tools are supported", param=f"{path}.type")
+    if tool.function is None:
+        raise InvalidRequest(f"{path}.function is missing", param=f"{path}.function")
+    if all(tool.function.name != each.name for each in tools):
+        where = f"{path}.function.name"
+        raise InvalidRequest(f"{where}: there is no tool of this name", param=where)
+    return tool.function.name
