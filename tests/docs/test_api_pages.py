@@ -13,6 +13,7 @@ from fakes import FakeEngine, fake_session
 from pydantic import BaseModel
 from starlette.routing import Route
 
+from headrace.api.anthropic_body import MESSAGES_FIELDS, MessagesBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
 from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS, FieldRules
@@ -33,6 +34,7 @@ PAGES: Mapping[str, tuple[type[BaseModel], FieldRules]] = {
     "api-chat.md": (ChatCompletionBody, CHAT_FIELDS),
     "api-completions.md": (CompletionBody, COMPLETION_FIELDS),
     "api-responses.md": (ResponsesBody, RESPONSES_FIELDS),
+    "api-messages.md": (MessagesBody, MESSAGES_FIELDS),
 }
 
 

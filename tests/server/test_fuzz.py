@@ -12,6 +12,7 @@ from fakes import END, FakeEngine, fake_session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.api.anthropic_body import MESSAGES_FIELDS, MessagesBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
 from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
@@ -21,12 +22,14 @@ from headrace.server.app import build_app
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
 GOOD = {"messages": [{"role": "user", "content": "hello"}]}
 
 FIELDS = sorted({*ChatCompletionBody.model_fields, *CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect})
 COMPLETION_NAMES = sorted(
     {*CompletionBody.model_fields, *COMPLETION_FIELDS.neutral_values, *COMPLETION_FIELDS.without_effect}
 )
+MESSAGES_NAMES = sorted({*MessagesBody.model_fields, *MESSAGES_FIELDS.neutral_values, *MESSAGES_FIELDS.without_effect})
 NAMES = st.sampled_from(FIELDS) | st.text(max_size=8)
 SCALARS = (
     st.none()
@@ -97,6 +100,76 @@ COMPLETION_LIKELY = {
 }
 TOKEN_IDS = st.lists(st.integers(-1, 300), max_size=4)
 PROMPTS = st.text(max_size=8) | TOKEN_IDS | st.lists(st.text(max_size=4) | TOKEN_IDS, max_size=3) | VALUES
+
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["function", "custom", "web_search_20250305"]) | SCALARS,
+            "name": st.sampled_from(["f", "g", ""]),
+            "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g"])}, optional={"parameters": VALUES}),
+            "input_schema": VALUES,
+            "defer_loading": st.booleans(),
+        },
+    ),
+    max_size=3,
+)
+CHAT_LIKELY |= {
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]),
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_schema"])}, optional={"json_schema": VALUES}
+    ),
+    "structured_outputs": st.dictionaries(st.sampled_from(["structural_tag", "json", "regex"]), VALUES, max_size=2),
+}
+BLOCK_TYPES = [
+    "text",
+    "thinking",
+    "redacted_thinking",
+    "tool_use",
+    "tool_result",
+    "image",
+    "document",
+    "tool_reference",
+]
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(BLOCK_TYPES) | st.text(max_size=4)},
+        optional={
+            "content": VALUES,
+            "input": VALUES,
+            "is_error": st.booleans() | VALUES,
+            "text": st.text(max_size=4),
+            "thinking": st.text(max_size=4),
+            "id": st.text(max_size=4),
+            "name": st.text(max_size=4),
+            "tool_use_id": st.text(max_size=4),
+            "tool_name": st.sampled_from(["f", "g"]),
+            "source": st.dictionaries(st.sampled_from(["type", "data", "url", "media_type", "content"]), VALUES),
+        },
+    ),
+    max_size=3,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.text(max_size=6) | BLOCKS},
+        optional={"mood": VALUES},
+    ),
+    min_size=1,
+    max_size=3,
+)
+MESSAGES_LIKELY = {
+    "system": st.text(max_size=4) | BLOCKS,
+    "tools": TOOLS,
+    "tool_choice": st.fixed_dictionaries(
+        {"type": st.sampled_from(["auto", "any", "tool", "none"])}, optional={"name": st.sampled_from(["f", "h"])}
+    ),
+    "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled", "adaptive"])}),
+    "stop_sequences": st.lists(st.text(max_size=3), max_size=4),
+    "stream": st.booleans(),
+    "max_tokens": st.integers(-1, 2000),
+    "output_config": st.dictionaries(st.sampled_from(["effort", "format", "mood"]), VALUES, max_size=2),
+}
 
 
 def few_fields(likely: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -196,6 +269,37 @@ def test_one_odd_field_in_a_good_completion_is_served_or_refused_by_its_name(nam
     check_answer(response, body, "prompt")
     if response.status_code != 200 and name != "prompt":
         assert response.json()["error"]["param"].startswith(name)
+
+
+def check_message(response: httpx.Response, body: dict[str, Any]) -> None:
+    if response.status_code == 200:
+        if body.get("stream") is True:
+            assert response.text.endswith('data: {"type":"message_stop"}\n\n')
+            assert "error" not in response.text
+        else:
+            assert response.json()["stop_reason"] in ("end_turn", "max_tokens", "stop_sequence")
+        return
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert any(name in message for name in (*body, "messages"))
+
+
+@given(st.builds(lambda turns, fields: {"messages": turns, **fields}, TURNS, few_fields(MESSAGES_LIKELY)))
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_message_is_served_or_refused_by_name(body: dict[str, Any]) -> None:
+    wire = Wire()
+    check_message(wire.post(json.dumps(body).encode(), MESSAGES), body)
+    wire.check_alive()
+
+
+@given(st.sampled_from(MESSAGES_NAMES), VALUES)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_one_odd_field_in_a_good_message_is_served_or_refused_by_its_name(name: str, value: Any) -> None:
+    body = {**GOOD, name: value}
+    response = Wire().post(json.dumps(body).encode(), MESSAGES)
+    check_message(response, body)
+    if response.status_code != 200 and name != "messages":
+        assert name in response.json()["error"]["message"]
 
 
 @given(st.dictionaries(st.sampled_from(["prompt", "messages", "tokens", "model", "tools"]), PROMPTS, max_size=3))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: one flow for every route that generates."""
+"""POST /v1/chat/completions, /v1/completions and /v1/messages: one flow for every route that generates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.answer_form import AnswerForm, AnswerHeading
+from headrace.api.anthropic_answer import MessagesAnswer
+from headrace.api.anthropic_request import Thinker, read_messages
 from headrace.api.openai_answer import ChunkedAnswer
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_chat_answer import ChatAnswer
@@ -74,6 +76,13 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
 
     read = partial(read_chat_completion, max_model_len=session.model.max_model_len)
     return Dialect(read, session.chat, form, lambda request: 1)
+
+
+def messages_dialect(session: Session) -> Dialect[ChatRequest]:
+    """/v1/messages."""
+    thinker = Thinker(session.thinks, session.switches_thinking)
+    read = partial(read_messages, thinker=thinker, max_model_len=session.model.max_model_len)
+    return Dialect(read, session.chat, lambda call, heading: MessagesAnswer(heading), lambda request: 1)
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
-from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect
+from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
 from headrace.server.guard import Guard
 from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
@@ -36,6 +36,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
     responses = ResponseRoutes(session, ResponseStore(config.stored_response_bytes), live)
     response = AnswerRoute(responses.dialect(), config, names, live, ignored)
+    message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
     operations = OperationRoutes(session, names, live, ignored)
 
@@ -48,6 +49,9 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
 
     async def create_response(request: Request) -> Response:
         return await response(request)
+
+    async def messages(request: Request) -> Response:
+        return await message(request)
 
     async def models(request: Request) -> Response:
         return JSONResponse(model_list(names, created, session.model.max_model_len))
@@ -65,6 +69,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", responses.input_items),
+            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
             Route("/v1/models", models),
             # Names may be hub ids with a slash in them.
             Route("/v1/models/{name:path}", model),

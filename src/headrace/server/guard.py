@@ -25,7 +25,7 @@ log = logging.getLogger("headrace.server")
 # Probes of a supervisor carry no key, and health says nothing about anyone.
 _OPEN_PATHS = frozenset({"/health"})
 
-_EXPOSED_HEADERS = "x-request-id, x-headrace-ignored, retry-after"
+_EXPOSED_HEADERS = "x-request-id, request-id, x-headrace-ignored, retry-after"
 
 
 class Guard:
@@ -114,6 +114,8 @@ class _Exchange:
             self._record.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._record.request_id
+            # Anthropic's clients look for it under this name.
+            headers["request-id"] = self._record.request_id
             if self._origin is not None:
                 headers["access-control-allow-origin"] = self._origin
                 headers["access-control-expose-headers"] = _EXPOSED_HEADERS

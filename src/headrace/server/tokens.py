@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from headrace.api.anthropic_request import Thinker, count_answer, read_messages
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_tokenize import detokenize_answer, read_detokenize, read_tokenize, tokenize_answer
 from headrace.config import ServerConfig
@@ -46,6 +47,15 @@ class TokenRoutes:
         self._check(call.model, call.ignored)
         text = await self._session.detokenize(call.token_ids)
         return JSONResponse(detokenize_answer(text), headers=ignored_headers(call.ignored))
+
+    async def count_message_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
+        thinker = Thinker(self._session.thinks, self._session.switches_thinking)
+        read = partial(read_messages, thinker=thinker, max_model_len=self._session.model.max_model_len)
+        call = await self._read(request, read)
+        self._check(call.model, call.ignored)
+        token_ids = await self._session.tokenize_chat(call.request)
+        return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))
 
     async def _read(self, request: Request, read: Callable[[bytes], Parsed]) -> Parsed:
         return await asyncio.to_thread(read, await read_body(request, self._config.max_body_bytes))

@@ -103,6 +103,16 @@ class Session:
         """Whether the model has a chat template."""
         return self._template.exists
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model thinks before it answers, unless it is told not to."""
+        return self._family.think_close is not None
+
+    @property
+    def switches_thinking(self) -> bool:
+        """Whether a request can tell the model to think or not to."""
+        return self._family.thinking_key is not None
+
     def health(self) -> str | None:
         """None while the engine is well, else what is wrong."""
         return self._engine.health()

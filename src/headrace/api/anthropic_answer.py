@@ -1,0 +1,185 @@
+"""Answers of /v1/messages: events of a stream, or all of them put together to one object.
+
+A stream is: `message_start` with the prompt's tokens; for each block of thinking, text or a call `content_block_start`,
+deltas and `content_block_stop`; `message_delta` with the reason and all counts; `message_stop`. Between them `ping`.
+There are no other events: some clients give up on one that they don't know.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from headrace.api.answer_form import AnswerHeading, server_sent
+from headrace.api.anthropic_errors import error_body
+from headrace.errors import HeadraceError
+from headrace.types.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Reasoning,
+    Started,
+    Text,
+    ToolArguments,
+    ToolCallStart,
+    Usage,
+)
+
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CONTENT_FILTER: "refusal",
+}
+
+
+class MessagesAnswer:
+    """Writes one answer; an AnswerForm."""
+
+    def __init__(self, heading: AnswerHeading) -> None:
+        self._heading = heading
+        self._num_blocks = 0
+        self._open: str | None = None
+        self._thought = hashlib.sha256()
+
+    def pieces(self, event: Event) -> Iterator[bytes]:
+        """See AnswerForm."""
+        for data in self._written(event):
+            yield server_sent(data, data["type"])
+
+    def ping(self) -> bytes:
+        """See AnswerForm."""
+        return server_sent({"type": "ping"}, "ping")
+
+    def end(self) -> bytes:
+        """See AnswerForm."""
+        return server_sent({"type": "message_stop"}, "message_stop")
+
+    def failure(self, error: HeadraceError) -> bytes:
+        """See AnswerForm."""
+        return server_sent(error_body(error), "error")
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """See AnswerForm. Raises ValueError if the answer has not finished."""
+        message: dict[str, Any] = {}
+        for event in events:
+            for data in self._written(event):
+                _fold(data, message)
+        if message.get("stop_reason") is None:
+            raise ValueError("the events of an answer end with Finished")
+        return message
+
+    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Events of the stream that say what one event says."""
+        match event:
+            case Started(num_prompt_tokens):
+                yield {"type": "message_start", "message": self._message(num_prompt_tokens)}
+            case Reasoning(text):
+                yield from self._in_block({"type": "thinking", "thinking": "", "signature": ""})
+                self._thought.update(text.encode())
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+            case Text(text):
+                yield from self._in_block({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case ToolCallStart(_, id, name):
+                yield from self._close()
+                use = {"type": "tool_use", "id": _tool_use_id(id), "name": name, "input": {}}
+                yield from self._in_block(use)
+            case ToolArguments(_, text):
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case Finished():
+                yield from self._close()
+                yield {"type": "message_delta", "delta": _end(event), "usage": _usage(event.usage)}
+            case _:
+                raise TypeError(f"a message has no form for {type(event).__name__}")
+
+    def _message(self, num_prompt_tokens: int) -> dict[str, Any]:
+        return {
+            "id": self._heading.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._heading.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            # How many of them are cached is not known before they are looked at; the message's end tells it.
+            "usage": _usage(Usage(num_prompt_tokens, 0)),
+        }
+
+    def _in_block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Begins a block unless one of its type is open."""
+        if self._open != block["type"]:
+            yield from self._close()
+            self._open = block["type"]
+            yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """Ends the open block."""
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": self._signature()})
+        yield {"type": "content_block_stop", "index": self._num_blocks}
+        self._open = None
+        self._num_blocks += 1
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+
+    def _signature(self) -> str:
+        """Tells what was thought, and proves nothing: clients keep a block only if it has one."""
+        thought, self._thought = self._thought, hashlib.sha256()
+        return base64.b64encode(thought.digest()).decode()
+
+
+def _tool_use_id(id: str) -> str:
+    """Clients know a call by an id of this form."""
+    return f"toolu_{id.removeprefix('call_')}"
+
+
+def _end(finished: Finished) -> dict[str, Any]:
+    if finished.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
+    return {"stop_reason": _STOP_REASONS[finished.reason], "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Token counts in Anthropic's names, which count cached tokens beside the others."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+    }
+
+
+def _fold(data: dict[str, Any], message: dict[str, Any]) -> None:
+    """Adds what one event of a stream says to the message that clients make of it."""
+    match data["type"]:
+        case "message_start":
+            message.update(data["message"])
+        case "content_block_start":
+            message["content"].append({**data["content_block"], "_pieces": []})
+        case "content_block_delta":
+            block, delta = message["content"][-1], data["delta"]
+            if delta["type"] == "signature_delta":
+                block["signature"] = delta["signature"]
+            else:
+                block["_pieces"].append(delta[_PIECE_OF[delta["type"]]])
+        case "content_block_stop":
+            block = message["content"][-1]
+            said = "".join(block.pop("_pieces"))
+            if block["type"] == "tool_use":
+                block["input"] = from_json(said) if said else {}
+            else:
+                block[block["type"]] = said
+        case "message_delta":
+            message.update(data["delta"], usage=data["usage"])
+
+
+_PIECE_OF = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}

@@ -1,0 +1,166 @@
+"""POST /v1/messages: the body's fields and blocks, in all the shapes in which clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.api.openai_fields import FieldRules
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class SourceBody(BaseModel):
+    """Where the content of an image or a document is."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    content: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
+
+
+class BlockBody(BaseModel):
+    """A block of content; which other fields it has depends on its type."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    source: SourceBody | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    tool_name: str | None = None
+    content: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+
+class MessageBody(BaseModel):
+    """One turn. A system message in mid-conversation is a note to the model."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[BlockBody], Field(fail_fast=True)]
+
+
+class ToolBody(BaseModel):
+    """A tool: the client's own if it has no type or `custom`, else one that Anthropic's servers know."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str | None = None
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ToolChoiceBody(BaseModel):
+    """Whether tools are called."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingBody(BaseModel):
+    """Whether the model thinks: not if the type is `disabled`. `display` has no effect: thinking is always shown."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    budget_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    display: Any = None
+
+
+class FormatBody(BaseModel):
+    """The form of the answer."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+
+
+class OutputBody(BaseModel):
+    """`output_config`."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+    format: FormatBody | None = None
+
+
+class MetadataBody(BaseModel):
+    """`metadata`."""
+
+    model_config = ConfigDict(strict=True)
+
+    user_id: str | None = None
+
+
+class MessagesBody(BaseModel):
+    """Fields that are honoured."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
+    system: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)] | None
+    ) = None
+    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    tools: Annotated[list[ToolBody] | None, Field(max_length=4096)] = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputBody | None = None
+    output_format: FormatBody | None = None
+    metadata: MetadataBody | None = None
+    stream: bool | None = None
+
+
+MESSAGES_FIELDS = FieldRules(
+    {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()},
+    frozenset(
+        {
+            "anthropic_version",
+            "betas",
+            "billing_policy",
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "fallbacks",
+            "inference_geo",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        }
+    ),
+)
+
+BLOCKS_WITHOUT_EFFECT = frozenset({"redacted_thinking"})
+"""Blocks that say nothing to a model that didn't write them."""
+
+
+def unknown_nested_fields(value: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields inside a checked body's messages and its output_config that nobody knows."""
+    sent = {name for message in value["messages"] for name in message} - MessageBody.model_fields.keys()
+    output = (value.get("output_config") or {}).keys() - OutputBody.model_fields.keys()
+    names = [f"messages[].{name}" for name in sent] + [f"output_config.{name}" for name in output]
+    return tuple(sorted(names))

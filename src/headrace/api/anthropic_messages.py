@@ -1,0 +1,146 @@
+"""Messages of a Messages body as turns of a chat.
+
+Thinking, text and calls of an assistant's turn become its parts; their order is the template's. A user's turn is one
+message for each tool result and one for what stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from headrace.api.anthropic_body import BLOCKS_WITHOUT_EFFECT, BlockBody, MessageBody, SourceBody
+from headrace.api.anthropic_tools import shown_reference
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
+
+# Where Claude Code keeps arguments that were no JSON: as the model wrote them.
+_UNPARSED = "__unparsedToolInput"
+
+_FAILED = TextPart("The tool call failed:")
+
+
+class ChatMessages:
+    """Translates messages. tools: those that a tool reference may name, by name.
+
+    Every method raises InvalidRequest and UnsupportedField with the path of a block.
+    """
+
+    def __init__(self, tools: Mapping[str, ToolDefinition]) -> None:
+        self._tools = tools
+
+    def system(self, content: str | Sequence[BlockBody] | None) -> Iterator[ChatMessage]:
+        """The system prompt, if there is one."""
+        parts = self._parts(content or "", "system")
+        if parts:
+            yield ChatMessage("system", parts)
+
+    def turn(self, message: MessageBody, path: str) -> Iterator[ChatMessage]:
+        """The messages that one turn comes to."""
+        if message.role == "assistant":
+            yield self._assistant(message, f"{path}.content")
+        elif message.role == "system":
+            yield ChatMessage("system", self._parts(message.content, f"{path}.content"))
+        else:
+            yield from self._user(message, f"{path}.content")
+
+    def _user(self, message: MessageBody, path: str) -> Iterator[ChatMessage]:
+        said: list[ContentPart] = []
+        results = 0
+        for block, where in _blocks(message.content, path):
+            if block.type != "tool_result":
+                said += self._part(block, where)
+                continue
+            if said:
+                yield ChatMessage("user", tuple(said))
+            said = []
+            results += 1
+            yield self._result(block, where)
+        if said or not results:
+            yield ChatMessage("user", tuple(said))
+
+    def _result(self, block: BlockBody, path: str) -> ChatMessage:
+        parts = self._parts(block.content or "", f"{path}.content")
+        call = _required(block.tool_use_id, f"{path}.tool_use_id")
+        return ChatMessage("tool", (_FAILED, *parts) if block.is_error else parts, tool_call_id=call)
+
+    def _assistant(self, message: MessageBody, path: str) -> ChatMessage:
+        said: list[ContentPart] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        for block, where in _blocks(message.content, path):
+            if block.type == "thinking":
+                thoughts.append(_required(block.thinking, f"{where}.thinking"))
+            elif block.type == "tool_use":
+                name = _required(block.name, f"{where}.name")
+                calls.append(ToolCall(_required(block.id, f"{where}.id"), name, _arguments(block.input)))
+            else:
+                said += self._part(block, where)
+        return ChatMessage("assistant", tuple(said), "\n".join(filter(None, thoughts)) or None, tuple(calls))
+
+    def _parts(self, content: str | Sequence[BlockBody], path: str) -> tuple[ContentPart, ...]:
+        return tuple(part for block, where in _blocks(content, path) for part in self._part(block, where))
+
+    def _part(self, block: BlockBody, path: str) -> Iterator[ContentPart]:
+        """What a block of text, an image, a document or a reference says."""
+        match block.type:
+            case "text":
+                if text := _required(block.text, f"{path}.text"):
+                    yield TextPart(text)
+            case "image":
+                yield MediaPart("image", _media_source(_source(block, path), f"{path}.source"))
+            case "document":
+                yield from self._document(_source(block, path), f"{path}.source")
+            case "tool_reference":
+                name = _required(block.tool_name, f"{path}.tool_name")
+                yield TextPart(shown_reference(name, self._tools))
+            case other if other not in BLOCKS_WITHOUT_EFFECT:
+                raise UnsupportedField(f"{path}.type: {other} blocks are not supported here", param=f"{path}.type")
+
+    def _document(self, source: SourceBody, path: str) -> Iterator[ContentPart]:
+        if source.type == "text":
+            yield TextPart(_required(source.data, f"{path}.data"))
+        elif source.type == "content":
+            yield from self._parts(source.content or "", f"{path}.content")
+        else:
+            raise UnsupportedField(f"{path}.type: only documents of text are supported", param=f"{path}.type")
+
+
+def _blocks(content: str | Sequence[BlockBody], path: str) -> Iterator[tuple[BlockBody, str]]:
+    """The blocks and their paths; a text is one block."""
+    if isinstance(content, str):
+        yield BlockBody(type="text", text=content), path
+        return
+    for index, block in enumerate(content):
+        yield block, f"{path}[{index}]"
+
+
+def _arguments(given: Any) -> str:
+    """Arguments as the model wrote them, as far as that is known."""
+    unparsed = given.get(_UNPARSED) if isinstance(given, dict) else None
+    if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
+        return str(unparsed["raw"])
+    return "" if given is None else to_json(given).decode()
+
+
+def _source(block: BlockBody, path: str) -> SourceBody:
+    if block.source is None:
+        raise InvalidRequest(f"{path}.source is missing", param=f"{path}.source")
+    return block.source
+
+
+def _media_source(source: SourceBody, path: str) -> str:
+    if source.type == "url":
+        return _required(source.url, f"{path}.url")
+    if source.type != "base64":
+        raise UnsupportedField(f"{path}.type: {source.type} is not supported", param=f"{path}.type")
+    media_type = _required(source.media_type, f"{path}.media_type")
+    return f"data:{media_type};base64,{_required(source.data, f'{path}.data')}"
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise InvalidRequest(f"{path} is missing", param=path)
+    return value

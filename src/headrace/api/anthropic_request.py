@@ -1,0 +1,118 @@
+"""POST /v1/messages and /v1/messages/count_tokens: what a body means."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.api.anthropic_body import (
+    MESSAGES_FIELDS,
+    FormatBody,
+    MessagesBody,
+    ThinkingBody,
+    ToolBody,
+    unknown_nested_fields,
+)
+from headrace.api.anthropic_messages import ChatMessages
+from headrace.api.anthropic_tools import callable_tools, foreign_types, own_tools, tool_choice
+from headrace.api.json_body import check, read_object
+from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
+from headrace.api.openai_messages import refuse_too_many
+from headrace.api.openai_sampling import Call
+from headrace.api.openai_tools import unknown_tool_fields
+from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Thinker:
+    """What the model can do. thinks: unless it is told not to. is_switchable: it can be told."""
+
+    thinks: bool
+    is_switchable: bool
+
+
+def read_messages(body: bytes, thinker: Thinker, max_model_len: int | None = None) -> Call[ChatRequest]:
+    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
+
+    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before it is looked at.
+    """
+    value = read_object(body)
+    refuse_too_many(value.get("messages"), max_model_len)
+    refuse_unbuilt(value, MESSAGES_FIELDS)
+    parsed = check(MessagesBody, value)
+    return Call(
+        request=_request(parsed, thinker),
+        model=parsed.model,
+        stream=bool(parsed.stream),
+        include_usage=True,
+        ignored=_ignored(value, parsed, thinker),
+    )
+
+
+def count_answer(num_tokens: int) -> dict[str, Any]:
+    """How many tokens a prompt has."""
+    return {"input_tokens": num_tokens}
+
+
+def _request(parsed: MessagesBody, thinker: Thinker) -> ChatRequest:
+    tools = own_tools(parsed.tools or ())
+    callable_ones = callable_tools(tools, parsed.messages)
+    thinks = _is_to_think(parsed.thinking)
+    return ChatRequest(
+        request_id=f"msg_{secrets.token_hex(16)}",
+        messages=_messages(parsed, ChatMessages({tool.name: tool for tool in tools})),
+        tools=callable_ones,
+        tool_choice=tool_choice(parsed.tool_choice, callable_ones),
+        structure=_structure(parsed),
+        sampling=RequestedSampling(temperature=parsed.temperature, top_p=parsed.top_p, top_k=parsed.top_k),
+        stop=RequestedStop(max_tokens=parsed.max_tokens, strings=tuple(parsed.stop_sequences or ())),
+        session=(parsed.metadata.user_id if parsed.metadata is not None else None) or "",
+        enable_thinking=thinks if thinker.is_switchable else None,
+        reasoning_effort=None if parsed.output_config is None else parsed.output_config.effort,
+        thinking_budget=parsed.thinking.budget_tokens if parsed.thinking is not None and thinks else None,
+        # A turn that the client began is gone on with.
+        continue_final_message=parsed.messages[-1].role == "assistant",
+    )
+
+
+def _messages(parsed: MessagesBody, translate: ChatMessages) -> tuple[ChatMessage, ...]:
+    turns = [
+        turn for index, message in enumerate(parsed.messages) for turn in translate.turn(message, f"messages[{index}]")
+    ]
+    return (*translate.system(parsed.system), *turns)
+
+
+def _is_to_think(thinking: ThinkingBody | None) -> bool:
+    """Thinking is asked for or there is none."""
+    return thinking is not None and thinking.type != "disabled"
+
+
+def _structure(parsed: MessagesBody) -> Structure | None:
+    newer = parsed.output_config.format if parsed.output_config is not None else None
+    if newer is not None and parsed.output_format is not None:
+        raise InvalidRequest("output_config.format and output_format exclude each other", param="output_format")
+    if newer is not None:
+        return _json_structure(newer, "output_config.format")
+    return None if parsed.output_format is None else _json_structure(parsed.output_format, "output_format")
+
+
+def _json_structure(form: FormatBody, path: str) -> Structure:
+    if form.type != "json_schema":
+        raise UnsupportedField(f"{path}.type must be json_schema", param=f"{path}.type")
+    if form.schema_ is None:
+        raise InvalidRequest(f"{path}.schema is missing", param=f"{path}.schema")
+    return Structure("json_schema", form.schema_)
+
+
+def _ignored(value: dict[str, Any], parsed: MessagesBody, thinker: Thinker) -> tuple[str, ...]:
+    """Names of what was accepted and has no effect."""
+    names = unknown_fields(value, MessagesBody.model_fields, MESSAGES_FIELDS) + unknown_nested_fields(value)
+    tools = [tool for tool in value.get("tools") or () if tool.get("type") in (None, "custom")]
+    names += unknown_tool_fields(tools, ToolBody.model_fields) + foreign_types(parsed.tools or ())
+    # An agent that is refused what it says about thinking does not go on.
+    asked = parsed.thinking
+    if asked is not None and not thinker.is_switchable and asked.type == ("disabled" if thinker.thinks else "enabled"):
+        names += ("thinking",)
+    return names

@@ -1,0 +1,93 @@
+"""Tools of a Messages body.
+
+Tools of other types than the client's own run on Anthropic's servers or are known to Anthropic's models only. Agents
+send them along with their own, so they are left out and reported, not refused.
+
+A deferred tool is not shown at the prompt's head: that would change what stands before the conversation whenever one
+more is found. It is written out where the conversation refers to it, and may be called from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from pydantic_core import to_json
+
+from headrace.api.anthropic_body import BlockBody, MessageBody, ToolBody, ToolChoiceBody
+from headrace.api.openai_tools import no_parameters, refuse_repeated
+from headrace.errors import InvalidRequest
+from headrace.types.chat import ToolChoice, ToolDefinition
+
+# Finds deferred tools on the server. There is none here, so that all tools are shown.
+_SEARCH_TYPES = "tool_search_tool"
+
+
+def is_own(tool: ToolBody) -> bool:
+    """Whether it is a tool that the client describes and runs."""
+    return tool.type in (None, "custom")
+
+
+def own_tools(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
+    """The client's own tools. Raises InvalidRequest for two of one name."""
+    own = [tool for tool in tools if is_own(tool)]
+    refuse_repeated([tool.name for tool in own], "tools: number {} of the client's own")
+    searched = any((tool.type or "").startswith(_SEARCH_TYPES) for tool in tools)
+    return tuple(
+        ToolDefinition(
+            tool.name,
+            tool.description,
+            tool.input_schema or no_parameters(),
+            strict=bool(tool.strict),
+            is_deferred=bool(tool.defer_loading) and not searched,
+        )
+        for tool in own
+    )
+
+
+def foreign_types(tools: Sequence[ToolBody]) -> tuple[str, ...]:
+    """Types of the tools that are left out, as `tools[].TYPE`."""
+    return tuple(sorted({f"tools[].{tool.type}" for tool in tools if not is_own(tool)}))
+
+
+def callable_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBody]) -> tuple[ToolDefinition, ...]:
+    """The tools that are shown, then the deferred ones that the conversation refers to."""
+    referred = {name for message in messages for name in _references(message.content)}
+    shown = [tool for tool in tools if not tool.is_deferred]
+    return (*shown, *(tool for tool in tools if tool.is_deferred and tool.name in referred))
+
+
+def shown_reference(name: str, tools: Mapping[str, ToolDefinition]) -> str:
+    """What stands where the conversation refers to a tool: its definition, as chat templates write those they list."""
+    tool = tools.get(name)
+    if tool is None:
+        return f"The tool {name} is not available."
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    if tool.description is None:
+        del function["description"]
+    return to_json({"type": "function", "function": function}).decode()
+
+
+def tool_choice(asked: ToolChoiceBody | None, tools: Sequence[ToolDefinition]) -> ToolChoice:
+    """Whether tools are called. Raises InvalidRequest for one that is not there."""
+    if asked is None:
+        return ToolChoice()
+    choice = ToolChoice(is_parallel=not asked.disable_parallel_tool_use)
+    if asked.type in ("none", "auto"):
+        return replace(choice, mode="none" if asked.type == "none" else "auto")
+    if not tools:
+        raise InvalidRequest(f"tool_choice {asked.type} needs tools", param="tool_choice")
+    if asked.type == "any":
+        return replace(choice, mode="required")
+    if all(asked.name != tool.name for tool in tools):
+        raise InvalidRequest(f"tool_choice.name: there is no tool {asked.name!r}", param="tool_choice.name")
+    return replace(choice, mode="required", names=(asked.name or "",))
+
+
+def _references(content: str | list[BlockBody] | None) -> Iterator[str]:
+    if content is None or isinstance(content, str):
+        return
+    for block in content:
+        if block.type == "tool_reference" and block.tool_name is not None:
+            yield block.tool_name
+        yield from _references(block.content)
