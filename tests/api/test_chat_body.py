@@ -15,6 +15,7 @@ from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
+    MediaPart,
     RequestedAnswers,
     RequestedSampling,
     RequestedStop,
@@ -156,6 +157,9 @@ def test_messages_come_in_all_shapes() -> None:
         ([{"role": "user", "content": [{"text": "a"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "smell"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].image_url"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+         "messages[0].content[0].image_url.url"),
         ([{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
          "messages[0].tool_calls[0].function.arguments"),
@@ -167,8 +171,23 @@ def test_a_wrong_message_is_named_by_its_path(messages: Any, param: str) -> None
     assert refusal(messages).param == param
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
-def test_media_parts_are_refused_by_path(kind: str) -> None:
+def test_images_and_videos_stand_where_they_were_sent() -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "high"}},
+        {"type": "text", "text": "and"},
+        {"type": "input_image", "image_url": "https://a.example/b.png"},
+        {"type": "video_url", "video_url": {"url": "https://a.example/c.mp4"}},
+    ]
+    assert read([{"role": "user", "content": parts}]).request.messages[0].content == (
+        MediaPart("image", "data:image/png;base64,AAAA"),
+        TextPart("and"),
+        MediaPart("image", "https://a.example/b.png"),
+        MediaPart("video", "https://a.example/c.mp4"),
+    )
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "audio_url", "file"])
+def test_other_media_parts_are_refused_by_path(kind: str) -> None:
     error = refusal([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}])
     assert isinstance(error, UnsupportedField)
     assert error.param == "messages[0].content[1]"

@@ -135,7 +135,7 @@ def test_a_prompt_over_the_context_is_refused_before_the_stream_begins(stream: b
 
 
 def test_a_wrong_field_is_named_in_the_error() -> None:
-    response = send("POST", CHAT, json={**BODY, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+    response = send("POST", CHAT, json={**BODY, "messages": [{"role": "user", "content": [{"type": "file"}]}]})
     assert response.status_code == 400
     error = error_of(response)
     assert error["type"] == "invalid_request_error"

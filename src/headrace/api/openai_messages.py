@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
-from headrace.types.chat import ChatMessage, Role, TextPart, ToolCall
+from headrace.types.chat import ChatMessage, ContentPart, MediaPart, Role, TextPart, ToolCall
 
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -20,12 +20,20 @@ _ROLES: Mapping[str, Role] = {
 }
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_MEDIA_PARTS = frozenset(
-    {"image_url", "input_image", "image", "video_url", "video", "input_audio", "audio_url", "audio", "file"}
-)
+_IMAGE_PARTS = frozenset({"image_url", "input_image"})
+_VIDEO_PARTS = frozenset({"video_url", "input_video"})
+_UNSUPPORTED_PARTS = frozenset({"image", "video", "input_audio", "audio_url", "audio", "file", "input_file"})
 
 # Marks for caches and notes of other servers; they say nothing that a template could render.
 _WITHOUT_EFFECT = frozenset({"cache_control", "annotations"})
+
+
+class UrlBody(BaseModel):
+    """Where an image or a video is. How finely it is looked at (`detail`) is the model's to decide."""
+
+    model_config = ConfigDict(strict=True)
+
+    url: str
 
 
 class PartBody(BaseModel):
@@ -36,6 +44,8 @@ class PartBody(BaseModel):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | UrlBody | None = None
+    video_url: str | UrlBody | None = None
 
 
 class FunctionCallBody(BaseModel):
@@ -121,24 +131,32 @@ def unknown_message_fields(messages: Sequence[Mapping[str, Any]]) -> tuple[str, 
     return tuple(f"messages[].{name}" for name in sorted(sent - MessageBody.model_fields.keys() - _WITHOUT_EFFECT))
 
 
-def _content(message: MessageBody, path: str) -> tuple[TextPart, ...]:
+def _content(message: MessageBody, path: str) -> tuple[ContentPart, ...]:
     content = message.content
     if content is None:
         # An assistant that refused has its words in another field.
         content = message.refusal or ""
     if isinstance(content, str):
         return (TextPart(content),) if content else ()
-    return tuple(_text_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+    return tuple(_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
 
 
-def _text_part(part: PartBody, path: str) -> TextPart:
-    if part.type in _MEDIA_PARTS:
+def _part(part: PartBody, path: str) -> ContentPart:
+    if part.type in _UNSUPPORTED_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
+    if part.type in _IMAGE_PARTS:
+        return MediaPart("image", _url(part.image_url, f"{path}.image_url"))
+    if part.type in _VIDEO_PARTS:
+        return MediaPart("video", _url(part.video_url, f"{path}.video_url"))
     if part.type == "refusal":
         return TextPart(_required(part.refusal, f"{path}.refusal"))
     if part.type in _TEXT_PARTS:
         return TextPart(_required(part.text, f"{path}.text"))
     raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
+
+
+def _url(place: str | UrlBody | None, path: str) -> str:
+    return _required(place.url if isinstance(place, UrlBody) else place, path)
 
 
 def _required(text: str | None, path: str) -> str:
