@@ -17,6 +17,7 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 from headrace.backend.kernels import Kernels
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
+from headrace.models.mrope import find_sections
 from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes
 from headrace.models.step import Windows
 from headrace.models.upstream import REPLACEMENTS
@@ -173,6 +174,7 @@ class Installation:
         self.tap = Tap()
         self.is_tapped = False
         self._undos: list[Undo] = []
+        self._sections = find_sections(model)
         if Level.WHOLE in levels.values():
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
@@ -182,13 +184,18 @@ class Installation:
         self._undos += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)
 
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions may have three axes."""
+        return self._sections is not None
+
     def _install(self, place: Place, level: Level, fresh_cache: FreshCache) -> None:
         if level is Level.SEAM:
             replacements: dict[str, Callable[..., Any]] = {
                 "scaled_dot_product_attention": packed_attention,
                 **REPLACEMENTS,
             }
-            self._undos += [wrap_ropes(place.module), rebind(place.module, replacements)]
+            self._undos += [wrap_ropes(place.module, self._sections), rebind(place.module, replacements)]
         elif level is Level.PACKED:
             self._replace(place, GatedDeltaMixer(place.module))
         else:

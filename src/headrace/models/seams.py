@@ -19,23 +19,41 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from headrace.models.mixers.attention import attend
+from headrace.models.mrope import MropeSections
 from headrace.models.step import KVReference, PackedStep, View, WindowMask
 
 Undo = Callable[[], None]
 
 
 class PackedRope(nn.Module):
-    """The loaded rope, whatever its kind, at one explicit position per packed token."""
+    """The loaded rope, whatever its kind, at explicit positions of each packed token.
 
-    def __init__(self, rope: nn.Module) -> None:
+    sections: how channels go by several axes; None for a rope over one.
+    """
+
+    def __init__(self, rope: nn.Module, sections: MropeSections | None = None) -> None:
         super().__init__()
         self.rope = rope
+        self._axes = None if sections is None else sections.axes()
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """x: `[1, num_heads, T, head_dim]`. A vector offset holds T positions, a scalar is the first of a run."""
+        """x: `[1, num_heads, T, head_dim]`.
+
+        A scalar offset is the first position of a run, a vector holds T positions, `[3, T]` those on each axis.
+        """
         if not isinstance(offset, mx.array) or offset.ndim == 0:
             rotated: mx.array = self.rope(x, offset=offset)
             return rotated
+        if offset.ndim == 1:
+            return self._by_token(x, offset)
+        if self._axes is None:
+            raise ValueError("the model's rope has one axis, the step's positions have three")
+        # Turned whole by each axis, and of each result the channels that are that axis's: any kind of rope will do.
+        by_time, by_row, by_column = (self._by_token(x, offset[axis]) for axis in range(3))
+        axes = mx.array(self._axes + [0] * (x.shape[-1] - len(self._axes)))
+        return mx.where(axes == 0, by_time, mx.where(axes == 1, by_row, by_column))
+
+    def _by_token(self, x: mx.array, offset: mx.array) -> mx.array:
         # tokens become the batch: mx.fast.rope takes one offset for each row of a batch
         by_token = self.rope(x.transpose(2, 1, 0, 3), offset=offset)
         packed: mx.array = by_token.transpose(2, 1, 0, 3)
@@ -80,12 +98,12 @@ def rebind(module: nn.Module, replacements: Mapping[str, Callable[..., Any]]) ->
     return undo
 
 
-def wrap_ropes(module: nn.Module) -> Undo:
+def wrap_ropes(module: nn.Module, sections: MropeSections | None = None) -> Undo:
     """Put `PackedRope` around every direct child that takes an `offset`."""
     wrapped = []
     for name, child in module.children().items():
         if isinstance(child, nn.Module) and takes(child, "offset"):
-            setattr(module, name, PackedRope(child))
+            setattr(module, name, PackedRope(child, sections))
             wrapped.append((name, child))
 
     def undo() -> None:

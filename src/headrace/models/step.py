@@ -38,7 +38,10 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """All rows of a step. positions: int32 `[T]`, what the ropes turn by."""
+    """All rows of a step.
+
+    positions: int32 `[T]`, what the ropes turn by, or `[3, T]` where media give time, row and column their own.
+    """
 
     spans: tuple[RowSpan, ...]
     positions: mx.array

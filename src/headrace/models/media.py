@@ -1,0 +1,150 @@
+"""Media among the tokens of a packed step: their positions, their embeddings, and what deeper layers get of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from headrace.models.seams import Undo
+from headrace.models.vision import MediaEmbeddings
+from headrace.types.media import MediaInput, PromptMedia
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaPiece:
+    """The tokens `lo` to `hi` of a row stand for media, all of an input or a part of it."""
+
+    lo: int
+    hi: int
+    embeddings: MediaEmbeddings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMedia:
+    """What a prompt's media mean for the tokens of one row in one step.
+
+    positions: int32 `[3, n]`. pieces: rising, without overlap.
+    """
+
+    positions: npt.NDArray[np.int32]
+    pieces: tuple[MediaPiece, ...] = ()
+
+
+def inputs_within(media: PromptMedia, start: int, end: int) -> tuple[MediaInput, ...]:
+    """The inputs that have placeholders among the tokens `start` to `end` of their sequence."""
+    return tuple(each for each in media.inputs if each.start < end and start < each.end)
+
+
+def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes, MediaEmbeddings]) -> RowMedia:
+    """What is needed of a sequence's media to compute its tokens `start` to `end`, be they prompt or output.
+
+    embedded: by digest, of at least `inputs_within` these tokens.
+    """
+    pieces = []
+    for each in inputs_within(media, start, end):
+        lo, hi = max(start, each.start), min(end, each.end)
+        rows = slice(lo - each.start, hi - each.start)
+        whole = embedded[each.digest]
+        part = MediaEmbeddings(whole.rows[rows], tuple(layer[rows] for layer in whole.deep))
+        pieces.append(MediaPiece(lo - start, hi - start, part))
+    return RowMedia(_positions(media, start, end), tuple(pieces))
+
+
+def _positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:
+    later = np.arange(start, end, dtype=np.int32) + np.int32(media.rope_delta)
+    positions = np.stack([later] * 3)
+    if media.positions is not None:
+        of_prompt = np.asarray(media.positions)[:, start:end]
+        positions[:, : of_prompt.shape[1]] = of_prompt
+    return positions
+
+
+def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.NDArray[np.int32]:
+    """Positions of rows of `num_tokens` tokens from `start` on: `[T]`, or `[3, T]` if the axes differ anywhere."""
+    parts = []
+    for start, num_tokens, media in rows:
+        plain = np.arange(start, start + num_tokens, dtype=np.int32)
+        parts.append(np.broadcast_to(plain, (3, num_tokens)) if media is None else media.positions)
+    positions = np.concatenate(parts, axis=1)
+    return positions if (positions != positions[0]).any() else positions[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMedia:
+    """The pieces of all rows of a step, at their places among its packed tokens; not empty."""
+
+    pieces: tuple[MediaPiece, ...]
+    num_tokens: int
+
+    def embeddings(self, of_tokens: mx.array) -> mx.array:
+        """The tokens' own embeddings `[1, T, hidden]`, replaced where media stand."""
+        return self._filled(of_tokens[0], [piece.embeddings.rows for piece in self.pieces])[None]
+
+    def deep(self) -> list[mx.array]:
+        """What is added to the outputs of the first layers, `[1, T, hidden]` each."""
+        first = self.pieces[0].embeddings
+        zeros = mx.zeros((self.num_tokens, first.rows.shape[1]), first.rows.dtype)
+        layers = range(len(first.deep))
+        return [self._filled(zeros, [piece.embeddings.deep[layer] for piece in self.pieces])[None] for layer in layers]
+
+    def _filled(self, background: mx.array, rows: Sequence[mx.array]) -> mx.array:
+        parts, end = [], 0
+        for piece, row in zip(self.pieces, rows, strict=True):
+            parts += [background[end : piece.lo], row.astype(background.dtype)]
+            end = piece.hi
+        return mx.concatenate([*parts, background[end:]])
+
+
+def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
+    """The media of rows with so many tokens; None if no token stands for any."""
+    pieces: list[MediaPiece] = []
+    lo = 0
+    for num_tokens, media in rows:
+        for piece in media.pieces if media is not None else ():
+            pieces.append(MediaPiece(lo + piece.lo, lo + piece.hi, piece.embeddings))
+        lo += num_tokens
+    return StepMedia(tuple(pieces), lo) if pieces else None
+
+
+class Deepstack:
+    """Adds parts of a step's media to the outputs of a text model's first layers (Qwen3-VL, arXiv 2511.21631).
+
+    Layers get a subclass of their own class when the first such step comes; models without never change.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._added: list[mx.array] = []
+        self._undos: list[Undo] = []
+
+    def set(self, added: Sequence[mx.array]) -> None:
+        """What the layers add from now on, from the first layer on; nothing for none."""
+        self._added = list(added)
+        for index in range(len(self._undos), len(added)):
+            self._undos.append(self._wrap(index))
+
+    def undo(self) -> None:
+        """Leave the layers as they were."""
+        while self._undos:
+            self._undos.pop()()
+
+    def _wrap(self, index: int) -> Undo:
+        layer = self._layers[index]
+        original = type(layer)
+
+        def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            output = original.__call__(module, *arguments, **options)
+            return output + self._added[index].astype(output.dtype) if index < len(self._added) else output
+
+        layer.__class__ = type(original.__name__, (original,), {"__call__": call})
+
+        def undo() -> None:
+            layer.__class__ = original
+
+        return undo
