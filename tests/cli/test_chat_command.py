@@ -7,6 +7,7 @@ import io
 import itertools
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from fakes import END, FakeEngine, PlainTemplate, Step, fake_session
@@ -140,8 +141,8 @@ def test_the_command_loads_the_model_talks_and_stops_the_engine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine("hello there")
-    monkeypatch.setattr(chat.Engine, "launch", lambda config: engine)
-    monkeypatch.setattr(chat, "configured_words", lambda config: None)
+    monkeypatch.setattr(chat.Engine, "launch", lambda *_: engine)
+    monkeypatch.setattr(chat, "configured_words", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(chat.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.setattr("builtins.input", person("hi"))
     chat.run([])

@@ -15,12 +15,13 @@ PATIENCE_S = 60
 # Chats with a model that speaks many words, or many languages.
 PROGRAM = textwrap.dedent("""
     import sys
+    from types import SimpleNamespace
     from fakes import FakeEngine, fake_session
     from headrace.cli import chat, main
 
     engine = FakeEngine(sys.argv[1] * int(sys.argv[2]))
-    chat.configured_words = lambda config: None
-    chat.Engine.launch = lambda config: engine
+    chat.configured_words = lambda config: SimpleNamespace(constraints=None)
+    chat.Engine.launch = lambda *_: engine
     chat.Session.over = lambda engine, words: fake_session(engine)
     sys.argv = ["headrace", "chat"]
     sys.exit(main.command())

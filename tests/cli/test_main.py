@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEngine, describe, fake_session
@@ -78,10 +79,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_model_that_cannot_be_loaded_is_one_line_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(config: Config) -> None:
+    def launch(config: Config, constraints: None) -> None:
         raise ModelError(f"{config.model} has no config.json")
 
-    monkeypatch.setattr(serve, "configured_words", lambda config: None)
+    monkeypatch.setattr(serve, "configured_words", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(serve.Engine, "launch", launch)
     assert main(["serve", "some/where", "--port", "0"]) == 2
     assert capsys.readouterr().err == "headrace: some/where has no config.json\n"
@@ -90,10 +91,10 @@ def test_a_model_that_cannot_be_loaded_is_one_line_too(
 def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(config: Config) -> None:
+    def launch(config: Config, constraints: None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "configured_words", lambda config: None)
+    monkeypatch.setattr(chat, "configured_words", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(chat.Engine, "launch", launch)
     assert main(["chat"]) == 130
     assert capsys.readouterr().err == "headrace: interrupted\n"
@@ -104,8 +105,9 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
 ) -> None:
     engine, asked = FakeEngine(model=replace(describe(), report=("level of its layers",))), []
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
-    monkeypatch.setattr(doctor, "configured_words", asked.append)
-    monkeypatch.setattr(doctor.Engine, "launch", lambda config: engine)
+    words = SimpleNamespace(constraints=None)
+    monkeypatch.setattr(doctor, "configured_words", lambda config: asked.append(config) or words)
+    monkeypatch.setattr(doctor.Engine, "launch", lambda *_: engine)
     monkeypatch.setattr(doctor.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.delenv("HEADRACE_MODEL", raising=False)
     assert main(["doctor", "--numerics", "exact"]) == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import socket
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -62,8 +63,8 @@ def test_an_interrupted_server_does_not_wait_for_the_engine(
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
-    monkeypatch.setattr(serve.Engine, "launch", lambda config: engine)
-    monkeypatch.setattr(serve, "configured_words", lambda config: None)
+    monkeypatch.setattr(serve.Engine, "launch", lambda *_: engine)
+    monkeypatch.setattr(serve, "configured_words", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(serve.Session, "over", lambda engine, *_, **__: fake_session(engine))
     return engine
 

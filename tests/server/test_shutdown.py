@@ -25,6 +25,7 @@ BODY = {"messages": [{"role": "user", "content": "hello"}]}
 # buffers of its connections are small.
 PROGRAM = textwrap.dedent("""
     import asyncio, socket, sys
+    from types import SimpleNamespace
     from fakes import FakeEngine, describe, fake_session
     from headrace.cli import main, serve
     from headrace.server import run
@@ -47,8 +48,8 @@ PROGRAM = textwrap.dedent("""
     words = ["word"] * int(sys.argv[2])
     engine = Silent(*words, asyncio.Event(), model=describe(max_model_len=10**6))
     serve.open_listener = open_listener
-    serve.configured_words = lambda config: None
-    serve.Engine.launch = lambda config: engine
+    serve.configured_words = lambda config: SimpleNamespace(constraints=None)
+    serve.Engine.launch = lambda *_: engine
     serve.Session.over = lambda engine, *_, **__: fake_session(engine)
     sys.argv = ["headrace", "serve", "--port", "0"]
     sys.exit(main.command())

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> None:
     )
     warn_of_unknown_variables()
     words = configured_words(config)
-    engine = Engine.launch(config)
+    engine = Engine.launch(config, words.constraints)
     try:
         # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
         session = Session.over(engine, words)

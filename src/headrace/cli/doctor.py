@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> None:
 def _model_report(config: Config) -> list[str]:
     """Loads the model as the server would and says what came of it."""
     words = configured_words(config)
-    engine = Engine.launch(config)
+    engine = Engine.launch(config, words.constraints)
     try:
         return [*engine.model.report, *Session.over(engine, words).notes]
     finally:

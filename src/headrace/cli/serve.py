@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> None:
     warn_of_unknown_variables()
     with open_listener(config.server) as listener:
         words = configured_words(config)
-        engine = Engine.launch(config)
+        engine = Engine.launch(config, words.constraints)
         is_interrupted = False
         try:
             session = Session.over(engine, words, prepares_turns=config.engine.prefix_cache == "on")

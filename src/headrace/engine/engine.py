@@ -27,7 +27,8 @@ from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, 
 from headrace.engine.memory import fitting_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
-from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError
+from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, ModelError
+from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
@@ -124,8 +125,9 @@ class OutputStream:
 class Engine:
     """A loaded model and the thread that runs it. Make one with `launch`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, constraints: ConstraintFactory | None = None) -> None:
         self._config = config
+        self._constraints = constraints
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_ready = threading.Event()
         self._launch_error: BaseException | None = None
@@ -134,9 +136,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
 
     @classmethod
-    def launch(cls, config: Config) -> Engine:
-        """Load the model and start the thread. Raises ModelError and ConfigError."""
-        engine = cls(config)
+    def launch(cls, config: Config, constraints: ConstraintFactory | None = None) -> Engine:
+        """Load the model and start the thread. Raises ModelError and ConfigError.
+
+        constraints: makes those of requests, by the model's own tokenizer; None if no request may have one.
+        """
+        engine = cls(config, constraints)
         engine._thread.start()
         engine._is_ready.wait()
         if engine._launch_error is not None:
@@ -157,8 +162,11 @@ class Engine:
     async def submit(self, request: GenerationRequest) -> OutputStream:
         """Queue a request; its outputs come from the stream that this gives.
 
-        Raises what the scheduler refuses (InvalidRequest, ContextTooLong, Overloaded) and EngineDead.
+        Raises what the scheduler refuses (InvalidRequest, ContextTooLong, Overloaded), InvalidRequest for a constraint
+        that the engine was not launched for, and EngineDead.
         """
+        if request.constraint is not None and self._constraints is None:
+            raise InvalidRequest("the engine was launched without constraints", param="constraint")
         stream = OutputStream(request, self._inbox.put)
         self._refuse_if_dead()
         self._inbox.put(Submit(request, stream.sink, time.monotonic()))
@@ -220,7 +228,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            loop, self._model = _prepare(self._config, self._inbox)
+            loop, self._model = _prepare(self._config, self._inbox, self._constraints)
         except HeadraceError as error:  # handed to whoever called launch
             self._launch_error = error
             return
@@ -240,7 +248,9 @@ class Engine:
         loop.fail_all(EngineDead(f"the engine is not running: {self._death}"))
 
 
-def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, ModelDescription]:
+def _prepare(
+    config: Config, inbox: queue.SimpleQueue[Command], constraints: ConstraintFactory | None
+) -> tuple[Loop, ModelDescription]:
     """Everything before the first request, on the engine's thread."""
     products = blas.install(config.models.numerics)
     limits.restore_open_files()
@@ -286,7 +296,7 @@ def _prepare(config: Config, inbox: queue.SimpleQueue[Command]) -> tuple[Loop, M
         max_queue=config.engine.max_queue,
         prefixes=prefixes,
     )
-    runner = Runner(loaded.packed, loaded.vocab_size, prefixes)
+    runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints)
     loop = Loop(runner, scheduler, prefixes, MemoryPlan(budget_bytes, weights_bytes), inbox)
     return loop, _describe(files, loaded, max_model_len, report)
 

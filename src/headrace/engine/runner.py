@@ -10,6 +10,8 @@ import mlx.core as mx
 
 from headrace.engine.pool import PrefixPool
 from headrace.errors import GenerationFailed
+from headrace.grammar.constraint import Constraint, Window
+from headrace.grammar.factory import ConstraintFactory
 from headrace.models.packed import PackedModel, Row
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
@@ -32,6 +34,7 @@ class _Live:
     state: SequenceState
     params: SamplingParams
     history: History | None
+    constraint: Constraint | None
     request_id: str
     token_ids: list[int]
     """What the state has seen, token by token."""
@@ -43,12 +46,17 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A chunk whose window is open. lo: its first row among the logits that the step computes."""
+    """A chunk whose window is open.
+
+    lo: its first row among the logits that the step computes. legal: what may come after it and after its drafts; None
+    if anything may, or if nothing is drawn.
+    """
 
     chunk: Chunk
     request: GenerationRequest
     live: _Live
     lo: int
+    legal: Window | None
 
     @property
     def tells_prompt(self) -> bool:
@@ -70,6 +78,7 @@ class _Draw:
     sequence_id: str
     params: SamplingParams
     history: History | None
+    constraint: Constraint | None
     row: int
 
 
@@ -85,11 +94,18 @@ class _Drawn:
 class Runner:
     """Holds the states of all running sequences and computes their chunks. Belongs to the engine's thread."""
 
-    def __init__(self, model: PackedModel, vocab_size: int, prefixes: PrefixPool | None = None) -> None:
-        """prefixes: None if nothing is kept for later prompts."""
+    def __init__(
+        self,
+        model: PackedModel,
+        vocab_size: int,
+        prefixes: PrefixPool | None = None,
+        constraints: ConstraintFactory | None = None,
+    ) -> None:
+        """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint."""
         self._model = model
         self._vocab_size = vocab_size
         self._prefixes = prefixes
+        self._constraints = constraints
         self._pool = SlabPool()
         self._live: dict[str, _Live] = {}
 
@@ -158,7 +174,8 @@ class Runner:
         for chunk in chunks:
             request = requests[chunk.request_id]
             try:
-                one = _Work(chunk, request, self._begin(chunk, request), lo)
+                live = self._begin(chunk, request)
+                one = _Work(chunk, request, live, lo, _legal(chunk, live))
             except Exception as error:  # a row's outer wall
                 logger.exception("the row of %s failed", chunk.sequence_id)
                 failures += _failures(chunk, error)
@@ -172,7 +189,8 @@ class Runner:
         if live is None:
             history = History(request.prompt, self._vocab_size) if needs_history(request.sampling) else None
             state = SequenceState(self._pool, len(request.prompt) + 1)
-            live = _Live(state, request.sampling, history, request.request_id, list(request.prompt[: chunk.start]))
+            known = list(request.prompt[: chunk.start])
+            live = _Live(state, request.sampling, history, self._constraint(request), request.request_id, known)
             self._live[chunk.sequence_id] = live
             if chunk.start and self._prefixes is not None:
                 self._prefixes.restore(request.request_id, state)
@@ -186,6 +204,12 @@ class Runner:
         marks = tuple(mark for mark in self._marks(chunk) if mark < end)
         live.state.begin(len(chunk.token_ids), len(chunk.token_ids) - chunk.num_drafts, marks)
         return live
+
+    def _constraint(self, request: GenerationRequest) -> Constraint | None:
+        if request.constraint is None:
+            return None
+        assert self._constraints is not None, "the engine refuses constraints that it has no factory for"
+        return self._constraints.begin(request.constraint, request.stop_token_ids)
 
     def _marks(self, chunk: Chunk) -> tuple[int, ...]:
         """Lengths up to the chunk's end at which a prompt leaves snapshots."""
@@ -259,6 +283,8 @@ class Runner:
             live = self._live[one.draw.sequence_id]
             if live.history is not None:
                 live.history.append([one.token_id])
+            if live.constraint is not None:
+                live.constraint.accept([one.token_id])
             results.append(
                 ChunkResult(
                     one.draw.sequence_id,
@@ -278,7 +304,7 @@ class Runner:
             state.restore(record)
             live = work.live
             self._live[one.draw.sequence_id] = _Live(
-                state, one.draw.params, one.draw.history, live.request_id, list(live.token_ids)
+                state, one.draw.params, one.draw.history, one.draw.constraint, live.request_id, list(live.token_ids)
             )
 
     def free(self, sequence_ids: Iterable[str]) -> None:
@@ -296,20 +322,29 @@ def _failures(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
     return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
 
 
+def _legal(chunk: Chunk, live: _Live) -> Window | None:
+    if live.constraint is None or not chunk.samples:
+        return None
+    return live.constraint.window(chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :])
+
+
 def _draws(work: _Work) -> list[_Draw]:
     """The chunk's own token and one for each of its forks, all from the logits of its last token."""
     chunk, live = work.chunk, work.live
     row = work.lo + work.num_logits - 1
-    draws = [_Draw(work, chunk.sequence_id, live.params, live.history, row)]
+    draws = [_Draw(work, chunk.sequence_id, live.params, live.history, live.constraint, row)]
     for choice, sequence_id in enumerate(chunk.forks, start=1):
         params = replace(live.params, seed=live.params.seed + choice)
         history = live.history.fork() if live.history is not None else None
-        draws.append(_Draw(work, sequence_id, params, history, row))
+        constraint = live.constraint.copy() if live.constraint is not None else None
+        draws.append(_Draw(work, sequence_id, params, history, constraint, row))
     return draws
 
 
 def _settings(draw: _Draw) -> SamplingRow:
-    return SamplingRow(draw.params, draw.work.chunk.output_index, draw.history, draw.work.request.stop_token_ids)
+    work = draw.work
+    mask = work.legal.masks[-1] if work.legal is not None else None
+    return SamplingRow(draw.params, work.chunk.output_index, draw.history, work.request.stop_token_ids, mask)
 
 
 def _scores(logits: mx.array, tokens: mx.array, draws: Sequence[_Draw], scored: Sequence[int]) -> LogprobRows:

@@ -74,6 +74,8 @@ def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
 def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:
     memory = status.memory
     yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
+    help = "Answers that ended by themselves and don't fit their JSON schema."
+    yield from _counter("headrace:schema_misfits", help, status.num_misfits, labels)
     for name, help, num_bytes in (
         ("budget", "What sequences may take.", memory.budget_bytes),
         ("weights", "The model's weights.", memory.weights_bytes),

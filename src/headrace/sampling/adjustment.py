@@ -2,7 +2,8 @@
 
 An Adjustment is planned on the host and names the tokens that it touches. All rows of a batch are then changed
 together, one stage after the other, by gathering the named logits, changing them and putting them back: no other logit
-is computed with, so the work does not grow with the vocabulary and a row can't change its neighbours.
+is computed with, so the work does not grow with the vocabulary and a row can't change its neighbours. Only a mask,
+which says of every token whether it may come, looks at whole rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.sampling.history import Ids, Text, counts_output
+from headrace.sampling.rows import in_order, pick
 from headrace.types.request import SamplingParams
+
+Mask = npt.NDArray[np.uint32]
+"""[W]: bit i % 32 of word i // 32 is set if token i may come. Ids beyond the last word may not."""
 
 _NUM_REMEMBERED = 64
 """Sets of ids that are kept as arrays from one step to the next; a set of allowed ids may be nearly as large as V."""
@@ -37,13 +42,14 @@ class Edit:
 class Adjustment:
     """All that is done to one row, in the order of the fields; None is nothing. Every id is inside the vocabulary.
 
-    allowed: the only ids that may come. banned, biased: amounts to add, -inf for a ban.
+    allowed: the only ids that may come. banned, biased: amounts to add, -inf for a ban. mask: what else may come.
     repeated: factors that divide positive and multiply negative logits. counted: amounts to subtract.
     """
 
     allowed: Ids | None
     banned: Edit | None
     biased: Edit | None
+    mask: Mask | None
     repeated: Edit | None
     counted: Edit | None
 
@@ -54,23 +60,34 @@ def plan_adjustment(
     history: Text | None,
     stop_token_ids: frozenset[int],
     num_tokens: int,
+    mask: Mask | None = None,
 ) -> Adjustment:
     """What these settings ask for at this place of the output; ids outside the vocabulary of `num_tokens` are ignored.
 
-    history: may be None for settings that don't need one, see `needs_history`.
+    history: may be None for settings that don't need one, see `needs_history`. mask: what may come by a grammar.
     """
     banned = [_inside(params.banned_token_ids, num_tokens)] if params.banned_token_ids else []
     if history and params.bad_words:
         banned.append(_word_ends(params.bad_words, history, num_tokens))
-    if output_index < params.min_tokens:
+    if output_index < params.min_tokens and not (mask is not None and _must_end(mask, stop_token_ids)):
         banned.append(_inside(stop_token_ids, num_tokens))
     return Adjustment(
         allowed=None if params.allowed_token_ids is None else _inside(params.allowed_token_ids, num_tokens),
         banned=_same_for_all(banned, -np.inf) if banned else None,
         biased=_biased(params.logit_bias, num_tokens) if params.logit_bias else None,
+        mask=mask,
         repeated=_repeated(params, history) if history and params.repetition_penalty != 1 else None,
         counted=_counted(params, history) if history and counts_output(params) else None,
     )
+
+
+def _must_end(mask: Mask, stop_token_ids: frozenset[int]) -> bool:
+    """Whether nothing but stop tokens may come."""
+    others = mask.copy()
+    for token_id in stop_token_ids:
+        if 0 <= token_id < 32 * len(others):
+            others[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
+    return not others.any()
 
 
 @lru_cache(_NUM_REMEMBERED)
@@ -117,6 +134,7 @@ def apply_adjustments(logits: mx.array, adjustments: Mapping[int, Adjustment]) -
     logits = _keep_only(logits, {row: each.allowed for row, each in adjustments.items() if each.allowed is not None})
     logits = _edit(logits, {row: each.banned for row, each in adjustments.items()}, mx.add)
     logits = _edit(logits, {row: each.biased for row, each in adjustments.items()}, mx.add)
+    logits = _mask_out(logits, {row: each.mask for row, each in adjustments.items() if each.mask is not None})
     logits = _edit(logits, {row: each.repeated for row, each in adjustments.items()}, _discourage)
     return _edit(logits, {row: each.counted for row, each in adjustments.items()}, mx.subtract)
 
@@ -130,6 +148,24 @@ def _keep_only(logits: mx.array, allowed: Mapping[int, Ids]) -> mx.array:
     closed = mx.where(is_closed, logits - mx.inf, logits)
     places = _places(allowed, logits.shape[-1])
     return _put(closed, places, mx.take(logits, places))
+
+
+def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
+    """Every token of these rows banned whose bit is not set; a mask may be narrower than the logits, or wider."""
+    if not masks:
+        return logits
+    num_tokens = logits.shape[-1]
+    words = np.zeros((len(masks), -(-num_tokens // 32)), dtype=np.uint32)
+    for place, mask in enumerate(masks.values()):
+        width = min(words.shape[1], len(mask))
+        words[place, :width] = mask[:width]
+    bits = (mx.array(words)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    may_come = bits.reshape(len(masks), -1)[:, :num_tokens] == 1
+    masked = pick(logits, list(masks))
+    groups: list[tuple[Sequence[int], mx.array]] = [(list(masks), mx.where(may_come, masked, masked - mx.inf))]
+    if rest := [row for row in range(logits.shape[0]) if row not in masks]:
+        groups.append((rest, pick(logits, rest)))
+    return in_order(groups)
 
 
 def _edit(

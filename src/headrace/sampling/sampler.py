@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from headrace.sampling.adjustment import apply_adjustments, plan_adjustment
+from headrace.sampling.adjustment import Mask, apply_adjustments, plan_adjustment
 from headrace.sampling.draw import NO_TOKEN, draw
 from headrace.sampling.history import Text, needs_history
 from headrace.sampling.random_stream import uniforms
@@ -29,13 +29,14 @@ class SamplingRow:
 
     output_index: number of the request's output tokens before the row.
     history: the text before the row, for settings that need one, see `needs_history`.
-    stop_token_ids: what `min_tokens` keeps from coming.
+    stop_token_ids: what `min_tokens` keeps from coming. mask: what may come by the request's constraint, None for all.
     """
 
     params: SamplingParams
     output_index: int
     history: Text | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -47,7 +48,8 @@ class SamplingRow:
         """Whether the row is drawn from other logits than the model's."""
         params = self.params
         has_ids = params.allowed_token_ids is not None or params.banned_token_ids or params.logit_bias
-        return bool(has_ids) or self.output_index < params.min_tokens or needs_history(params)
+        is_limited = self.mask is not None or self.output_index < params.min_tokens
+        return bool(has_ids) or is_limited or needs_history(params)
 
 
 def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -65,7 +67,7 @@ def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
             if row.history is None and needs_history(row.params):
                 raise ValueError(f"row {number} has penalties or bad words but no history")
             adjustments[number] = plan_adjustment(
-                row.params, row.output_index, row.history, row.stop_token_ids, num_tokens
+                row.params, row.output_index, row.history, row.stop_token_ids, num_tokens, row.mask
             )
     return apply_adjustments(logits.astype(mx.float32), adjustments) if adjustments else logits
 

@@ -108,6 +108,7 @@ class IdleTurns:
             num_choices=1,
             num_logprobs=None,
             num_prompt_logprobs=None,
+            constraint=None,
             session=SESSION,
             priority=IDLE_PRIORITY,
         )

@@ -13,12 +13,16 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
+from dataclasses import replace
 from functools import partial
 
 from headrace.errors import EngineDead, GenerationFailed, InvalidRequest
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
+from headrace.grammar.factory import ConstraintFactory
+from headrace.grammar.vocabulary import Vocabulary
 from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
+from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.settings import (
@@ -59,6 +63,7 @@ class Session:
     """Serves requests with one engine.
 
     prepares_turns: whether finished chats are made ready for their next turn in quiet moments, see IdleTurns.
+    constraints: the engine's own; None to make others of the same tokenizer, for an engine that refuses them.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Session:
         template: ChatTemplate,
         family: ModelFamily,
         *,
+        constraints: ConstraintFactory | None = None,
         prepares_turns: bool = False,
     ) -> None:
         self._engine = engine
@@ -77,6 +83,7 @@ class Session:
         self._scorer = Scorer(tokenizer)
         self._defaults = sampling_defaults(engine.model.generation_config)
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
+        self._constraints = ChatConstraints(family, constraints or ConstraintFactory(Vocabulary(tokenizer)))
 
     @classmethod
     def over(cls, engine: TokenSource, words: Words | None = None, *, prepares_turns: bool = False) -> Session:
@@ -85,7 +92,14 @@ class Session:
         words: these, if they have been read already.
         """
         words = words or load_words(engine.model.directory, engine.model.model_type)
-        return cls(engine, words.tokenizer, words.template, words.family, prepares_turns=prepares_turns)
+        return cls(
+            engine,
+            words.tokenizer,
+            words.template,
+            words.family,
+            constraints=words.constraints,
+            prepares_turns=prepares_turns,
+        )
 
     @property
     def model(self) -> ModelDescription:
@@ -120,7 +134,7 @@ class Session:
     async def status(self) -> EngineStatus:
         """What the engine is doing. Raises EngineDead."""
         self._refuse_if_dead()
-        return await self._engine.status()
+        return replace(await self._engine.status(), num_misfits=self._constraints.num_misfits)
 
     async def cache(self) -> CacheStatus | None:
         """What the prefix cache holds; None if it is off. Raises EngineDead."""
@@ -143,7 +157,7 @@ class Session:
         and a Finished for each choice. Closing the generator aborts the request in the engine. Raises RequestError
         before Started when the request can't be served, EngineDead, GenerationFailed, and RequestCancelled.
         """
-        return self._answer(partial(self._chat_prompts, request), partial(self._note_turn, request))
+        return self._answer(partial(self._chat_prompts, request), partial(self._note_chat, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
         """Events of a completion's answers, as for a chat. Prompts are worked on side by side."""
@@ -190,6 +204,11 @@ class Session:
                 async for event in events:
                     yield event
             note(prompts)
+
+    def _note_chat(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:
+        for prompt in prompts:
+            self._constraints.check_answers(request, prompt.choices)
+        self._note_turn(request, prompts)
 
     def _note_turn(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:
         """Remembers an answered chat for a quiet moment. Which of several choices goes on can't be known."""
@@ -253,7 +272,9 @@ class Session:
         self._check(request)
         # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
         prompt = await asyncio.to_thread(self._render, request, self.model.max_model_len)
+        constraint = await asyncio.to_thread(self._constraints.spec, request, prompt)
         generation = self._generation(request, request.request_id, prompt, "messages")
+        generation = replace(generation, constraint=constraint)
         choices = [
             ChoiceAnswer(
                 choice,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
+from headrace.grammar.factory import ConstraintFactory
+from headrace.grammar.vocabulary import Vocabulary
 from headrace.text.history import HistoryPolicy
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -14,11 +16,15 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How a model's text becomes tokens and back."""
+    """How a model's text becomes tokens and back.
+
+    constraints: what holds its tokens to a grammar; the engine is launched with them.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate
     family: ModelFamily
+    constraints: ConstraintFactory
 
 
 def load_words(directory: Path, model_type: str, *, history: str = "stable") -> Words:
@@ -28,4 +34,5 @@ def load_words(directory: Path, model_type: str, *, history: str = "stable") -> 
     """
     tokenizer = Tokenizer.load(directory)
     family = find_family(model_type, tokenizer.chat_template)
-    return Words(tokenizer, ChatTemplate(tokenizer, family, history=HistoryPolicy(history)), family)
+    template = ChatTemplate(tokenizer, family, history=HistoryPolicy(history))
+    return Words(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer)))

@@ -14,20 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headrace.sampling.adjustment import Mask
 from headrace.sampling.sampler import SamplingRow
 
 
-def window_rows(row: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
+def window_rows(
+    row: SamplingRow, drafts: Sequence[int], masks: Sequence[Mask | None] | None = None
+) -> list[SamplingRow]:
     """How each place of a window is drawn: one before each draft and one behind the last, K + 1 in all.
 
     row: of the window's first place. Later places count the drafts before them as output: they are looked at only if
     these drafts were right. `row.history` is not changed, and must not change before the rows are drawn.
+    masks: what may come at each place by the request's constraint, K + 1 of them; None if it has none.
     """
     return [
         replace(
             row,
             output_index=row.output_index + num_before,
             history=row.history.followed_by(drafts[:num_before]) if row.history is not None else None,
+            mask=masks[num_before] if masks is not None else None,
         )
         for num_before in range(len(drafts) + 1)
     ]

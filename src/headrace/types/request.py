@@ -33,7 +33,7 @@ class SamplingParams:
     """How the next token is drawn. All values are resolved; the fields with a value here are off by it.
 
     They take effect in this order: allowed_token_ids and banned_token_ids, bad_words; min_tokens, logit_bias;
-    repetition_penalty; frequency_penalty, presence_penalty; temperature, min_p, top_k, top_p.
+    the request's constraint; repetition_penalty; frequency_penalty, presence_penalty; temperature, min_p, top_k, top_p.
 
     temperature: under 1e-5 the most likely token is taken.
     top_p: in (0, 1], 1 is off. top_k: 0 is off. min_p: in [0, 1], 0 is off.
@@ -43,7 +43,7 @@ class SamplingParams:
     logit_bias: (token id, amount added to its logit).
     allowed_token_ids: the only ids that may come; None is all. banned_token_ids: ids that may not.
     bad_words: sequences of two or more ids whose last may not come after the others.
-    min_tokens: output tokens before a stop token may come.
+    min_tokens: output tokens before a stop token may come; but where the constraint allows nothing else, it comes.
     """
 
     temperature: float
@@ -62,6 +62,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintSpec:
+    """What an output may be, as data: a key by which an engine finds what follows it.
+
+    grammar: of the whole output, in llguidance's syntax.
+    """
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to be continued, in one or several ways.
 
@@ -72,6 +82,7 @@ class GenerationRequest:
     num_prompt_logprobs: the same for each prompt token.
     session: requests of one session share a turn in the queue. priority: lower goes first.
     cache_salt: prompts of different salts never share what the prefix cache holds.
+    constraint: what each choice's output may be; None for anything.
     """
 
     request_id: str
@@ -86,3 +97,4 @@ class GenerationRequest:
     session: str = ""
     priority: int = 0
     cache_salt: str = ""
+    constraint: ConstraintSpec | None = None

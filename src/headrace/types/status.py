@@ -99,7 +99,10 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A moment between two steps. cache: None if it is switched off."""
+    """A moment between two steps.
+
+    cache: None if it is switched off. num_misfits: answers so far that were held to a JSON schema and don't fit it.
+    """
 
     num_running: int
     num_waiting: int
@@ -107,6 +110,7 @@ class EngineStatus:
     memory: MemoryStatus
     counters: Counters
     cache: CacheStatus | None = None
+    num_misfits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""Follows one sequence through a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from headrace.errors import GenerationFailed
+from headrace.grammar.constraint import Mask, Window
+from headrace.grammar.vocabulary import Vocabulary
+
+
+class Matcher:
+    """A grammar and how far a sequence has come in it.
+
+    Where the grammar may end, the sequence's stop tokens may come, and nowhere else, whatever their text is. Where only
+    one text may come, only the tokens may that it is usually written in.
+    """
+
+    def __init__(self, grammar: LLMatcher, vocabulary: Vocabulary, stop_token_ids: frozenset[int]) -> None:
+        """grammar: not yet begun, and nobody else's."""
+        self._grammar = grammar
+        self._vocabulary = vocabulary
+        self._stop_token_ids = stop_token_ids
+        self._stops = _bits(stop_token_ids, vocabulary)
+        self._has_stopped = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but a stop token may come."""
+        return self._has_stopped or self._grammar.is_stopped()
+
+    def window(self, drafts: Sequence[int]) -> Window:
+        """See Constraint."""
+        masks: list[Mask | None] = []
+        num_legal = num_consumed = 0
+        for draft in drafts:
+            mask = self._mask()
+            masks.append(mask)
+            if not _allows(mask, draft):
+                break
+            num_legal += 1
+            if draft in self._stop_token_ids:
+                break
+            num_consumed += self._grammar.try_consume_tokens([draft])
+        else:
+            masks.append(self._mask())
+        if num_consumed and not self._grammar.rollback(num_consumed):
+            raise self._failure()
+        masks += [None] * (len(drafts) + 1 - len(masks))
+        return Window(tuple(masks), num_legal)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See Constraint. Raises GenerationFailed for a token that may not come."""
+        for token_id in token_ids:
+            if self._has_stopped:
+                return
+            if token_id in self._stop_token_ids:
+                self._has_stopped = True
+            elif not self._grammar.consume_token(token_id):
+                raise self._failure()
+
+    def forced_tokens(self, limit: int) -> tuple[int, ...]:
+        """See Constraint."""
+        return () if self.is_over else tuple(self._grammar.compute_ff_tokens()[:limit])
+
+    def copy(self) -> Matcher:
+        """See Constraint."""
+        copy = Matcher(self._grammar.deep_copy(), self._vocabulary, self._stop_token_ids)
+        copy._has_stopped = self._has_stopped
+        return copy
+
+    def _mask(self) -> Mask:
+        """Where the sequence stands now."""
+        mask: Mask = np.zeros(num_words(self._vocabulary.size + 1), dtype=np.uint32)
+        self._grammar.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._grammar.is_error():
+            raise self._failure()
+        may_end = _allows(mask, self._vocabulary.end_id)
+        _forbid(mask, self._vocabulary.end_id)
+        return mask | self._stops if may_end else mask & ~self._stops
+
+    def _failure(self) -> GenerationFailed:
+        return GenerationFailed(f"the grammar can't go on: {self._grammar.get_error()}")
+
+
+def num_words(num_tokens: int) -> int:
+    """Words of a mask over so many tokens."""
+    return -(-num_tokens // 32)
+
+
+def _bits(token_ids: frozenset[int], vocabulary: Vocabulary) -> Mask:
+    mask: Mask = np.zeros(num_words(vocabulary.size + 1), dtype=np.uint32)
+    for token_id in token_ids:
+        if token_id < vocabulary.size:
+            mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask
+
+
+def _allows(mask: Mask, token_id: int) -> bool:
+    return 0 <= token_id < 32 * len(mask) and bool(mask[token_id // 32] >> np.uint32(token_id % 32) & 1)
+
+
+def _forbid(mask: Mask, token_id: int) -> None:
+    mask[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))

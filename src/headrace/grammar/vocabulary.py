@@ -1,0 +1,95 @@
+"""The model's tokens as llguidance knows them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Protocol
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+_END_NAME = b"<end of the answer>"
+
+
+class TokenText(Protocol):
+    """What a grammar has to know of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which are no text."""
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that are found in text as a whole, special or not, by their texts."""
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds to a text; None if it adds none."""
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text, of a special one its name."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+
+
+class Vocabulary:
+    """A tokenizer, and what is made of it when it is first needed: half a second for 250,000 tokens."""
+
+    def __init__(self, tokenizer: TokenText) -> None:
+        self.tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, those that a mask has bits for."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def end_id(self) -> int:
+        """A token of our own behind all others, by which llguidance says that a text may end.
+
+        Which real tokens end an answer is the request's to say.
+        """
+        return self.size
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their names."""
+        special = self.tokenizer.special_ids
+        return {text: token_id for text, token_id in self.tokenizer.added_tokens.items() if token_id in special}
+
+    @property
+    def compiled(self) -> LLTokenizer:
+        """The tokenizer in llguidance's form. May be asked for by several threads."""
+        with self._lock:
+            return self._compiled
+
+    @cached_property
+    def _compiled(self) -> LLTokenizer:
+        return LLTokenizer(_Tokens(self))
+
+
+class _Tokens(TokenizerWrapper):
+    """What llguidance asks of a tokenizer that it doesn't know."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.is_tokenizer_wrapper = True
+        self.bos_token_id = None
+        tokenizer = vocabulary.tokenizer
+        special = tokenizer.special_ids
+        self.tokens: list[bytes] = []
+        for token_id in range(vocabulary.size):
+            data = tokenizer.token_bytes(token_id)
+            self.tokens.append(tokenizer.token_text(token_id).encode() if data is None else data)
+        self.tokens.append(_END_NAME)
+        self.eos_token_id = vocabulary.end_id
+        self.special_token_ids = [*sorted(special), vocabulary.end_id]
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))

@@ -1,0 +1,172 @@
+"""Structured answers through the whole engine, beside plain ones, on the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.config import Config, EngineConfig
+from headrace.engine.engine import MINIATURE, Engine
+from headrace.errors import InvalidRequest
+from headrace.session.session import Session
+from headrace.session.words import load_words
+from headrace.types.chat import (
+    ChatMessage,
+    ChatRequest,
+    RequestedAnswers,
+    RequestedSampling,
+    RequestedStop,
+    Structure,
+    TextPart,
+)
+from headrace.types.events import Finished, FinishReason, Reasoning, Text
+from headrace.types.request import ConstraintSpec, GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+SMALL = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "maxLength": 3},
+        "b": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SCHEMA = Structure("json_schema", SMALL)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    words = load_words(MINIATURE, "qwen3_5")
+    engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=16)), words.constraints)
+    yield Session.over(engine, words)
+    engine.stop()
+
+
+def ask(name: str, structure: Structure | None = None, max_tokens: int = 16, **changes: Any) -> ChatRequest:
+    request = ChatRequest(
+        name,
+        (ChatMessage("user", (TextPart("What is the capital of France?"),)),),
+        structure=structure,
+        enable_thinking=False,
+        sampling=RequestedSampling(temperature=0.0),
+        stop=RequestedStop(max_tokens=max_tokens),
+    )
+    return replace(request, **changes)
+
+
+async def answers(session: Session, request: ChatRequest) -> list[tuple[str, str, FinishReason]]:
+    """Thinking, text and finish of each choice."""
+    number = request.answers.num_choices
+    thinking, texts, reasons = [""] * number, [""] * number, [FinishReason.STOP] * number
+    async for event in session.chat(request):
+        match event:
+            case Reasoning():
+                thinking[event.choice] += event.text
+            case Text():
+                texts[event.choice] += event.text
+            case Finished():
+                reasons[event.choice] = event.reason
+    return list(zip(thinking, texts, reasons, strict=True))
+
+
+def warm(seed: int, **changes: Any) -> RequestedSampling:
+    return RequestedSampling(temperature=1.0, seed=seed, **changes)
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_an_answer_fits_its_schema_with_and_without_thinking(session: Session, thinks: bool) -> None:
+    request = ask("small", SCHEMA, max_tokens=160, enable_thinking=thinks)
+    ((thinking, text, reason),) = await answers(session, request)
+    assert reason is FinishReason.STOP
+    jsonschema.validate(json.loads(text), SMALL)
+    assert bool(thinking) == thinks
+    assert (await session.status()).num_misfits == 0
+
+
+@pytest.mark.slow
+async def test_nothing_of_a_structured_answer_stays_for_the_plain_one_after_it(session: Session) -> None:
+    expected = await answers(session, ask("plain", max_tokens=6))
+    structured = None
+    for _ in range(10):
+        now = await answers(session, ask("small", SCHEMA, max_tokens=6))
+        assert structured is None or now == structured
+        structured = now
+        assert await answers(session, ask("plain", max_tokens=6)) == expected
+    assert structured != expected
+
+
+MIXED = (
+    ask("plain"),
+    ask("schema", SCHEMA),
+    ask("choice", Structure("choice", ("Rome", "Paris, France"))),
+    ask("regex", Structure("regex", r"[0-9]{3}-[a-f]{2}"), sampling=warm(7, min_p=0.01)),
+    ask("penalties", SCHEMA, sampling=warm(3, repetition_penalty=1.3, frequency_penalty=0.5)),
+    ask("bias", SCHEMA, sampling=warm(4, logit_bias=((5, 5.0), (90, -100.0)))),
+    ask("several", SCHEMA, sampling=warm(5), answers=RequestedAnswers(num_choices=3)),
+    ask("scored", Structure("json_object"), answers=RequestedAnswers(num_logprobs=2)),
+)
+
+
+async def test_mixed_requests_together_give_what_each_gives_alone(session: Session) -> None:
+    alone = [await answers(session, request) for request in MIXED]
+    assert await asyncio.gather(*(answers(session, request) for request in MIXED)) == alone
+    assert alone[2][0][1] in ("Rome", "Paris, France")
+    assert re.fullmatch(r"[0-9]{3}-[a-f]{2}", alone[3][0][1])
+    assert len(set(alone[6])) > 1
+
+
+@pytest.mark.slow
+async def test_choices_are_what_their_seeds_give_alone(session: Session) -> None:
+    several = await answers(session, MIXED[6])
+    for choice, expected in enumerate(several):
+        assert await answers(session, ask("alone", SCHEMA, sampling=warm(5 + choice))) == [expected]
+
+
+async def test_log_probabilities_are_of_the_model_without_the_grammar(session: Session) -> None:
+    request = ask("free", max_tokens=1, answers=RequestedAnswers(num_logprobs=5))
+    held = replace(request, structure=Structure("regex", "[0-9]"))
+    told = []
+    for each in (request, held):
+        events = [event async for event in session.chat(each)]
+        told.append(next(score for event in events if isinstance(event, Text) for score in event.scores))
+    free, limited = told
+    assert [each.token_id for each in limited.top] == [each.token_id for each in free.top]
+    assert [each.logprob for each in limited.top] == [each.logprob for each in free.top]
+    assert limited.token_id not in [each.token_id for each in free.top]
+    assert limited.rank is not None
+    assert limited.rank > 5
+
+
+async def test_thinking_that_max_tokens_cut_is_no_misfit(session: Session) -> None:
+    ((thinking, text, reason),) = await answers(session, ask("cut", SCHEMA, max_tokens=3, enable_thinking=True))
+    assert thinking
+    assert (text, reason) == ("", FinishReason.LENGTH)
+    assert (await session.status()).num_misfits == 0
+
+
+async def test_what_cannot_be_honoured_is_refused(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match="not a JSON schema"):
+        await answers(session, ask("bad", Structure("json_schema", {"type": 3})))
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        await answers(session, ask("endless", SCHEMA, stop=RequestedStop(9, ignore_eos=True)))
+
+
+async def test_an_engine_without_a_factory_refuses_constraints() -> None:
+    engine = Engine(Config("miniature"))
+    params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+    with pytest.raises(InvalidRequest, match="constraints"):
+        await engine.submit(GenerationRequest("a", (1,), params, 1, constraint=ConstraintSpec("start: /a/")))

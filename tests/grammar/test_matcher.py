@@ -1,0 +1,134 @@
+"""Masks against languages that are small enough to be listed."""
+
+from __future__ import annotations
+
+import pytest
+from grammar.small import END, MARK, TEXTS, UNUSED, allowed, factory, ids, matcher
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import GenerationFailed, InvalidRequest
+from headrace.types.request import ConstraintSpec
+
+LANGUAGES = {
+    'start: "aab" | "ab" | "abba" | "b"': {"aab", "ab", "abba", "b"},
+    "start: /a{1,3}b?/": {"a", "aa", "aaa", "ab", "aab", "aaab"},
+    'start: ("a" | "b") ("ab" | "c")': {"aab", "ac", "bab", "bc"},
+}
+
+
+@given(st.sampled_from(sorted(LANGUAGES)), st.lists(st.integers(0, UNUSED), max_size=6))
+def test_a_token_may_come_if_some_text_of_the_language_goes_on_with_it(grammar: str, wanted: list[int]) -> None:
+    language = LANGUAGES[grammar]
+    constraint, text = matcher(grammar), ""
+    for token in [*wanted, None]:
+        expected = {each for each, added in enumerate(TEXTS) if any(word.startswith(text + added) for word in language)}
+        assert allowed(constraint.window(())) == expected | ({END} if text in language else set())
+        assert constraint.is_over == (text in language and not expected)
+        if token is None or token not in expected:
+            break
+        constraint.accept((token,))
+        text += TEXTS[token]
+
+
+@given(st.sampled_from(sorted(LANGUAGES)), st.lists(st.integers(0, UNUSED), max_size=5))
+def test_a_window_says_what_single_steps_would(grammar: str, drafts: list[int]) -> None:
+    constraint = matcher(grammar)
+    window = constraint.window(drafts)
+    assert len(window.masks) == len(drafts) + 1
+    one = matcher(grammar)
+    num_legal = 0
+    for place, draft in enumerate(drafts):
+        assert allowed(window, place) == allowed(one.window(()))
+        if draft not in allowed(window, place):
+            break
+        num_legal += 1
+        one.accept((draft,))
+        if draft == END:
+            break
+    else:
+        assert allowed(window, len(drafts)) == allowed(one.window(()))
+        num_legal = len(drafts)
+    assert window.num_legal == num_legal
+    assert all(mask is None for mask in window.masks[num_legal + 1 :])
+    # and nothing of it stays
+    assert allowed(constraint.window(())) == allowed(matcher(grammar).window(()))
+
+
+def test_stop_tokens_may_come_only_where_the_language_may_end() -> None:
+    stops = {END, *ids("c")}
+    constraint = matcher('start: "a" "c"? "b"?', stops)
+    assert allowed(constraint.window(())) == ids("a", "ab")
+    constraint.accept(ids("a"))
+    # "c" could go on, but it is a stop token: it ends the output, whatever its text is
+    assert allowed(constraint.window(())) == stops | ids("b")
+    constraint.accept(ids("c"))
+    assert constraint.is_over
+
+
+def test_a_draft_that_stops_is_legal_and_nothing_behind_it_is() -> None:
+    constraint = matcher('start: "a"*')
+    window = constraint.window((0, END, 0))
+    assert window.num_legal == 2
+    assert window.masks[2:] == (None, None)
+
+
+def test_what_comes_behind_a_stop_token_is_left_out() -> None:
+    constraint = matcher('start: "a"')
+    constraint.accept((0, END, 5, 5))
+    assert constraint.is_over
+
+
+def test_special_tokens_are_no_text() -> None:
+    constraint = matcher("start: /(?s:.*)/")
+    assert allowed(constraint.window(())) == set(range(len(TEXTS))) | {END}
+    named = matcher(f"start: /[ab]*/ <[{MARK}]> /c/")
+    assert allowed(named.window(())) == ids("a", "b", "ab", "ba", "aab") | {MARK}
+
+
+def test_a_token_that_may_not_come_is_an_error() -> None:
+    with pytest.raises(GenerationFailed, match="grammar"):
+        matcher('start: "a"').accept(ids("b"))
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    constraint = matcher('start: "a" ("b" | "c")')
+    constraint.accept(ids("a"))
+    copy = constraint.copy()
+    constraint.accept(ids("b"))
+    assert constraint.is_over
+    assert not copy.is_over
+    assert allowed(copy.window(())) == ids("b", "c")
+    stopped = constraint.copy()
+    constraint.accept((END,))
+    assert allowed(stopped.window(())) == {END}
+
+
+def test_forced_text_is_given_as_tokens_that_may_come() -> None:
+    constraint = matcher('start: "aab" "c" "1"? ')
+    forced = constraint.forced_tokens(9)
+    assert "".join(TEXTS[token] for token in forced) == "aabc"
+    assert constraint.window(forced).num_legal == len(forced)
+    assert constraint.forced_tokens(1) == forced[:1]
+    constraint.accept((*forced, *ids("1")))
+    assert constraint.forced_tokens(9) == ()
+
+
+def test_text_that_is_certain_comes_in_its_usual_tokens() -> None:
+    assert allowed(matcher('start: "ab" "b"').window(())) == ids("ab")
+
+
+def test_a_grammar_is_compiled_once_and_each_sequence_begins_anew() -> None:
+    made = factory()
+    spec = ConstraintSpec('start: "ab" | "c"')
+    made.prepare(spec.grammar)
+    first = made.begin(spec, frozenset({END}))
+    first.accept(ids("ab"))
+    second = made.begin(spec, frozenset({END}))
+    assert allowed(second.window(())) == ids("a", "ab", "c")
+    assert first.is_over
+
+
+def test_a_grammar_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="compiled"):
+        factory().prepare("start: no_such_rule")
