@@ -23,6 +23,13 @@ from headrace.errors import ConfigError
 
 DEFAULT_MODEL = "miniature"
 
+TOOL_FORMATS = (
+    "auto", "deepseek_v3", "deepseek_v31", "dsml", "gemma4", "glm", "granite3", "harmony", "hermes", "hunyuan",
+    "kimi_k2", "lfm2", "llama_json", "minimax_m2", "mistral_args", "mistral_json", "pythonic", "qwen_xml", "seed_oss",
+    "toolcall_list",
+)  # fmt: skip
+"""Names of the syntaxes that `text/formats/registry.py` holds, and `auto`."""
+
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT_PREFIX = "HEADRACE_"
@@ -52,6 +59,11 @@ class ModelConfig:
         "fast",
         "exact computes with the stock BLAS and the reference kernels: bit-equal to mlx-lm token by token, and slow",
         choices=("fast", "exact"),
+    )
+    tool_format: str = knob(
+        "auto",
+        "syntax in which the model writes tool calls; auto takes the family's, or what the chat template shows",
+        choices=TOOL_FORMATS,
     )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
     model_folder: str = knob(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.families.detect import THINK_MARKERS
+from headrace.families.detect import THINK_MARKERS, TOOL_MARKERS
 from headrace.families.registry import FAMILIES, explain, find_family
 
 
@@ -15,7 +15,8 @@ def test_no_model_type_belongs_to_two_families() -> None:
 
 def test_every_odd_field_has_a_reason() -> None:
     for family in FAMILIES:
-        for name in ("think_open", "single_system", "alternates_roles", "answer_frames", "special_markers"):
+        odd = ("tool_format", "think_open", "think_variants", "single_system", "alternates_roles", "answer_frames")
+        for name in (*odd, "special_markers"):
             if getattr(family, name):
                 assert family.why.get(name), f"{family.name}.{name}"
 
@@ -72,6 +73,25 @@ def test_the_thinking_switch_is_read_from_the_template(template: str, key: str |
 def test_every_marker_of_harmony_survives_the_skipping_of_special_tokens() -> None:
     kept = find_family("gpt_oss").keep_special_tokens
     assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"} <= kept
+
+
+@pytest.mark.parametrize(("marker", "tool_format"), TOOL_MARKERS)
+def test_the_syntax_of_calls_is_read_from_the_template(marker: str, tool_format: str) -> None:
+    family = find_family("never_heard_of", f"{{% for call in message.tool_calls %}}{{{{ '{marker}' }}}}{{% endfor %}}")
+    assert family.tool_format == tool_format
+    assert family.why["tool_format"] == "found in the chat template"
+
+
+def test_a_syntax_that_was_asked_for_is_stronger_than_record_and_template() -> None:
+    family = find_family("gpt_oss", "<tool_call>", tool_format="hermes")
+    assert (family.tool_format, family.speaks_harmony) == ("hermes", False)
+    assert "hermes: as the server was told" in "\n".join(explain(family))
+
+
+def test_a_template_without_calls_means_that_no_syntax_is_known() -> None:
+    family = find_family("qwen3", "{{ messages[0].content }}")
+    assert family.tool_format is None
+    assert "tool calls: text, no syntax is known" in "\n".join(explain(family))
 
 
 def test_explain_names_each_choice_and_its_reason() -> None:

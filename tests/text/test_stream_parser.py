@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
+from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.stream_parser import StreamParser
 from headrace.types.events import Reasoning, Text
 
@@ -24,12 +25,13 @@ def parse(
     family: ModelFamily = THINKER,
     thinking_open: bool = False,
     stop: tuple[str, ...] = (),
+    is_cut: bool = False,
 ) -> list[tuple[str, str]]:
     """(kind, text) in order, neighbours of one kind joined."""
     parser = StreamParser(family, thinking_open=thinking_open, stop_strings=stop)
     joined: list[tuple[str, str]] = []
     events = [event for piece in ([pieces] if isinstance(pieces, str) else pieces) for event in parser.push(piece)]
-    for event in [*events, *parser.finish()]:
+    for event in [*events, *parser.finish(cut=is_cut)]:
         kind = {Text: "text", Reasoning: "thought"}[type(event)]
         if joined and joined[-1][0] == kind:
             joined[-1] = (kind, joined[-1][1] + event.text)
@@ -70,6 +72,8 @@ def test_less_than_a_marker_and_a_stop_string_is_held_back(fragments: list[str],
     reference = StreamParser(THINKER, thinking_open=thinking_open, stop_strings=("stop here",))
     whole = sum(len(event.text) for event in (*reference.push("".join(fragments)), *reference.finish()))
     given_out = sum(len(event.text) for piece in fragments for event in parser.push(piece))
+    # A block that begins in mid-answer waits for its end, so only what stands before it is bound to have come.
+    assume("<think>" not in "".join(fragments).lstrip().removeprefix("<think>"))
     assert whole - given_out <= len("\n</think>") - 1 + len("stop here") - 1
 
 
@@ -101,7 +105,7 @@ def test_closed_blocks_are_thinking(text: str, expected: list[tuple[str, str]]) 
     "text",
     [
         "no marker at all",
-        "</think>\n\na closer by itself",
+        "Well.\n</think>\n\na closer by itself",
         "put it in `<think>` and `</think>`",
         "the <think> tag",
         "```\n<think>\nplan\n</think>\n```\n",
@@ -115,6 +119,39 @@ def test_closed_blocks_are_thinking(text: str, expected: list[tuple[str, str]]) 
 )
 def test_what_is_not_a_block_is_text_to_the_byte(text: str) -> None:
     assert parse(text) == [("text", text)]
+
+
+def test_a_closer_with_nothing_before_it_is_dropped() -> None:
+    assert parse("</think>\n\nyes") == [("text", "yes")]
+
+
+def test_a_block_in_mid_answer_counts_if_it_is_closed() -> None:
+    assert parse("so<think>hm</think>yes") == [("text", "so"), ("thought", "hm"), ("text", "yes")]
+    assert parse("so\n<think>hm") == [("text", "so\n<think>hm")]
+
+
+def test_a_block_in_mid_answer_that_is_cut_short_counts_where_it_begins_a_line() -> None:
+    assert parse("so\n<think>hm", is_cut=True) == [("text", "so\n"), ("thought", "hm")]
+    assert parse("so <think>hm", is_cut=True) == [("text", "so <think>hm")]
+
+
+def test_a_long_block_in_mid_answer_goes_on_before_it_is_closed() -> None:
+    parser = StreamParser(THINKER, thinking_open=False)
+    assert parser.push("so\n<think>" + "x" * MAX_BLOCK) == (Text("so\n"),)
+    assert parser.push("y" * 20) == (Reasoning("x" * MAX_BLOCK + "y" * 20),)
+
+
+def test_markers_in_backticks_end_no_thinking() -> None:
+    assert parse("they mean `</think>`, I think</think>yes", thinking_open=True) == [
+        ("thought", "they mean `</think>`, I think"),
+        ("text", "yes"),
+    ]
+    assert parse("use `x`</think>`y` it is", thinking_open=True) == [("thought", "use `x`"), ("text", "`y` it is")]
+
+
+def test_a_backtick_that_nothing_closes_quotes_nothing() -> None:
+    assert parse("a ` b\n\nc <think>d</think>e") == [("text", "a ` b\n\nc "), ("thought", "d"), ("text", "e")]
+    assert parse("``<think>` </think>``") == [("text", "``<think>` </think>``")]
 
 
 def test_a_block_after_a_closed_fence_counts_again() -> None:
@@ -207,6 +244,19 @@ def test_a_channel_of_gemma_is_thinking() -> None:
     assert parse(list(text), family=find_family("gemma4")) == [("thought", "No tool needed."), ("text", "Hello.")]
 
 
-def test_answer_frames_within_the_answer_are_text() -> None:
+def test_half_a_header_within_the_answer_is_text() -> None:
     text = "<|channel|>final<|message|>a\n<|start|>assistant"
     assert parse(text, family=HARMONY) == [("text", "a\n<|start|>assistant")]
+    assert parse(list(text), family=HARMONY) == [("text", "a\n<|start|>assistant")]
+
+
+@pytest.mark.parametrize("text", ["<response>yes</response>", "<response>\nyes\n</response>"])
+def test_an_element_around_the_answer_belongs_to_no_text(text: str) -> None:
+    granite = find_family("granite", "</think>")
+    assert parse(list(f"<think>hm</think>{text}"), family=granite) == [("thought", "hm"), ("text", "yes")]
+    assert parse("</response> alone", family=granite) == [("text", "</response> alone")]
+
+
+def test_sentences_may_set_thinking_apart() -> None:
+    text = "Here's my thought process: hm\nHere is my response: yes"
+    assert parse(list(text), family=find_family("granite")) == [("thought", " hm"), ("text", " yes")]

@@ -15,4 +15,6 @@ def configured_words(config: Config) -> Words:
     """
     files = model_files(config)
     sampling_defaults(files.generation_config)
-    return load_words(files.directory, files.model_type, history=config.engine.history)
+    return load_words(
+        files.directory, files.model_type, history=config.engine.history, tool_format=config.models.tool_format
+    )

@@ -15,6 +15,30 @@ THINK_MARKERS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
 )
 
+# Text in a template and the syntax of tool calls that it shows, in the order in which they are looked for.
+TOOL_MARKERS: tuple[tuple[str, str], ...] = (
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<tool_calls:opensource>", "hunyuan"),
+    ("<｜DSML｜", "dsml"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<tool_calls>", "hunyuan"),
+    ("<TOOLCALL>", "toolcall_list"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_call>", "gemma4"),
+    ("<|tool_call|>", "granite3"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral_json"),
+    ("<function=", "qwen_xml"),
+    ("<arg_key>", "glm"),
+    ("<tool_call>", "hermes"),
+    ("<|python_start|>", "pythonic"),
+    ("<|python_tag|>", "llama_json"),
+    ("Environment: ipython", "llama_json"),
+)
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+
 # Variables that templates read as a switch for thinking.
 SWITCHES = ("enable_thinking", "thinking")
 
@@ -31,6 +55,13 @@ def detect_think_markers(chat_template: str) -> tuple[str, str] | None:
         if closer in chat_template:
             return opener, closer
     return None
+
+
+def detect_tool_format(chat_template: str) -> str | None:
+    """Name of the syntax of tool calls that the template writes or describes, None if it shows none that is known."""
+    if _DEEPSEEK_CALL in chat_template:
+        return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
+    return next((name for marker, name in TOOL_MARKERS if marker in chat_template), None)
 
 
 def detect_thinking_key(chat_template: str) -> str | None:

@@ -11,28 +11,48 @@ class ModelFamily:
     """How models of one family mark their thinking and what their chat templates demand.
 
     name: of the family, for people. model_types: `model_type` values of config.json that belong to it.
+    tool_format: name of the syntax in which tool calls are written, None: ask the template.
     think_open, think_close: text around thinking in the output; both None if the family doesn't think.
+    think_variants: further pairs that mean the same.
     thinking_key: template variable that switches thinking, None if the template has no such switch.
     alternates_roles: the template demands that user and assistant take turns; None: ask the template.
     single_system: the template takes one system message, at the top; None: ask the template.
-    answer_frames: markup that the model writes where its answer begins; it belongs to no text.
+    answer_frames: pairs of markup that the model writes around its answer; it belongs to no text.
     special_markers: special tokens that the markers above are made of, where they aren't tokens themselves.
     why: a reason for each field that is not what one would expect.
     """
 
     name: str
     model_types: tuple[str, ...] = ()
+    tool_format: str | None = None
     think_open: str | None = None
     think_close: str | None = None
+    think_variants: tuple[tuple[str, str], ...] = ()
     thinking_key: str | None = None
     alternates_roles: bool | None = None
     single_system: bool | None = None
-    answer_frames: tuple[str, ...] = ()
+    answer_frames: tuple[tuple[str, str], ...] = ()
     special_markers: tuple[str, ...] = ()
     why: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def speaks_harmony(self) -> bool:
+        """Whether an output is a row of messages with headers, as gpt-oss writes them."""
+        return self.tool_format == "harmony"
+
+    @property
+    def think_blocks(self) -> dict[str, tuple[str, ...]]:
+        """Openers of thinking, each with its closers."""
+        blocks: dict[str, tuple[str, ...]] = {}
+        variant_closers = tuple(dict.fromkeys(closer for _, closer in self.think_variants))
+        blocks.update((opener, variant_closers) for opener, _ in self.think_variants)
+        if self.think_open is not None and self.think_close is not None:
+            blocks[self.think_open] = (self.think_close,)
+        return blocks
+
+    @property
     def keep_special_tokens(self) -> frozenset[str]:
-        """Texts of special tokens that the stream parser needs to see."""
-        markers = (self.think_open, self.think_close, *self.answer_frames, *self.special_markers)
+        """Texts of special tokens that mark thinking and answers."""
+        frames = [marker for pair in (*self.answer_frames, *self.think_variants) for marker in pair]
+        markers = (self.think_open, self.think_close, *frames, *self.special_markers)
         return frozenset(marker for marker in markers if marker)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from headrace.families.detect import detect_think_markers, detect_thinking_key
+from headrace.families.detect import detect_think_markers, detect_thinking_key, detect_tool_format
 from headrace.families.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (
@@ -22,14 +23,21 @@ FAMILIES: tuple[ModelFamily, ...] = (
         single_system=True,
         why={"single_system": "the published template raises on a system message that isn't the first"},
     ),
-    ModelFamily(name="gemma", model_types=("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n")),
+    ModelFamily(
+        name="gemma",
+        model_types=("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"),
+        tool_format="pythonic",
+        why={"tool_format": "no tokens of its own; a list of calls is what it is taught to write"},
+    ),
     ModelFamily(
         name="gemma4",
         model_types=("gemma4", "gemma4_text"),
+        tool_format="gemma4",
         think_open="<|channel>thought\n",
         think_close="<channel|>",
         special_markers=("<|channel>",),
         why={
+            "tool_format": "calls and strings stand between tokens of its own",
             "think_open": "thinking is a channel of the model's turn, opened by a token, a word and a newline",
             "special_markers": "the token that opens a channel is special and would be skipped",
         },
@@ -37,40 +45,59 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(
         name="gpt-oss",
         model_types=("gpt_oss",),
+        tool_format="harmony",
         think_open="<|channel|>analysis<|message|>",
         think_close="<|end|>",
-        answer_frames=(
-            "<|start|>assistant",
-            "<|channel|>final<|message|>",
-            "<|channel|>final <|constrain|>json<|message|>",
-            "<|channel|>commentary<|message|>",
-        ),
-        special_markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+        special_markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
         why={
-            "think_open": "harmony: an answer is a row of messages, each on a channel; analysis is thinking",
-            "answer_frames": "the header of the message that is meant for the user",
+            "tool_format": "an answer is a row of messages with headers; a call is a message to a tool",
+            "think_open": "each message has a channel; analysis is thinking",
             "special_markers": "headers are written with special tokens that would be skipped",
         },
     ),
     ModelFamily(name="glm", model_types=("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")),
     ModelFamily(name="minimax", model_types=("minimax", "minimax_m2")),
     ModelFamily(name="nemotron", model_types=("nemotron_h", "nemotron")),
-    ModelFamily(name="granite", model_types=("granite", "granitemoe", "granitemoehybrid")),
+    ModelFamily(
+        name="granite",
+        model_types=("granite", "granitemoe", "granitemoehybrid"),
+        think_variants=tuple((f"{here} my thought process:", f"{here} my response:") for here in ("Here is", "Here's")),
+        answer_frames=(("<response>", "</response>"),),
+        why={
+            "think_variants": "Granite 3.2 sets thinking and answer apart by two sentences",
+            "answer_frames": "Granite 3.3 writes an element around the answer when it thinks",
+        },
+    ),
     ModelFamily(name="lfm2", model_types=("lfm2", "lfm2_moe")),
     ModelFamily(name="deepseek", model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32")),
     ModelFamily(name="kimi", model_types=("kimi_k2", "kimi_k25", "kimi_linear")),
     ModelFamily(name="seed", model_types=("seed_oss",)),
+    ModelFamily(
+        name="hunyuan",
+        model_types=("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+        answer_frames=(("<answer>", "</answer>"),),
+        why={"answer_frames": "A13B writes an element around the answer when it thinks"},
+    ),
+    ModelFamily(name="step", model_types=("step3p5",)),
 )
 
 _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
-def find_family(model_type: str, chat_template: str | None = None) -> ModelFamily:
+def find_family(model_type: str, chat_template: str | None = None, *, tool_format: str | None = None) -> ModelFamily:
     """The family of a model; an unknown `model_type` gets a generic one.
 
-    Thinking markers and the thinking switch that a record leaves open are read from the template, because
-    models of one architecture differ: a distilled reasoner is a `qwen2` with markers of its own.
+    Thinking markers, the thinking switch and the syntax of tool calls that a record leaves open are read from the
+    template, because models of one architecture differ: a distilled reasoner is a `qwen2` with markers of its own.
+    tool_format: the syntax that somebody asked for, which is stronger than either.
     """
+    family = _found_family(model_type, chat_template)
+    if tool_format is None:
+        return family
+    return replace(family, tool_format=tool_format, why={**family.why, "tool_format": "as the server was told"})
+
+
+def _found_family(model_type: str, chat_template: str | None) -> ModelFamily:
     family = _BY_MODEL_TYPE.get(model_type) or ModelFamily(name="generic", model_types=(model_type,))
     if chat_template is None:
         return family
@@ -79,13 +106,15 @@ def find_family(model_type: str, chat_template: str | None = None) -> ModelFamil
 
 def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
     why = dict(family.why)
-    think_open, think_close, thinking_key = family.think_open, family.think_close, family.thinking_key
-    if think_close is None and (markers := detect_think_markers(chat_template)) is not None:
-        think_open, think_close = markers
-        why["think_open"] = "found in the chat template"
-    if thinking_key is None and (thinking_key := detect_thinking_key(chat_template)) is not None:
-        why["thinking_key"] = "found in the chat template"
-    return replace(family, think_open=think_open, think_close=think_close, thinking_key=thinking_key, why=why)
+    found: dict[str, Any] = {}
+    if family.think_close is None and (markers := detect_think_markers(chat_template)) is not None:
+        found["think_open"], found["think_close"] = markers
+    if family.thinking_key is None and (key := detect_thinking_key(chat_template)) is not None:
+        found["thinking_key"] = key
+    if family.tool_format is None and (tool_format := detect_tool_format(chat_template)) is not None:
+        found["tool_format"] = tool_format
+    why.update(dict.fromkeys(found, "found in the chat template"))
+    return replace(family, **found, why=why)
 
 
 def explain(family: ModelFamily) -> list[str]:
@@ -98,10 +127,13 @@ def explain(family: ModelFamily) -> list[str]:
         lines.append(f"  thinking: {family.think_open!r} to {family.think_close!r}{_because(family, 'think_open')}")
         switch = family.thinking_key or "none"
         lines.append(f"  thinking switch: {switch}{_because(family, 'thinking_key')}")
+    for opener, closer in family.think_variants:
+        lines.append(f"  thinking also: {opener!r} to {closer!r}{_because(family, 'think_variants')}")
+    lines.append(f"  tool calls: {family.tool_format or 'text, no syntax is known'}{_because(family, 'tool_format')}")
     lines.append(f"  roles alternate: {_answer(family.alternates_roles)}{_because(family, 'alternates_roles')}")
     lines.append(f"  one system message: {_answer(family.single_system)}{_because(family, 'single_system')}")
-    for frame in family.answer_frames:
-        lines.append(f"  answer begins with {frame!r}{_because(family, 'answer_frames')}")
+    for opener, closer in family.answer_frames:
+        lines.append(f"  answer: {opener!r} to {closer!r}{_because(family, 'answer_frames')}")
     return lines
 
 

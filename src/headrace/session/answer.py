@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from headrace.text.detokenize import Detokenizer
+from headrace.text.formats.calls import BrokenCall
+from headrace.text.outlet import ParsedEvent
 from headrace.text.stream_parser import StreamParser
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.events import (
@@ -18,6 +20,7 @@ from headrace.types.events import (
     TokenLogprobs,
     TokenOutput,
     TokenScore,
+    ToolArguments,
     Usage,
 )
 from headrace.types.request import GenerationRequest
@@ -67,7 +70,8 @@ class ChoiceAnswer:
         self._scorer = scorer
         self._num_undecided = 0
         self._untold: list[TokenScore] = []
-        self._events: list[Text | Reasoning] = []
+        self._num_notes_taken = 0
+        self._events: list[ParsedEvent] = []
         self._said: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
 
     @property
@@ -90,7 +94,18 @@ class ChoiceAnswer:
         """Thinking text so far."""
         return "".join(self._said[Reasoning])
 
-    def push(self, output: TokenOutput) -> list[Text | Reasoning]:
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far."""
+        return self._parser.num_calls
+
+    def take_broken_calls(self) -> tuple[BrokenCall, ...]:
+        """What could not be made a call, since the last time."""
+        new = self._parser.notes[self._num_notes_taken :]
+        self._num_notes_taken += len(new)
+        return new
+
+    def push(self, output: TokenOutput) -> list[ParsedEvent]:
         """Events of one output of the engine, neighbours of a kind joined; sets `reason` at the choice's end."""
         for index, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
@@ -103,11 +118,18 @@ class ChoiceAnswer:
                 return self._taken_events()
         if output.finish_reason is not None:
             self._parse(self._detokenizer.finish())
-            self._add(self._parser.finish())
-            self.reason = FinishReason.STOP if self._parser.stopped else output.finish_reason
+            self._add(self._parser.finish(cut=output.finish_reason is FinishReason.LENGTH))
+            self.reason = self._reason(output.finish_reason)
         return self._taken_events()
 
-    def say_prompt(self, text: str, scores: Iterable[TokenScore]) -> list[Text | Reasoning]:
+    def _reason(self, reason: FinishReason) -> FinishReason:
+        """Why the choice ended, once the engine has said so."""
+        if self._parser.stopped:
+            return FinishReason.STOP
+        called = reason is FinishReason.STOP and self._parser.num_calls
+        return FinishReason.TOOL_CALLS if called else reason
+
+    def say_prompt(self, text: str, scores: Iterable[TokenScore]) -> list[ParsedEvent]:
         """Events that begin the answer with its prompt, which is neither counted nor parsed."""
         self._untold.extend(scores)
         if text:
@@ -123,23 +145,30 @@ class ChoiceAnswer:
         if text:
             self._add(self._parser.push(text))
 
-    def _add(self, events: Iterable[Text | Reasoning]) -> None:
+    def _add(self, events: Iterable[ParsedEvent]) -> None:
         for event in events:
             if isinstance(event, Reasoning):
                 self.num_reasoning_tokens += self._num_undecided
             self._num_undecided = 0
-            self._said[type(event)].append(event.text)
+            if isinstance(event, Text | Reasoning):
+                self._said[type(event)].append(event.text)
             self._emit(event)
 
-    def _emit(self, event: Text | Reasoning) -> None:
+    def _emit(self, event: ParsedEvent) -> None:
         """Joins a piece to the one before it if it can: each event becomes a message on the wire."""
-        kind, text, scores = type(event), event.text, self.untold_scores()
-        if self._events and type(self._events[-1]) is kind:
-            before = self._events.pop()
-            text, scores = before.text + text, before.scores + scores
-        self._events.append(kind(text, self.choice, scores))
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Text | Reasoning):
+            scores = self.untold_scores()
+            if isinstance(last, Text | Reasoning) and type(last) is type(event):
+                self._events[-1] = replace(last, text=last.text + event.text, scores=last.scores + scores)
+            else:
+                self._events.append(replace(event, choice=self.choice, scores=scores))
+        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and last.index == event.index:
+            self._events[-1] = replace(last, text=last.text + event.text)
+        else:
+            self._events.append(replace(event, choice=self.choice))
 
-    def _taken_events(self) -> list[Text | Reasoning]:
+    def _taken_events(self) -> list[ParsedEvent]:
         events, self._events = self._events, []
         return events
 

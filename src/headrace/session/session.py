@@ -40,11 +40,11 @@ from headrace.session.settings import (
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.words import Words, load_words
 from headrace.text.history import with_thinking_apart
-from headrace.text.stream_parser import StreamParser
+from headrace.text.stream_parser import StreamParser, visible_tokens
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
-from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
-from headrace.types.events import Event, Started
+from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart, ToolDefinition
+from headrace.types.events import Event, Started, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
 from headrace.types.status import CacheStatus, EngineStatus
@@ -82,6 +82,7 @@ class Session:
         self._family = family
         self._scorer = Scorer(tokenizer)
         self._defaults = sampling_defaults(engine.model.generation_config)
+        self._num_broken_calls = 0
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
         self._constraints = ChatConstraints(family, constraints or ConstraintFactory(Vocabulary(tokenizer)))
 
@@ -216,6 +217,8 @@ class Session:
         choice = prompt.choices[0]
         if self._idle is None or len(prompt.choices) > 1 or request.continue_final_message or not choice.text:
             return
+        if choice.num_calls:  # the next message is a result, not a question
+            return
         # A client that sends thinking back has done so before; at a first turn most don't.
         echoes = any(with_thinking_apart(message, self._family).reasoning for message in request.messages)
         reasoning = (choice.reasoning or None) if echoes else None
@@ -247,6 +250,7 @@ class Session:
             if output.reuse is not None:
                 log.info("%s: %s", output.request_id, output.reuse)
             events = prompt.push(output, everything)
+            self._log_broken_calls(output, prompt)
             if prompt.is_over and not prompt.is_over_in_engine:
                 reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
                 outputs.finish(reason)
@@ -255,6 +259,16 @@ class Session:
             if prompt.is_over:
                 return
         raise GenerationFailed("the engine ended the answer without a reason")
+
+    def _log_broken_calls(self, output: TokenOutput, prompt: PromptAnswers) -> None:
+        """Says what an ended choice could not make a call, without what the model wrote."""
+        choice = next(each for each in prompt.choices if each.choice == output.choice + prompt.choices[0].choice)
+        for broken in choice.take_broken_calls():
+            self._num_broken_calls += 1
+            log.info(
+                "%s: what began as a call of %s is none: %s; %d such since the start",
+                output.request_id, broken.name, broken.reason, self._num_broken_calls,
+            )  # fmt: skip
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
         """The prompt of a chat. max_model_len: for one that is to be answered, None for one that is only looked at."""
@@ -278,14 +292,23 @@ class Session:
         choices = [
             ChoiceAnswer(
                 choice,
-                self._tokenizer.detokenizer(self._family.keep_special_tokens),
-                StreamParser(self._family, thinking_open=prompt.thinking_open, stop_strings=request.stop.strings),
+                self._tokenizer.detokenizer(visible_tokens(self._family)),
+                self._parser(request, prompt),
                 self._scorer_for(request),
             )
             for choice in range(request.answers.num_choices)
         ]
         told = request.answers.num_prompt_logprobs
         return (PromptAnswers(generation, choices, self._scorer, num_prompt_logprobs=told),)
+
+    def _parser(self, request: ChatRequest, prompt: RenderedPrompt) -> StreamParser:
+        return StreamParser(
+            self._family,
+            thinking_open=prompt.thinking_open,
+            stop_strings=request.stop.strings,
+            tools=_callable_tools(request),
+            num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
+        )
 
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
         self._check(request)
@@ -364,6 +387,14 @@ def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
     if num_prompts == 1:
         return (request_id,)
     return tuple(f"{request_id}-{index}" for index in range(num_prompts))
+
+
+def _callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
+    """Tools whose calls are looked for in the answer. The prompt shows all of them: its beginning stays the same."""
+    choice = request.tool_choice
+    if choice.mode == "none":
+        return ()
+    return tuple(tool for tool in request.tools if choice.names is None or tool.name in choice.names)
 
 
 def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:

@@ -27,12 +27,13 @@ class Words:
     constraints: ConstraintFactory
 
 
-def load_words(directory: Path, model_type: str, *, history: str = "stable") -> Words:
+def load_words(directory: Path, model_type: str, *, history: str = "stable", tool_format: str = "auto") -> Words:
     """The words of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
 
-    history: of HistoryPolicy.
+    history: of HistoryPolicy. tool_format: of TOOL_FORMATS in config.py.
     """
     tokenizer = Tokenizer.load(directory)
-    family = find_family(model_type, tokenizer.chat_template)
+    asked = None if tool_format == "auto" else tool_format
+    family = find_family(model_type, tokenizer.chat_template, tool_format=asked)
     template = ChatTemplate(tokenizer, family, history=HistoryPolicy(history))
     return Words(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer)))

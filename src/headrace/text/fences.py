@@ -1,42 +1,105 @@
-"""Follow Markdown lines in a stream: markup inside a code fence is quoted, not meant."""
+"""Follow Markdown in a stream: markup in a code fence or in backticks is quoted, not meant."""
 
 from __future__ import annotations
 
 import re
+
+from headrace.text.formats.reader import Reader, Reading
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 # Enough of a line to tell whether it opens or closes a fence.
 _MAX_LINE = 256
 
+# How far the other end of inline code is looked for.
+_MAX_QUOTE = 2048
+
+_BREAK_OR_TICKS = re.compile(r"\n|`+")
+_BLANK_LINE_OR_TICKS = re.compile(r"\n[ \t]*\n|`+")
+
 
 class LineTracker:
-    """What line the text ends in. Fed with answer text in pieces of any size."""
+    """Where in lines and quotes the text ends. Fed with answer text in pieces of any size."""
 
     def __init__(self) -> None:
         self._line = ""
         self._fence = ""
+        # Lengths of the backtick runs in this paragraph that may begin inline code; the last may still grow.
+        self._open_ticks: list[int] = []
+        self._growing = 0
 
     @property
-    def takes_markup(self) -> bool:
-        """Whether markup that comes next begins a line and stands outside a code fence."""
-        return not self._fence and not self._line.strip()
+    def is_fenced(self) -> bool:
+        """Whether the text ends inside a code fence."""
+        return bool(self._fence)
+
+    @property
+    def begins_line(self) -> bool:
+        """Whether the line has nothing but white space so far."""
+        return not self._line.strip()
+
+    @property
+    def open_ticks(self) -> tuple[int, ...]:
+        """Lengths of the backtick runs that begin inline code if a run of the same length follows."""
+        self._end_ticks()
+        return tuple(self._open_ticks)
 
     def push(self, text: str) -> None:
         """Follow more text."""
-        *ended, rest = text.split("\n")
-        for piece in ended:
-            self._end_line(self._line + piece)
-            self._line = ""
-        self._line = (self._line + rest)[:_MAX_LINE]
+        end = 0
+        for match in _BREAK_OR_TICKS.finditer(text):
+            if match.start() > end or match[0] == "\n":
+                self._end_ticks()
+            self._line = (self._line + text[end : match.start()])[:_MAX_LINE]
+            if match[0] == "\n":
+                self._end_line()
+            else:
+                self._growing += len(match[0])
+                self._line = (self._line + match[0])[:_MAX_LINE]
+            end = match.end()
+        if end < len(text):
+            self._end_ticks()
+            self._line = (self._line + text[end:])[:_MAX_LINE]
 
-    def _end_line(self, line: str) -> None:
-        match = _FENCE.match(line[:_MAX_LINE])
+    def _end_ticks(self) -> None:
+        """A run of backticks is over: it ends inline code, or may begin some."""
+        length, self._growing = self._growing, 0
+        if not length or self._fence:
+            return
+        if length in self._open_ticks:
+            del self._open_ticks[self._open_ticks.index(length) :]
+        else:
+            self._open_ticks.append(length)
+
+    def _end_line(self) -> None:
+        line, self._line = self._line, ""
+        if not line.strip():
+            self._open_ticks.clear()
+        match = _FENCE.match(line)
         if match is None:
             return
         marks, info = match[1], match[2]
         if not self._fence:
             if not (marks[0] == "`" and "`" in info):  # ```code``` on one line is inline code
                 self._fence = marks
+                self._open_ticks.clear()
         elif marks.startswith(self._fence) and not info.strip():
             self._fence = ""
+
+
+def closes_quote(reader: Reader, open_ticks: tuple[int, ...]) -> Reading[bool]:
+    """Whether a run of backticks comes, of one of these lengths, before the paragraph ends."""
+    search = reader.pos
+    while open_ticks:
+        match = _BLANK_LINE_OR_TICKS.search(reader.text, search)
+        if match is not None and (match.end() < len(reader.text) or reader.ended):
+            if match[0][0] == "\n" or match.start() - reader.pos > _MAX_QUOTE:
+                return False
+            if len(match[0]) in open_ticks:
+                return True
+            search = match.end()
+        elif len(reader.text) - reader.pos > _MAX_QUOTE + _MAX_LINE or reader.ended:
+            return False
+        else:
+            yield
+    return False

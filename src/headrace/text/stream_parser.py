@@ -1,168 +1,87 @@
-"""Text of one answer to events, as it comes: what is answer and what is thinking.
+"""Text of one answer to events, as it comes: what is answer, what is thinking, and what is a tool call.
 
-White space. A template puts a newline after an opener, one before a closer and up to two after it; exactly those
-belong to the markers and are dropped with them: one newline after an opener that the model wrote, one before a
-closer, two after it, and one before an opener that begins the output. All other white space is text.
-
-Which openers count. One at the start of a line (so also at the start of the output or right after a closed block)
-and outside a code fence; any other is prose about the marker. A closer without an opener is text. Whether an
-opener will ever close can't be known while streaming, so one that counts begins thinking at once, and thinking
-that never closes stays thinking.
-
-Tool formats find their place beside the thinking markers: `_markers_that_count` says what may begin here and
-`_take_marker` begins it.
+The text lies in a `Reader`. A machine over it finds thinking and calls (`plain_output.py`; `harmony.py` for the one
+family that speaks in messages with headers), hands calls to the machine of their syntax (`call_reader.py`, `formats/`),
+and tells what it made out to an `Outlet`, which makes events of it.
 """
 
 from __future__ import annotations
 
-import re
-from itertools import groupby
-
 from headrace.families.family import ModelFamily
-from headrace.text.fences import LineTracker
-from headrace.text.stop_strings import StopCutter, overlap
-from headrace.types.events import Reasoning, Text
+from headrace.text.call_reader import CallReader
+from headrace.text.formats.calls import BrokenCall, CallIds, Tools
+from headrace.text.formats.reader import Reader
+from headrace.text.formats.registry import FORMATS
+from headrace.text.harmony import HarmonyOutput
+from headrace.text.outlet import Outlet, ParsedEvent
+from headrace.text.plain_output import PlainOutput
+from headrace.types.chat import ToolDefinition
+
+
+def visible_tokens(family: ModelFamily) -> frozenset[str]:
+    """Texts of the special tokens that the parser needs to see."""
+    markers = () if family.tool_format is None else FORMATS[family.tool_format].markers
+    return family.keep_special_tokens | frozenset(markers)
 
 
 class StreamParser:
     """State of one answer.
 
-    thinking_open: the prompt has opened a think block already.
-    stop_strings: end the answer before their first character; looked for in answer text only, never across a
-    think block.
-
-    Held back is never more than the longest marker and the longest stop string.
+    thinking_open: the prompt has opened a think block already. tools: those that may be called; without any, and with
+    a family whose syntax is unknown, markup of calls is text. stop_strings: end the answer before their first
+    character; looked for in answer text only, never across a think block or a call. num_earlier_calls: calls in the
+    conversation so far.
     """
 
-    def __init__(self, family: ModelFamily, *, thinking_open: bool, stop_strings: tuple[str, ...] = ()) -> None:
-        self._think_open = family.think_open
-        self._think_close = family.think_close or ""
-        self._frames = family.answer_frames
-        beginnings = {marker[0] for marker in (family.think_open, *family.answer_frames) if marker}
-        self._marker_beginning = re.compile("|".join(map(re.escape, sorted(beginnings))) or "(?!)")
-        self._thinking = thinking_open and family.think_close is not None
-        self._cutter = StopCutter(stop_strings)
-        self._lines = LineTracker()
-        self._held = ""
-        self._num_droppable_newlines = 0
-        self._at_output_start = not thinking_open
-        self._answer_begun = False
-        self._events: list[Text | Reasoning] = []
+    def __init__(
+        self,
+        family: ModelFamily,
+        *,
+        thinking_open: bool,
+        stop_strings: tuple[str, ...] = (),
+        tools: tuple[ToolDefinition, ...] = (),
+        num_earlier_calls: int = 0,
+    ) -> None:
+        syntax = FORMATS[family.tool_format] if tools and family.tool_format is not None else None
+        ids = CallIds("random" if syntax is None else syntax.id_style, num_earlier_calls)
+        self._outlet = Outlet(stop_strings, ids, takes_calls=syntax is not None)
+        self._reader = Reader()
+        self._calls = None if syntax is None else CallReader(syntax, Tools(tools), self._reader, self._outlet)
+        output = HarmonyOutput if family.speaks_harmony else PlainOutput
+        self._output = output(family, self._reader, self._outlet, self._calls, thinking_open=thinking_open)
+        self._reading = self._output.read()
 
     @property
     def stopped(self) -> bool:
         """A stop string ended the answer: no more events come."""
-        return self._cutter.stopped
+        return self._outlet.stopped
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer, None so far."""
-        return self._cutter.found
+        return self._outlet.stop_string
 
-    def push(self, text: str) -> tuple[Text | Reasoning, ...]:
-        """Take the next text; returns what it made certain, pieces of one kind joined."""
+    @property
+    def num_calls(self) -> int:
+        """Calls told so far."""
+        return self._outlet.num_calls
+
+    @property
+    def notes(self) -> tuple[BrokenCall, ...]:
+        """What could not be made a call."""
+        return () if self._calls is None else tuple(dict.fromkeys(self._calls.notes))
+
+    def push(self, text: str) -> tuple[ParsedEvent, ...]:
+        """Take the next text; returns what it made certain, neighbours of one kind joined."""
         if not self.stopped:
-            self._held += text
-            while self._held and not self.stopped and self._advance():
-                pass
-        return self._taken_events()
+            self._reader.push(text)
+            next(self._reading, None)
+        return self._outlet.taken()
 
-    def finish(self) -> tuple[Text | Reasoning, ...]:
-        """No more text comes: what was held back is text or thinking after all."""
-        held, self._held = self._held, ""
-        if self._thinking:
-            self._emit_reasoning(held)
-        elif not self.stopped:
-            self._emit_text(self._cutter.push(held))
-            if not self.stopped:
-                self._emit_text(self._cutter.flush())
-        return self._taken_events()
-
-    def _advance(self) -> bool:
-        """Consume some of the held text; false if more of it has to be seen first."""
-        if self._num_droppable_newlines:
-            if self._held[0] == "\n":
-                self._num_droppable_newlines -= 1
-                self._held = self._held[1:]
-                return True
-            self._num_droppable_newlines = 0
-        return self._advance_thinking() if self._thinking else self._advance_answer()
-
-    def _advance_thinking(self) -> bool:
-        closer = self._think_close
-        before, found, after = self._held.partition(closer)
-        if found:
-            self._emit_reasoning(before.removesuffix("\n"))
-            self._held = after
-            self._thinking = False
-            self._num_droppable_newlines = 2
-            self._answer_begun = False
-            return True
-        # The newline before a closer belongs to it, so a newline at the end has to wait too.
-        num_held = max(overlap(self._held, closer), overlap(self._held, "\n" + closer))
-        certain = len(self._held) - num_held
-        self._emit_reasoning(self._held[:certain])
-        self._held = self._held[certain:]
-        return False
-
-    def _advance_answer(self) -> bool:
-        start = self._next_candidate()
-        if start > 0:
-            self._consume_answer(start)
-            return True
-        markers = self._markers_that_count()
-        for marker in markers:
-            if self._held.startswith(marker):
-                self._take_marker(marker)
-                return True
-        if any(marker.startswith(self._held) for marker in markers):
-            return False
-        self._consume_answer(1)
-        return True
-
-    def _next_candidate(self) -> int:
-        """Index of the first character that a marker could begin with; the text's length if there is none."""
-        if self._at_output_start and self._held[0] == "\n":
-            return 0
-        match = self._marker_beginning.search(self._held)
-        return len(self._held) if match is None else match.start()
-
-    def _markers_that_count(self) -> tuple[str, ...]:
-        """Markers that mean something where the answer stands now."""
-        if not self._lines.takes_markup:
-            return ()
-        frames = () if self._answer_begun else self._frames
-        if self._think_open is None:
-            return frames
-        leading = ("\n" + self._think_open,) if self._at_output_start else ()
-        return (self._think_open, *leading, *frames)
-
-    def _take_marker(self, marker: str) -> None:
-        self._held = self._held[len(marker) :]
-        self._at_output_start = False
-        self._emit_text(self._cutter.flush())
-        if marker not in self._frames:
-            self._thinking = True
-            self._num_droppable_newlines = 1
-
-    def _consume_answer(self, length: int) -> None:
-        text, self._held = self._held[:length], self._held[length:]
-        self._at_output_start = False
-        self._answer_begun = self._answer_begun or not text.isspace()
-        self._lines.push(text)
-        self._emit_text(self._cutter.push(text))
-
-    def _emit_text(self, text: str) -> None:
-        if text:
-            self._events.append(Text(text))
-
-    def _emit_reasoning(self, text: str) -> None:
-        if text:
-            self._events.append(Reasoning(text))
-
-    def _taken_events(self) -> tuple[Text | Reasoning, ...]:
-        """The events so far, neighbours of one kind joined."""
-        runs = groupby(self._events, key=type)
-        joined = tuple(kind("".join(event.text for event in events)) for kind, events in runs)
-        self._events = []
-        return joined
+    def finish(self, *, cut: bool = False) -> tuple[ParsedEvent, ...]:
+        """No more text comes; what was held back is decided. cut: the output ended at its limit of tokens."""
+        self._reader.end(cut=cut)
+        if not self.stopped:
+            next(self._reading, None)
+            self._outlet.finish()
+        return self._outlet.taken()

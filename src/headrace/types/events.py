@@ -119,7 +119,11 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """A piece of a call's arguments; all pieces of an index joined are valid JSON."""
+    """A piece of a call's arguments.
+
+    All pieces of an index joined are valid JSON, unless the answer broke off in the middle of a long call: with LENGTH,
+    or because the model wrote what is no JSON.
+    """
 
     index: int
     text: str

@@ -1,0 +1,37 @@
+"""Gemma 4: bare keys, and strings between tokens of their own, without escapes.
+
+<|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>
+"""
+
+from __future__ import annotations
+
+from headrace.text.formats.calls import CallSink
+from headrace.text.formats.literals import GEMMA, LiteralReader
+from headrace.text.formats.reader import NotACall, Reader, Reading
+
+_OPENER, _CLOSER = "<|tool_call>", "<tool_call|>"
+_MAX_NAME = 256
+
+
+class GemmaCalls:
+    """One call between two tokens."""
+
+    openers = (_OPENER,)
+    bare_openers: tuple[str, ...] = ()
+    markers = (_OPENER, _CLOSER, *GEMMA.quotes)
+    id_style = "random"
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """See ToolFormat."""
+        yield from reader.expect(_OPENER)
+        yield from reader.skip_space()
+        yield from reader.expect("call:")
+        end = yield from reader.find(("{",), _MAX_NAME)
+        name, reader.pos = reader.text[reader.pos : end].strip(), end
+        if any(char.isspace() for char in name):
+            raise NotACall
+        schema = sink.begin(name)
+        yield from LiteralReader(reader, sink.write, GEMMA).mapping(schema)
+        if (yield from reader.skip_space()):
+            yield from reader.close(_CLOSER)
+        yield from sink.end()

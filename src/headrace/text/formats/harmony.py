@@ -1,0 +1,42 @@
+"""A call in gpt-oss' harmony: a message to `functions.NAME`, whose body is JSON. See `text/harmony.py` for the rest."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.text.formats.calls import CallSink
+from headrace.text.formats.literals import LiteralReader
+from headrace.text.formats.reader import NotACall, Reader, Reading
+
+MESSAGE = "<|message|>"
+END_MARKERS = ("<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER = 400
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class HarmonyCall:
+    """A message to a tool, from its header on."""
+
+    openers: tuple[str, ...] = ()
+    bare_openers: tuple[str, ...] = ()
+    markers = ("<|start|>", "<|channel|>", "<|constrain|>", MESSAGE, *END_MARKERS)
+    id_style = "random"
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """See ToolFormat."""
+        header = yield from reader.take_until(MESSAGE, MAX_HEADER)
+        recipient = recipient_of(header)
+        if recipient is None:
+            raise NotACall
+        schema = sink.begin(recipient.removeprefix("functions."))
+        yield from LiteralReader(reader, sink.write).mapping(schema)
+        if (yield from reader.skip_space()):
+            yield from reader.take_any(END_MARKERS)
+        yield from sink.end()
+
+
+def recipient_of(header: str) -> str | None:
+    """To whom a message goes; None if to the user."""
+    match = _RECIPIENT.search(header)
+    return None if match is None else match[1]

@@ -1,0 +1,171 @@
+"""Calls as JSON objects with a name and arguments, by themselves or in a list, between markers that differ by family.
+
+<tool_call>          hermes: one object between the markers, newlines around it
+{"name": "f", "arguments": {"a": 1}}
+</tool_call>
+[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]          the others: a list
+"""
+
+from __future__ import annotations
+
+from headrace.text.formats.calls import CallSink
+from headrace.text.formats.literals import JSON, LiteralReader
+from headrace.text.formats.reader import SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
+from headrace.text.formats.schema import ANY, Schema
+
+NAME_KEYS = frozenset({"name", "function"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_OTHER_KEYS = frozenset({"id", "type", "index"})
+
+
+class JsonCalls:
+    """Objects or a list of them behind an opener. closer: what ends the construct; it may be missing."""
+
+    bare_openers: tuple[str, ...] = ()
+
+    def __init__(
+        self, openers: tuple[str, ...], closer: str | None, markers: tuple[str, ...] = (), id_style: str = "random"
+    ) -> None:
+        self.openers = openers
+        self.closer = closer
+        self.markers = markers
+        self.id_style = id_style
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """See ToolFormat."""
+        yield from reader.take_any(self.openers)
+        yield from read_json_body(reader, sink)
+        if self.closer is not None and (yield from reader.skip_space()):
+            yield from reader.close(self.closer)
+        sink.done = reader.pos
+
+
+def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:
+    """A list of call objects, or objects one behind the other."""
+    yield from reader.skip_space()
+    if (yield from reader.peek()) == "[":
+        yield from _list(reader, sink)
+        return
+    yield from read_call(reader, sink)
+    while (yield from reader.skip_space()) and reader.text[reader.pos] == "{":
+        yield from read_call(reader, sink)
+
+
+def read_call(reader: Reader, sink: CallSink) -> Reading[bool]:
+    """One call object; false if its last brace is missing, which may be where the text ends."""
+    call = _CallObject(reader, sink)
+    try:
+        yield from reader.expect("{")
+        yield from call.members()
+        is_closed = True
+    except NotACall as problem:
+        # The arguments are whole: at the end of the text, or before a marker, nothing but a brace is missing.
+        if not call.is_complete or not (isinstance(problem, OutOfText) or reader.text[reader.pos] in "<["):
+            raise
+        is_closed = False
+    yield from call.finish()
+    return is_closed
+
+
+def _list(reader: Reader, sink: CallSink) -> Reading[None]:
+    yield from reader.expect("[")
+    yield from reader.skip_space()
+    while True:
+        is_closed = yield from read_call(reader, sink)
+        try:
+            yield from reader.skip_space()
+            if (yield from reader.take("]")):
+                return
+            if not is_closed:
+                raise NotACall("a brace is missing")
+            yield from reader.expect(",")
+        except OutOfText:
+            return  # the bracket is missing where the text ends
+        yield from reader.skip_space()
+
+
+class _CallObject:
+    """Reads the members of one call object, in whatever order."""
+
+    def __init__(self, reader: Reader, sink: CallSink) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._schema: Schema | None = None
+        self._early: str | None = None
+        self._has_arguments = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the name and the arguments are there."""
+        return self._schema is not None and self._has_arguments
+
+    def members(self) -> Reading[None]:
+        """Everything behind the opening brace."""
+        reader = self._reader
+        while True:
+            yield from reader.skip_space()
+            yield from reader.peek()
+            key = yield from LiteralReader(reader, _nowhere).key()
+            if key in NAME_KEYS and self._schema is None:
+                yield from self._name()
+            elif key in ARGUMENT_KEYS and not self._has_arguments:
+                yield from self._arguments()
+            elif key in _OTHER_KEYS:
+                yield from LiteralReader(reader, _nowhere).value(ANY)
+            else:
+                raise NotACall(None if self._schema is None else "a member that no call has")
+            yield from reader.skip_space()
+            if (yield from reader.take("}")):
+                return
+            yield from reader.expect(",")
+
+    def finish(self) -> Reading[None]:
+        """The object is over. Raises NotACall if something of it is missing."""
+        if self._schema is None:
+            raise NotACall
+        if not self._has_arguments:
+            if self._schema.required or self._schema is ANY:
+                raise NotACall("a call without arguments")
+            self._sink.write("{}")
+        yield from self._sink.end()
+
+    def _name(self) -> Reading[None]:
+        reader = self._reader
+        yield from reader.skip_space()
+        quote = yield from reader.take_any(JSON.quotes)
+        if quote is None:
+            raise NotACall
+        self._schema = self._sink.begin((yield from LiteralReader(reader, _nowhere).string_text(quote)))
+        if self._early is not None:
+            early = Reader(self._early, ended=True)
+            run_to_end(_arguments_value(early, self._schema, self._sink))
+
+    def _arguments(self) -> Reading[None]:
+        if self._schema is None:
+            # The types are known only with the name, so what stands before it is read again then.
+            yield from self._reader.skip_space()
+            start = self._reader.pos
+            yield from _arguments_value(self._reader, ANY, None)
+            self._early = self._reader.text[start : self._reader.pos]
+        else:
+            yield from _arguments_value(self._reader, self._schema, self._sink)
+        self._has_arguments = True
+
+
+def _arguments_value(reader: Reader, schema: Schema, sink: CallSink | None) -> Reading[None]:
+    """The arguments: an object, or a string that holds one."""
+    write = _nowhere if sink is None else sink.write
+    yield from reader.skip_space()
+    quote = yield from reader.take_any(JSON.quotes)
+    if quote is None:
+        yield from LiteralReader(reader, write).mapping(schema)
+        return
+    text = yield from LiteralReader(reader, _nowhere).string_text(quote)
+    inner = Reader(text.strip(SPACE) or "{}", ended=True)
+    run_to_end(LiteralReader(inner, write).mapping(schema))
+    if run_to_end(inner.skip_space()):
+        raise NotACall("arguments with something behind them")
+
+
+def _nowhere(text: str) -> None:
+    """Where text goes that nobody wants."""

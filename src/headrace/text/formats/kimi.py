@@ -1,0 +1,56 @@
+"""Kimi K2: calls in a section; the id names the tool and counts over the whole conversation.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
+    <|tool_calls_section_end|>
+
+The section's markers and the ends may be missing.
+"""
+
+from __future__ import annotations
+
+from headrace.text.formats.calls import CallSink
+from headrace.text.formats.literals import LiteralReader
+from headrace.text.formats.reader import Reader, Reading
+
+_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+_MAX_NAME = 256
+
+
+class KimiCalls:
+    """A section of calls, or calls without one."""
+
+    openers = (_SECTION[0], _CALL[0])
+    bare_openers: tuple[str, ...] = ()
+    markers = (*_SECTION, *_CALL, _ARGUMENTS)
+    id_style = "counted"
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """See ToolFormat."""
+        yield from reader.take(_SECTION[0])
+        yield from reader.skip_space()
+        yield from reader.expect(_CALL[0])
+        while True:
+            written = (yield from reader.take_until(_ARGUMENTS, _MAX_NAME)).strip()
+            schema = sink.begin(_name(written, sink), written)
+            yield from reader.skip_space()
+            yield from LiteralReader(reader, sink.write).mapping(schema)
+            if (yield from reader.skip_space()):
+                yield from reader.close(_CALL[1])
+            yield from sink.end()
+            if not (yield from reader.skip_space()):
+                return
+            if not (yield from reader.take(_CALL[0])):
+                break
+        if (yield from reader.close(_SECTION[1])):
+            sink.done = reader.pos
+
+
+def _name(written: str, sink: CallSink) -> str:
+    """The tool's name in an id like `functions.f:0`; a declared name is taken as it stands."""
+    if sink.declares(written):
+        return written
+    name, colon, index = written.rpartition(":")
+    name = name if colon and index.isdigit() else written
+    return name if sink.declares(name) else name.removeprefix("functions.")

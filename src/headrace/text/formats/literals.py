@@ -1,0 +1,266 @@
+"""Read a value that is spelled as JSON, as Python or in Gemma's way, and write it as JSON while it comes.
+
+Beyond strict JSON is accepted what leaves nothing to guess: bare line breaks in strings, backslashes that escape
+nothing, `True` and `None`, a comma after the last item. A schema turns a value of another type into the one it asks for
+where nothing is lost: 4711 is "4711" where a string is wanted, "12" is 12 where an integer is.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.text.formats.reader import SPACE, NotACall, Reader, Reading, run_to_end
+from headrace.text.formats.schema import ANY, SCALARS, Schema
+
+Write = Callable[[str], None]
+
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_LOOSE_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_WORDS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
+
+# JSON's escapes mean the same in JSON text; Python has some more.
+_JSON_ESCAPES = frozenset('"\\/bfnrt')
+_PYTHON_ESCAPES = {
+    "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r",
+    "t": "\t", "v": "\v",
+}  # fmt: skip
+_NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+_MAX_SCALAR = 400
+_MAX_KEY = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How values are written.
+
+    quotes: what begins and ends a string. escapes: whose rules hold after a backslash, None if it is a character like
+    any other. bare: keys and strings may stand without quotes. brackets: what begins a sequence, and its end.
+    """
+
+    quotes: tuple[str, ...]
+    escapes: str | None
+    bare: bool = False
+    brackets: tuple[tuple[str, str], ...] = (("[", "]"),)
+
+
+JSON = Spelling(('"', "'"), "json")
+PYTHON = Spelling(('"""', "'''", '"', "'"), "python", brackets=(("[", "]"), ("(", ")")))
+GEMMA = Spelling(('<|"|>',), None, bare=True)
+
+
+def escaped(text: str) -> str:
+    """Text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class LiteralReader:
+    """Reads values; JSON text goes to `write` as far as it is certain."""
+
+    def __init__(self, reader: Reader, write: Write, spelling: Spelling = JSON) -> None:
+        self._reader = reader
+        self._write = write
+        self._spelling = spelling
+        self._brackets = dict(spelling.brackets)
+
+    def value(self, schema: Schema) -> Reading[None]:
+        """One value. Raises NotACall for anything else, OutOfText."""
+        yield from self._reader.skip_space()
+        first = yield from self._reader.peek()
+        if first == "{":
+            yield from self.mapping(schema)
+        elif first in self._brackets:
+            yield from self._sequence(schema, self._brackets[first])
+        elif (quote := (yield from self._reader.take_any(self._spelling.quotes))) is not None:
+            yield from self._string(schema, quote)
+        else:
+            yield from self._scalar(schema)
+
+    def mapping(self, schema: Schema) -> Reading[None]:
+        """An object in braces."""
+        yield from self._reader.expect("{")
+        self._write("{")
+        is_first = True
+        while not (yield from self._ends("}", is_first)):
+            key = yield from self.key()
+            self._write(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self.value(schema.of_property(key))
+            is_first = False
+        self._write("}")
+
+    def key(self) -> Reading[str]:
+        """A key and the colon behind it."""
+        if (quote := (yield from self._reader.take_any(self._spelling.quotes))) is not None:
+            key = yield from self.string_text(quote)
+            yield from self._reader.skip_space()
+            yield from self._reader.expect(":")
+        elif self._spelling.bare:
+            key = (yield from self._reader.take_until(":", _MAX_KEY)).strip()
+        else:
+            raise NotACall("a key without quotes")
+        return key
+
+    def string_text(self, quote: str) -> Reading[str]:
+        """The text of a string whose opening quote has been read."""
+        pieces: list[str] = []
+        yield from self._string_pieces(quote, pieces.append)
+        text: str = json.loads(f'"{"".join(pieces)}"')
+        return text
+
+    def _sequence(self, schema: Schema, closer: str) -> Reading[None]:
+        self._reader.pos += 1
+        self._write("[")
+        is_first = True
+        while not (yield from self._ends(closer, is_first)):
+            if not is_first:
+                self._write(", ")
+            yield from self.value(schema.items)
+            is_first = False
+        self._write("]")
+
+    def _ends(self, closer: str, is_first: bool) -> Reading[bool]:
+        """Whether a collection ends here; else steps to its next item."""
+        yield from self._reader.skip_space()
+        if (yield from self._reader.take(closer)):
+            return True
+        if is_first:
+            return False
+        yield from self._reader.expect(",")
+        yield from self._reader.skip_space()
+        return (yield from self._reader.take(closer))
+
+    def _string(self, schema: Schema, quote: str) -> Reading[None]:
+        if schema.takes_string:
+            self._write('"')
+            yield from self._string_pieces(quote, self._write)
+            self._write('"')
+            return
+        text = yield from self.string_text(quote)
+        converted = convert(text, schema)
+        self._write(json.dumps(text, ensure_ascii=False) if converted is None else converted)
+
+    def _string_pieces(self, quote: str, write: Write) -> Reading[None]:
+        """What stands between quotes, as it is written inside a JSON string."""
+        # Apostrophes are no quotes of JSON: what is quoted so was meant as Python.
+        escapes = "python" if quote == "'" else self._spelling.escapes
+        stops = re.compile(re.escape(quote[0]) if escapes is None else re.escape(quote[0]) + r"|\\")
+        while True:
+            yield from self._reader.peek()
+            match = stops.search(self._reader.text, self._reader.pos)
+            end = len(self._reader.text) if match is None else match.start()
+            if end > self._reader.pos:
+                write(escaped(self._reader.text[self._reader.pos : end]))
+                self._reader.pos = end
+            if match is None:
+                continue
+            if match[0] == "\\":
+                yield from self._escape(escapes, write)
+            elif (yield from self._reader.take(quote)):
+                return
+            else:
+                yield from self._reader.peek(len(quote) - 1)  # raises where the text ends in half a quote
+                write(escaped(match[0]))
+                self._reader.pos += 1
+
+    def _escape(self, escapes: str | None, write: Write) -> Reading[None]:
+        reader = self._reader
+        letter = yield from reader.peek(1)
+        num_digits = _NUM_HEX_DIGITS.get(letter, 0) if escapes == "python" or letter == "u" else 0
+        if num_digits:
+            yield from reader.peek(1 + num_digits)
+            digits = reader.text[reader.pos + 2 : reader.pos + 2 + num_digits]
+            if re.fullmatch("[0-9a-fA-F]+", digits) and (code := int(digits, 16)) <= 0x10FFFF:
+                write(f"\\u{code:04x}" if code <= 0xFFFF else escaped(chr(code)))
+                reader.pos += 2 + num_digits
+                return
+        elif escapes == "python" and letter in _PYTHON_ESCAPES:
+            write(escaped(_PYTHON_ESCAPES[letter]))
+            reader.pos += 2
+            return
+        elif escapes == "json" and letter in _JSON_ESCAPES:
+            write("\\" + letter)
+            reader.pos += 2
+            return
+        write("\\\\")  # a backslash that escapes nothing is one: a pattern or a path, written in haste
+        reader.pos += 1
+
+    def _scalar(self, schema: Schema) -> Reading[None]:
+        text = yield from self._scalar_text()
+        json_text = _WORDS.get(text)
+        only_string = schema.types is not None and not schema.types & (SCALARS - {"null"})
+        if json_text is None:
+            json_text = _number(text, loose=self._spelling is PYTHON)
+        if schema.takes_string and only_string and (text not in _WORDS or _WORDS[text] != "null"):
+            # A number or a bare word where the tool wants a string.
+            if json_text is not None or (self._spelling.bare and text):
+                json_text = json.dumps(text, ensure_ascii=False)
+        elif json_text is None and self._spelling.bare and text:
+            json_text = convert(text, schema)
+        if json_text is None:
+            raise NotACall("a value is missing or none that can be read")
+        self._write(json_text)
+
+    def _scalar_text(self) -> Reading[str]:
+        """A number or a word, up to what ends it."""
+        ends = ",]})" if not self._spelling.bare else ",]}"
+        reader, start = self._reader, self._reader.pos
+        while True:
+            char = yield from reader.peek()
+            if char in ends or (char in SPACE and not self._spelling.bare):
+                return reader.text[start : reader.pos].strip()
+            if reader.pos - start > _MAX_SCALAR:
+                raise NotACall("a value without an end")
+            reader.pos += 1
+
+
+def convert(text: str, schema: Schema) -> str | None:
+    """JSON text of a value that is given as bare text, of a type that the schema takes; None if it takes none such.
+
+    A text is a string only where the schema allows one and nothing else fits: `null` where null may stand is null.
+    """
+    types, bare = schema.types, text.strip()
+    if types is None:
+        parsed = parsed_literal(bare, schema) if bare[:1] in ("[", "{") else _WORDS.get(bare) or _number(bare)
+        return parsed or json.dumps(text, ensure_ascii=False)
+    word = _WORDS.get(bare) or _WORDS.get(bare.lower())
+    if word is not None and ("null" if word == "null" else "boolean") in types:
+        return word
+    if types & {"integer", "number"}:
+        number = _number(bare, loose="string" not in types)
+        if number is not None and ("number" in types or not re.search(r"[.eE]", number) or float(number).is_integer()):
+            return number
+    if (types & {"array"} and bare[:1] == "[") or (types & {"object"} and bare[:1] == "{"):
+        parsed = parsed_literal(bare, schema)
+        if parsed is not None:
+            return parsed
+    return json.dumps(text, ensure_ascii=False) if "string" in types else None
+
+
+def parsed_literal(text: str, schema: Schema = ANY, spelling: Spelling = JSON) -> str | None:
+    """JSON text of a whole text that is one value; None if it isn't."""
+    reader, pieces = Reader(text, ended=True), list[str]()
+    try:
+        run_to_end(LiteralReader(reader, pieces.append, spelling).value(schema))
+        is_whole = run_to_end(reader.skip_space()) is False
+    except NotACall:
+        return None
+    return "".join(pieces) if is_whole else None
+
+
+def _number(text: str, *, loose: bool = False) -> str | None:
+    """JSON text of a number; loose: in Python's spelling, and with leading zeros."""
+    if _NUMBER.fullmatch(text):
+        return text
+    if not loose or not _LOOSE_NUMBER.fullmatch(text):
+        return None
+    plain = text.replace("_", "")
+    if re.fullmatch(r"[+-]?\d+", plain):
+        return str(int(plain))
+    try:
+        return json.dumps(ast.literal_eval(plain.lstrip("+")))
+    except (SyntaxError, ValueError):
+        return None

@@ -1,0 +1,57 @@
+"""Mistral: a list of JSON objects (7B v0.3, Nemo), or name and arguments with a marker before each call (later ones).
+
+    [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "Ab3dEf9hI"}]
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB9zQ1xY2[ARGS]{}
+
+`[ARGS]` may vanish in detokenising. Ids are nine letters or digits, and templates refuse others.
+"""
+
+from __future__ import annotations
+
+from headrace.text.formats.calls import CallSink
+from headrace.text.formats.json_calls import read_json_body
+from headrace.text.formats.literals import LiteralReader
+from headrace.text.formats.reader import NotACall, Reader, Reading
+
+_OPENER = "[TOOL_CALLS]"
+_ID = "[CALL_ID]"
+_ARGUMENTS = "[ARGS]"
+_MAX_NAME = 256
+_LENGTH_OF_ID = 9
+
+
+class MistralCalls:
+    """Either form."""
+
+    openers = (_OPENER,)
+    bare_openers: tuple[str, ...] = ()
+    markers = (_OPENER, _ID, _ARGUMENTS)
+    id_style = "short"
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """See ToolFormat."""
+        yield from reader.expect(_OPENER)
+        yield from reader.skip_space()
+        if (yield from reader.peek()) in "[{":
+            yield from read_json_body(reader, sink)
+            return
+        while True:
+            yield from self._call(reader, sink)
+            if not (yield from reader.skip_space()) or not (yield from reader.take(_OPENER)):
+                return
+
+    def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        end = yield from reader.find((_ID, _ARGUMENTS, "{"), _MAX_NAME)
+        name, reader.pos = reader.text[reader.pos : end].strip(), end
+        if any(char.isspace() for char in name):
+            raise NotACall
+        written_id = None
+        if (yield from reader.take(_ID)):
+            yield from reader.peek(_LENGTH_OF_ID)
+            written_id = reader.text[reader.pos : reader.pos + _LENGTH_OF_ID]
+            reader.pos += _LENGTH_OF_ID
+        yield from reader.take(_ARGUMENTS)
+        schema = sink.begin(name, written_id)
+        yield from reader.skip_space()
+        yield from LiteralReader(reader, sink.write).mapping(schema)
+        yield from sink.end()

@@ -1,0 +1,107 @@
+"""Calls as a Python list (Llama 3.2, Llama 4, Gemma 3, LFM2), bare or between tokens.
+
+    [f(a=1, b='x'), g()]
+    <|tool_call_start|>[f(a=1, b="x")]<|tool_call_end|>
+
+A bare list has to have a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+
+from headrace.text.formats.calls import CallSink
+from headrace.text.formats.json_calls import read_json_body
+from headrace.text.formats.literals import PYTHON, LiteralReader
+from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
+
+_MAX_NAME = 256
+_MAX_KEY = 128
+
+
+class PythonCalls:
+    """A list of calls between two tokens or without any."""
+
+    bare_openers = ("[",)
+    id_style = "random"
+
+    def __init__(self, opener: str, closer: str) -> None:
+        self.openers = (opener,)
+        self.markers = (opener, closer)
+        self._closer = closer
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """See ToolFormat."""
+        is_bare = not (yield from reader.take(self.openers[0]))
+        sink.is_tentative = is_bare
+        yield from reader.skip_space()
+        if not is_bare and (yield from _holds_json(reader)):
+            yield from read_json_body(reader, sink)
+        else:
+            yield from _list(reader, sink)
+        if not is_bare:
+            if (yield from reader.skip_space()):
+                yield from reader.close(self._closer)
+            sink.done = reader.pos
+        elif (yield from reader.skip_space(" \t\r")) and reader.text[reader.pos] != "\n" and sink.is_tentative:
+            raise NotACall
+
+
+def _holds_json(reader: Reader) -> Reading[bool]:
+    """Whether a list of objects comes, as one template writes calls into the history."""
+    ahead = 0
+    while (char := (yield from reader.peek(ahead))) in "[ \n":
+        ahead += 1
+    return char == "{"
+
+
+def _list(reader: Reader, sink: CallSink) -> Reading[None]:
+    yield from reader.expect("[")
+    while True:
+        yield from reader.skip_space()
+        yield from _call(reader, sink)
+        try:
+            yield from reader.skip_space()
+            if (yield from reader.take("]")):
+                return
+            yield from reader.expect(",")
+        except OutOfText:
+            return  # the bracket is missing where the text ends
+
+
+def _call(reader: Reader, sink: CallSink) -> Reading[None]:
+    start = reader.pos
+    while (char := (yield from reader.peek())).isalnum() or char in "_.-":
+        reader.pos += 1
+        if reader.pos - start > _MAX_NAME:
+            raise NotACall
+    name = reader.text[start : reader.pos]
+    if char != "(" or not name or name[0].isdigit():
+        raise NotACall
+    reader.pos += 1
+    schema = sink.begin(name)
+    sink.write("{")
+    is_first = True
+    while not (yield from _ends(reader, is_first)):
+        key = (yield from reader.take_until("=", _MAX_KEY)).strip()
+        if not key.isidentifier():
+            raise NotACall("arguments need names")
+        sink.write(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+        yield from LiteralReader(reader, sink.write, PYTHON).value(schema.of_property(key))
+        is_first = False
+    sink.write("}")
+    yield from sink.end()
+
+
+def _ends(reader: Reader, is_first: bool) -> Reading[bool]:
+    """Whether the arguments end here; else steps to the next one."""
+    yield from reader.skip_space()
+    if (yield from reader.take(")")):
+        return True
+    if not is_first:
+        yield from reader.expect(",")
+        yield from reader.skip_space()
+        if (yield from reader.take(")")):
+            return True
+    yield from reader.peek()
+    return False

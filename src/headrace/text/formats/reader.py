@@ -1,0 +1,176 @@
+"""Text that is still coming, for machines that read it as if it were all there.
+
+A machine is a generator. It reads through the methods here with `yield from`; where the text ends for now, they yield
+until there is more. Nothing that a machine decides may depend on where the text was split, so all methods look at what
+the text says and whether it has ended, never at how much of it happens to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Reading = Generator[None, None, T]
+"""A reading in progress; every `None` that it yields asks for more text."""
+
+SPACE = " \t\r\n"
+
+
+class NotACall(Exception):
+    """What is being read turns out to be no call. reason: what is wrong with it, None for mere prose."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class OutOfText(NotACall):
+    """The text ended where more had to come."""
+
+    def __init__(self) -> None:
+        super().__init__("the output ends inside the call")
+
+
+class Reader:
+    """A text, how far it has been read, and whether it has ended.
+
+    is_cut: it ended at a limit, not by itself. settled: a machine that looks ahead of `pos` says here how far it has
+    read for good.
+    """
+
+    def __init__(self, text: str = "", *, ended: bool = False) -> None:
+        self.text = text
+        self.pos = 0
+        self.is_cut = False
+        self.settled: int | None = None
+        self._waiting = ""
+        self._has_ended = ended
+        self._limit: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more text comes than there is."""
+        return self._has_ended and not self._waiting
+
+    @property
+    def safe_pos(self) -> int:
+        """How far the text has been read for good."""
+        return self.pos if self.settled is None else self.settled
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._waiting)
+
+    def push(self, text: str) -> None:
+        """Append text."""
+        self._waiting += text
+        self._admit()
+
+    def end(self, *, cut: bool) -> None:
+        """No more text comes."""
+        self._has_ended = True
+        self.is_cut = cut
+
+    def set_limit(self, limit: int | None) -> None:
+        """Hold back text from this index of `text` on; None lifts the limit."""
+        self._limit = limit
+        if limit is not None and limit < len(self.text):
+            self.text, self._waiting = self.text[:limit], self.text[limit:] + self._waiting
+        self._admit()
+
+    def trim(self) -> None:
+        """Forget what has been read; indices into `text` change."""
+        self.text = self.text[self.pos :]
+        self.pos = 0
+
+    def peek(self, ahead: int = 0) -> Reading[str]:
+        """The character that comes next, or the one `ahead` of it. Raises OutOfText."""
+        while self.pos + ahead >= len(self.text):
+            if self.ended:
+                raise OutOfText
+            yield
+        return self.text[self.pos + ahead]
+
+    def is_done(self) -> Reading[bool]:
+        """Whether there is nothing more to read."""
+        while self.pos >= len(self.text):
+            if self.ended:
+                return True
+            yield
+        return False
+
+    def skip_space(self, space: str = SPACE) -> Reading[bool]:
+        """Step over white space; false if the text ends there."""
+        while not (yield from self.is_done()):
+            if self.text[self.pos] not in space:
+                return True
+            self.pos += 1
+        return False
+
+    def take_any(self, literals: Sequence[str]) -> Reading[str | None]:
+        """Step over the longest of the literals that comes next; None if none does."""
+        while True:
+            rest = self.text[self.pos : self.pos + max(map(len, literals), default=0)]
+            if self.ended or not any(len(rest) < len(each) and each.startswith(rest) for each in literals):
+                found = max((each for each in literals if rest.startswith(each)), key=len, default=None)
+                self.pos += len(found or "")
+                return found
+            yield
+
+    def take(self, literal: str) -> Reading[bool]:
+        """Step over a literal if it comes next."""
+        return (yield from self.take_any((literal,))) is not None
+
+    def close(self, literal: str) -> Reading[bool]:
+        """Step over a closer if it comes next, or over half of it where the text ends."""
+        if (yield from self.take(literal)):
+            return True
+        rest = self.text[self.pos :]
+        if not rest or not literal.startswith(rest):
+            return False
+        self.pos = len(self.text)
+        return True
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Step over a literal. Raises OutOfText, NotACall if something else comes."""
+        if not (yield from self.take(literal)):
+            if literal.startswith(self.text[self.pos :]):
+                raise OutOfText
+            raise NotACall(f"{literal!r} is missing")
+
+    def find(self, literals: Sequence[str], max_length: int) -> Reading[int]:
+        """Index of the first of the literals. Raises OutOfText, NotACall if none comes within max_length characters."""
+        start = self.pos
+        while True:
+            found = [at for at in (self.text.find(each, start, start + max_length) for each in literals) if at >= 0]
+            longest = max(map(len, literals))
+            if found and (self.ended or len(self.text) - min(found) >= longest):
+                return min(found)
+            if len(self.text) - start >= max_length + longest:
+                raise NotACall
+            if self.ended:
+                raise OutOfText
+            yield
+
+    def take_until(self, literal: str, max_length: int = 256) -> Reading[str]:
+        """Text up to a literal, which is stepped over too. Raises as `find`."""
+        end = yield from self.find((literal,), max_length)
+        text, self.pos = self.text[self.pos : end], end + len(literal)
+        return text
+
+    def _admit(self) -> None:
+        room = len(self._waiting) if self._limit is None else max(self._limit - len(self.text), 0)
+        self.text, self._waiting = self.text + self._waiting[:room], self._waiting[room:]
+
+
+def run_to_end(reading: Reading[T]) -> T:
+    """The result of a reading over a text that has ended."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result

@@ -1,0 +1,56 @@
+"""Values that stand between tags as bare text, written as JSON while they come."""
+
+from __future__ import annotations
+
+import json
+
+from headrace.text.formats.literals import Write, convert, escaped
+from headrace.text.formats.reader import NotACall
+from headrace.text.formats.schema import SCALARS, Schema
+
+# Longer than any number or word that a value of several types could be.
+_MAX_OTHER = 40
+
+
+class TextValue:
+    """One value, of which text comes in pieces. A string goes on at once; another type is known only as a whole."""
+
+    def __init__(self, schema: Schema, write: Write) -> None:
+        self._schema = schema
+        self._write = write
+        self._held = ""
+        self._is_string = schema.types == frozenset({"string"})
+        if self._is_string:
+            write('"')
+
+    def add(self, text: str) -> None:
+        """More of the value."""
+        if self._is_string:
+            if text:
+                self._write(escaped(text))
+            return
+        self._held += text
+        if self._schema.takes_string and not self._may_be_other():
+            self._is_string = True
+            self._write('"' + escaped(self._held))
+            self._held = ""
+
+    def close(self, *, is_lenient: bool) -> None:
+        """The value is over. Raises NotACall if it fits no type; is_lenient: it becomes a string instead."""
+        if self._is_string:
+            self._write('"')
+            return
+        converted = convert(self._held, self._schema)
+        if converted is None:
+            if not is_lenient:
+                types = " or ".join(sorted(self._schema.types or ()))
+                raise NotACall(f"a value is no {types}")
+            converted = json.dumps(self._held, ensure_ascii=False)
+        self._write(converted)
+
+    def _may_be_other(self) -> bool:
+        """Whether what is held may become a value that is no string."""
+        types, begun = self._schema.types, self._held.strip()
+        if types is None or types & {"array", "object"}:
+            return not begun or begun[0] in "[{" or len(begun) <= _MAX_OTHER
+        return not begun or (bool(types & SCALARS) and len(begun) <= _MAX_OTHER)

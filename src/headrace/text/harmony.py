@@ -1,0 +1,138 @@
+"""Tell apart answer, thinking and calls in gpt-oss' output, which is a row of messages with headers.
+
+    <|channel|>analysis<|message|>…<|end|>                                              thinking
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>       a call
+    <|start|>assistant<|channel|>final<|message|>…<|return|>                            the answer
+
+The recipient may stand in front of the channel, a call may come on any channel, and commentary without a recipient is
+for the user. The format is described in OpenAI's harmony cookbook article.
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.families.family import ModelFamily
+from headrace.text.call_reader import CallReader
+from headrace.text.fences import LineTracker, closes_quote
+from headrace.text.formats.harmony import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
+from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.outlet import Outlet
+from headrace.text.stop_strings import overlap
+
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_ROLE = re.compile(r"assistant\s*")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_ENDS = (*END_MARKERS, _START)
+
+
+class HarmonyOutput:
+    """State of one answer."""
+
+    def __init__(
+        self, family: ModelFamily, reader: Reader, outlet: Outlet, calls: CallReader | None, *, thinking_open: bool
+    ) -> None:
+        self._reader = reader
+        self._outlet = outlet
+        self._calls = calls
+        self._lines = LineTracker()
+        self._is_thinking = thinking_open
+
+    def read(self) -> Reading[None]:
+        """Read everything."""
+        if self._calls is not None:
+            self._calls.say = self._say
+        if self._is_thinking:
+            yield from self._body()
+        while not self._outlet.stopped and not (yield from self._reader.is_done()):
+            self._reader.trim()
+            yield from self._message()
+
+    def _message(self) -> Reading[None]:
+        reader = self._reader
+        header = yield from self._header()
+        self._is_thinking = False
+        if header is not None and recipient_of(header) is not None:
+            if self._calls is not None and (yield from self._call(header)):
+                return
+            if self._calls is None:
+                self._say(header)
+                reader.pos += len(header)
+        elif header is not None:
+            channel = _CHANNEL_NAME.search(header)
+            self._is_thinking = channel is not None and channel[1] == "analysis"
+            reader.pos += len(header)
+            self._outlet.end_text()
+            self._lines = LineTracker()
+        if not self._outlet.stopped:
+            yield from self._body()
+
+    def _header(self) -> Reading[str | None]:
+        """The header that comes next, without the role, which is stepped over; None if none comes."""
+        reader, start = self._reader, self._reader.pos
+        if (yield from reader.take_any((_START, _CHANNEL, " to=", MESSAGE))) is None:
+            return None
+        reader.pos = start
+        try:
+            end = (yield from reader.find((MESSAGE,), MAX_HEADER)) + len(MESSAGE)
+        except NotACall:
+            return None
+        if reader.text.startswith(_START, start):
+            role = _ROLE.match(reader.text, start + len(_START))
+            start = role.end() if role is not None else start + len(_START)
+            if reader.text.startswith("to=", start):
+                start -= 1
+        reader.pos = start
+        return reader.text[start:end]
+
+    def _call(self, header: str) -> Reading[bool]:
+        """Whether the message is a call, which has been read then; else its header has been said."""
+        assert self._calls is not None
+        num_before = self._outlet.num_calls
+        start = self._reader.pos
+        yield from self._calls.read(header)
+        return self._outlet.num_calls > num_before or self._reader.pos > start + len(header)
+
+    def _body(self) -> Reading[None]:
+        """The text of a message up to what ends it."""
+        reader = self._reader
+        while not self._outlet.stopped and not (yield from reader.is_done()):
+            found = [(at, end) for end in _ENDS if (at := reader.text.find(end, reader.pos)) >= 0]
+            if not found:
+                held = 0 if reader.ended else max(overlap(reader.text[reader.pos :], end) for end in _ENDS)
+                self._tell(len(reader.text) - held)
+                if held:
+                    yield
+                continue
+            at, end = min(found)
+            self._tell(at)
+            reader.pos = at + len(end)
+            if not self._is_thinking and (yield from self._is_quoted()):
+                self._say(end)
+                continue
+            if end == _START:
+                reader.pos = at
+                if (yield from self._header()) is None:
+                    reader.pos = at + len(end)
+                    self._tell_text(end)
+                    continue
+                reader.pos = at
+            return
+
+    def _is_quoted(self) -> Reading[bool]:
+        return self._lines.is_fenced or (yield from closes_quote(self._reader, self._lines.open_ticks))
+
+    def _tell(self, end: int) -> None:
+        text, self._reader.pos = self._reader.text[self._reader.pos : end], max(end, self._reader.pos)
+        self._tell_text(text)
+
+    def _tell_text(self, text: str) -> None:
+        if self._is_thinking:
+            self._outlet.reasoning(text)
+        elif text:
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._lines.push(text)
+        self._outlet.text(text)

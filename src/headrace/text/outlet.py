@@ -1,0 +1,111 @@
+"""What has been made out in an answer, as events."""
+
+from __future__ import annotations
+
+from headrace.text.formats.calls import Call, CallIds
+from headrace.text.stop_strings import StopCutter
+from headrace.types.events import Reasoning, Text, ToolArguments, ToolCallStart
+
+# More white space than a template or a model writes before a call.
+_MAX_SPACE = 64
+
+ParsedEvent = Text | Reasoning | ToolCallStart | ToolArguments
+
+
+class Outlet:
+    """Collects the events of one answer.
+
+    Stop strings end the answer's text before their first character. takes_calls: white space next to a call belongs
+    to it, so white space at the text's end is held back.
+    """
+
+    def __init__(self, stop_strings: tuple[str, ...], ids: CallIds, *, takes_calls: bool) -> None:
+        self.num_calls = 0
+        self._cutter = StopCutter(stop_strings)
+        self._ids = ids
+        self._takes_calls = takes_calls
+        self._space = ""
+        self._follows_call = False
+        self._events: list[ParsedEvent] = []
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has ended the answer."""
+        return self._cutter.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that has ended the answer."""
+        return self._cutter.found
+
+    def text(self, text: str) -> None:
+        """Answer text."""
+        self._add_text(self._cutter.push(text))
+
+    def reasoning(self, text: str) -> None:
+        """Thinking text."""
+        if text:
+            self._release_space()
+            self._events.append(Reasoning(text))
+
+    def end_text(self) -> None:
+        """Something else than text comes: no stop string reaches over it."""
+        self._add_text(self._cutter.flush())
+
+    def call(self, call: Call) -> None:
+        """What has been read of a call since the last time; it begins the first time."""
+        if not call.is_started:
+            self.end_text()
+            self._space = ""
+            self._follows_call = True
+            call.is_started = True
+            self._events.append(ToolCallStart(self.num_calls, self._ids.make(call.name, call.written_id), call.name))
+            self.num_calls += 1
+        if call.pieces:
+            self._events.append(ToolArguments(self.num_calls - 1, "".join(call.pieces)))
+            call.pieces.clear()
+
+    def finish(self) -> None:
+        """The answer is over."""
+        if not self.stopped:
+            self.end_text()
+        self._release_space()
+
+    def taken(self) -> tuple[ParsedEvent, ...]:
+        """The events since the last time, neighbours of one kind joined."""
+        joined: list[ParsedEvent] = []
+        for event in self._events:
+            last = joined[-1] if joined else None
+            if isinstance(event, Text) and isinstance(last, Text):
+                joined[-1] = Text(last.text + event.text)
+            elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+                joined[-1] = Reasoning(last.text + event.text)
+            elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and event.index == last.index:
+                joined[-1] = ToolArguments(last.index, last.text + event.text)
+            else:
+                joined.append(event)
+        self._events = []
+        return tuple(joined)
+
+    def _add_text(self, text: str) -> None:
+        if not self._takes_calls:
+            self._emit(text)
+            return
+        if self._follows_call:
+            text = text.lstrip()
+            self._follows_call = not text
+        said = text.rstrip()
+        if said:
+            self._release_space()
+            self._emit(said)
+        self._space += text[len(said) :]
+        self._emit(self._space[:-_MAX_SPACE])
+        self._space = self._space[-_MAX_SPACE:]
+
+    def _release_space(self) -> None:
+        space, self._space = self._space, ""
+        self._emit(space)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._events.append(Text(text))

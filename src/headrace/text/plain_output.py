@@ -1,0 +1,248 @@
+"""Tell apart answer, thinking and calls in an output that is text with markers.
+
+White space. A template puts a newline after an opener of thinking, one before a closer and up to two after it; exactly
+those belong to the markers and are dropped with them: one newline after an opener that the model wrote, one before a
+closer, two after it, and one before an opener that begins the output. White space next to a call belongs to the
+call. All other white space is text.
+
+Which markers count. None in a code fence or in backticks. An opener of thinking counts at the start of an answer, where
+thinking begins at once; later only if it is closed, so what follows it is held back until that is known (or for
+MAX_BLOCK characters, after which one that begins a line counts). Thinking that never closes stays thinking, unless it
+ends with calls and nothing after them: those are calls. A closer with nothing before it is dropped.
+
+Calls. A construct is read by the machine of its syntax (`formats/`). What it says is held back until the call is
+whole, or has come to MAX_HELD characters; from then on its arguments go on as they come. So a short call that breaks
+off or makes no sense is text in the end, to the byte; of a long one the beginning has been told already.
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.families.family import ModelFamily
+from headrace.text.call_reader import CallReader
+from headrace.text.fences import LineTracker, closes_quote
+from headrace.text.formats.reader import Reader, Reading
+from headrace.text.outlet import Outlet
+from headrace.text.stop_strings import overlap
+
+MAX_BLOCK = 2048
+"""Characters of a block in mid-answer that are held back until it is closed."""
+
+
+class PlainOutput:
+    """State of one answer: what mode it is in, and where in its lines it stands."""
+
+    def __init__(
+        self, family: ModelFamily, reader: Reader, outlet: Outlet, calls: CallReader | None, *, thinking_open: bool
+    ) -> None:
+        self._reader = reader
+        self._outlet = outlet
+        self._calls = calls
+        self._call_openers = () if calls is None else calls.openers
+        self._bare_openers = () if calls is None else calls.bare_openers
+        self._blocks = family.think_blocks
+        self._frames = dict(family.answer_frames)
+        self._frame_end: str | None = None
+        self._closers: tuple[str, ...] = ()
+        if thinking_open and family.think_close is not None:
+            self._closers = (family.think_close,)
+        self._stray_closer = () if family.think_close is None else (family.think_close,)
+        self._at_output_start = not thinking_open
+        self._answer_begun = False
+        self._lines = LineTracker()
+        self._last_thought = ""
+        beginnings = {marker[0] for marker in (*self._blocks, *self._frames, *self._stray_closer, *self._call_openers)}
+        beginnings |= {marker[0] for marker in (*self._bare_openers, *self._frames.values())}
+        self._beginning = re.compile("|".join(map(re.escape, sorted(beginnings))) or "(?!)")
+
+    def read(self) -> Reading[None]:
+        """Read everything."""
+        if self._calls is not None:
+            self._calls.say = self._say
+        while not self._outlet.stopped and not (yield from self._reader.is_done()):
+            self._reader.trim()
+            yield from (self._read_thinking() if self._closers else self._read_answer())
+
+    # Thinking
+
+    def _read_thinking(self) -> Reading[None]:
+        """Some of what is thought, or the marker that comes next."""
+        reader = self._reader
+        markers = (*self._closers, *self._call_openers)
+        at, marker = _first(reader.text, markers)
+        if marker is None:
+            # The newline before a marker belongs to it, so one at the end has to wait too.
+            held = max(max(overlap(reader.text, each), overlap(reader.text, "\n" + each)) for each in markers)
+            self._think(len(reader.text) - (0 if reader.ended else held))
+            if held and not reader.ended:
+                yield
+            return
+        self._think(at - (at > 0 and reader.text[at - 1] == "\n"))
+        if marker in self._closers:
+            yield from self._close_thinking(marker)
+        else:
+            yield from self._read_calls_in_thinking(marker)
+
+    def _close_thinking(self, closer: str) -> Reading[None]:
+        reader = self._reader
+        has_newline = reader.text[reader.pos] == "\n"
+        end = reader.pos + has_newline + len(closer)
+        if not has_newline and self._last_thought == "`" and self._lines.open_ticks:
+            reader.pos = end
+            if not (yield from reader.is_done()) and reader.text[end] == "`":  # quoted
+                reader.pos = end - len(closer)
+                self._think(end)
+                return
+        reader.pos = end
+        self._lines = LineTracker()
+        self._closers = ()
+        self._answer_begun = False
+        self._at_output_start = False
+        yield from self._skip_newlines(2)
+
+    def _read_calls_in_thinking(self, opener: str) -> Reading[None]:
+        """Calls if thinking ends with them, else more of what is thought."""
+        assert self._calls is not None
+        start = self._reader.pos
+        self._reader.pos += self._reader.text[start] == "\n" and not opener.startswith("\n")
+        if (yield from self._calls.read_in_thinking(opener, self._closers)):
+            return
+        end, self._reader.pos = self._reader.pos, start
+        self._think(end)
+
+    def _think(self, end: int) -> None:
+        text = self._reader.text[self._reader.pos : end]
+        if text:
+            self._lines.push(text)
+            self._last_thought = text[-1]
+            self._outlet.reasoning(text)
+            self._reader.pos = end
+
+    # Answer
+
+    def _read_answer(self) -> Reading[None]:
+        """Some of the answer's text, or the marker that comes next."""
+        reader = self._reader
+        start = self._next_candidate()
+        if start > 0:
+            self._consume(start)
+            return
+        markers = self._markers_that_count()
+        marker = yield from reader.take_any(markers) if markers else _nothing()
+        length, reader.pos = reader.pos, 0
+        if marker is None or (yield from self._is_quoted(length)):
+            self._consume(max(length, 1))
+        elif marker.removeprefix("\n") in self._blocks:
+            yield from self._open_thinking(marker)
+        elif marker in self._call_openers or marker in self._bare_openers:
+            yield from self._read_calls(marker)
+        else:
+            self._outlet.end_text()
+            self._frame_end = self._frames.get(marker)
+            self._at_output_start = False
+            reader.pos = length
+            yield from self._skip_newlines(2 if marker in self._stray_closer else 1)
+
+    def _next_candidate(self) -> int:
+        """Index of the first character that a marker could begin with; the text's length if there is none."""
+        text = self._reader.text
+        if text[0] == "\n" and (self._at_output_start or self._frame_end is not None):
+            return 0
+        match = self._beginning.search(text)
+        end = len(text) if match is None else match.start()
+        newline = text.find("\n", 0, end) if self._frame_end is not None else -1
+        return end if newline < 0 else newline
+
+    def _markers_that_count(self) -> tuple[str, ...]:
+        """Markers that mean something where the answer stands now."""
+        markers = [*self._blocks, *self._call_openers]
+        if self._at_output_start:
+            markers += [f"\n{opener}" for opener in self._blocks]
+            markers += self._stray_closer
+        if not self._answer_begun:
+            markers += self._frames
+        if self._frame_end is not None:
+            markers += [self._frame_end, f"\n{self._frame_end}"]
+        if self._lines.begins_line:
+            markers += self._bare_openers
+        return tuple(markers)
+
+    def _is_quoted(self, length: int) -> Reading[bool]:
+        """Whether a marker of this length, which comes next, stands in a code fence or in backticks."""
+        if self._lines.is_fenced:
+            return True
+        self._reader.pos = length
+        is_quoted = yield from closes_quote(self._reader, self._lines.open_ticks)
+        self._reader.pos = 0
+        return is_quoted
+
+    def _open_thinking(self, marker: str) -> Reading[None]:
+        opener = marker.removeprefix("\n")
+        closers = self._blocks[opener]
+        self._reader.pos = len(marker)
+        if (self._answer_begun or self._outlet.num_calls) and not (yield from self._is_closed_later(closers)):
+            self._reader.pos = 0
+            self._consume(len(marker))
+            return
+        self._outlet.end_text()
+        self._at_output_start = False
+        self._closers = closers
+        self._lines = LineTracker()
+        yield from self._skip_newlines(1)
+
+    def _is_closed_later(self, closers: tuple[str, ...]) -> Reading[bool]:
+        """Whether a block in mid-answer counts: it is closed, or begins a line and nothing more can be said."""
+        reader, begins_line = self._reader, self._lines.begins_line
+        limit = reader.pos + MAX_BLOCK
+        while True:
+            at, closer = _first(reader.text, closers, reader.pos)
+            if closer is not None and at <= limit:
+                return True
+            if closer is not None or len(reader.text) > limit + max(map(len, closers)):
+                return begins_line
+            if reader.ended:
+                return begins_line and reader.is_cut
+            yield
+
+    def _read_calls(self, opener: str) -> Reading[None]:
+        assert self._calls is not None
+        num_before = self._outlet.num_calls
+        yield from self._calls.read(opener)
+        self._at_output_start = False
+        if self._outlet.num_calls > num_before:
+            self._lines = LineTracker()
+
+    def _consume(self, length: int) -> None:
+        """Say the next characters."""
+        text = self._reader.text[self._reader.pos : self._reader.pos + length]
+        self._reader.pos += length
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._at_output_start = False
+        self._answer_begun = self._answer_begun or not text.isspace()
+        self._lines.push(text)
+        self._outlet.text(text)
+
+    def _skip_newlines(self, most: int) -> Reading[None]:
+        """Step over newlines that belong to a marker."""
+        reader = self._reader
+        while most and not (yield from reader.is_done()) and reader.text[reader.pos] == "\n":
+            reader.pos += 1
+            most -= 1
+
+
+def _first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, str | None]:
+    """The first marker in a text and its index, the longest of several at one place."""
+    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
+    if not found:
+        return len(text), None
+    at, _, marker = min(found)
+    return at, marker
+
+
+def _nothing() -> Reading[None]:
+    """A reading that reads nothing."""
+    return
+    yield
