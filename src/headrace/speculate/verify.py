@@ -18,24 +18,26 @@ from headrace.sampling.adjustment import Mask
 from headrace.sampling.sampler import SamplingRow
 
 
+def row_after(row: SamplingRow, drafts: Sequence[int], mask: Mask | None = None) -> SamplingRow:
+    """How the place behind these drafts is drawn, if `row` is how their first place is: they count as output.
+
+    `row.history` is not changed, and must not change before the new row is drawn. mask: what may come there.
+    """
+    history = row.history.followed_by(drafts) if row.history is not None else None
+    return replace(row, output_index=row.output_index + len(drafts), history=history, mask=mask)
+
+
 def window_rows(
     row: SamplingRow, drafts: Sequence[int], masks: Sequence[Mask | None] | None = None
 ) -> list[SamplingRow]:
     """How each place of a window is drawn: one before each draft and one behind the last, K + 1 in all.
 
-    row: of the window's first place. Later places count the drafts before them as output: they are looked at only if
-    these drafts were right. `row.history` is not changed, and must not change before the rows are drawn.
+    row: of the window's first place. Each place is drawn as if the drafts before it were right: otherwise what is drawn
+    there is not looked at.
     masks: what may come at each place by the request's constraint, K + 1 of them; None if it has none.
     """
-    return [
-        replace(
-            row,
-            output_index=row.output_index + num_before,
-            history=row.history.followed_by(drafts[:num_before]) if row.history is not None else None,
-            mask=masks[num_before] if masks is not None else None,
-        )
-        for num_before in range(len(drafts) + 1)
-    ]
+    places = range(len(drafts) + 1)
+    return [row_after(row, drafts[:place], masks[place] if masks is not None else None) for place in places]
 
 
 def gained_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:
