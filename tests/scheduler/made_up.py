@@ -87,7 +87,7 @@ def solo(request: GenerationRequest, choice: int = 0) -> tuple[list[int], Finish
 class FakeRunner:
     """Computes a plan with the made-up model and checks that each token comes once and in order.
 
-    num_drafts: how many extra tokens a decoding row gains in a step, as if drafts had been accepted.
+    num_drafts: how many drafts it has ready for each chunk; all of them turn out right.
     failing: the number, from 0, of the answer of a sequence that is a failure.
     computed: the tokens in each sequence's state, or in its checkpoint. preempted: those that have no more than that.
     """
@@ -144,7 +144,8 @@ class FakeRunner:
             return ChunkResult(chunk.sequence_id, len(chunk.token_ids), prompt_logprobs=tuple(prompt_logprobs))
         gained = [next_token(computed, chunk.choice)]
         logprobs = [score(gained[-1], computed)]
-        for _ in range(self.num_drafts if len(chunk.token_ids) == 1 else 0):
+        assert chunk.num_drafts <= self.num_drafts
+        for _ in range(chunk.num_drafts):
             computed.append(gained[-1])
             gained.append(next_token(computed, chunk.choice))
             logprobs.append(score(gained[-1], computed))
@@ -154,6 +155,8 @@ class FakeRunner:
             tuple(gained),
             tuple(logprobs) if request.num_logprobs is not None else (),
             tuple(prompt_logprobs),
+            num_verified=chunk.num_drafts,
+            num_ready=self.num_drafts,
         )
 
     def _fork(self, chunk: Chunk, fork: str, choice: int) -> ChunkResult:

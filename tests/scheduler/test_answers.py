@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler.made_up import AMPLE, answer, request
 
@@ -41,13 +43,24 @@ def test_a_chunk_inside_a_prompt_may_not_gain_tokens() -> None:
 
 
 def test_accepted_drafts_are_gained_as_well() -> None:
-    chunk = Chunk("a", "a", 2, (7, 8, 9), num_drafts=2, output_index=1)
+    chunk = Chunk("a", "a", 2, (7,), num_drafts=2, output_index=1)
     requests = {"a": request("a", 2)}
     for num_accepted in range(3):
         gained = (8, 9, 7)[: num_accepted + 1]
-        check_answers([chunk], StepResult((ChunkResult("a", 1 + num_accepted, gained),)), requests)
+        fitting = ChunkResult("a", 1 + num_accepted, gained, num_verified=2)
+        check_answers([chunk], StepResult((fitting,)), requests)
         with pytest.raises(ValueError, match="do not fit"):
-            check_answers([chunk], StepResult((ChunkResult("a", 1 + num_accepted, gained[1:]),)), requests)
+            check_answers([chunk], StepResult((replace(fitting, token_ids=gained[1:]),)), requests)
+
+
+@pytest.mark.parametrize(("num_verified", "num_accepted"), [(3, 1), (1, 2), (0, 1), (2, -1)])
+def test_no_more_drafts_are_right_than_were_verified_and_no_more_verified_than_planned(
+    num_verified: int, num_accepted: int
+) -> None:
+    chunk = Chunk("a", "a", 2, (7,), num_drafts=2, output_index=1)
+    result = ChunkResult("a", 1 + num_accepted, (7,) * (num_accepted + 1), num_verified=num_verified)
+    with pytest.raises(ValueError, match="do not fit"):
+        check_answers([chunk], StepResult((result,)), {"a": request("a", 2)})
 
 
 FORKING = Chunk("a/0", "a", 0, (100, 101), forks=("a/1",))

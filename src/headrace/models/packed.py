@@ -10,11 +10,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
+from headrace.errors import ModelError
 from headrace.models.install import Installation, Level, Levels, windows_of
 from headrace.models.media import Deepstack, RowMedia, packed_positions, step_media
 from headrace.models.mixers.whole import run_rows
 from headrace.models.seams import views_of
 from headrace.models.step import PackedStep, RowSpan
+from headrace.state.hidden import HiddenState
+from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
 
 
@@ -45,14 +48,17 @@ class PackedModel:
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
 
-    def forward(self, rows: Sequence[Row], picks: Sequence[int]) -> mx.array:
+    def forward(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """Run the rows' tokens, in order, as one packed row.
 
         picks: indices into the packed tokens whose logits are wanted, ascending, at least one.
+        ids: the tokens `[T]` where some are on the device only; then the rows' `token_ids` tell no more than how many.
         Gives logits `[len(picks), vocab_size]`, not evaluated, and leaves the states' windows written.
         """
         step = self._pack(rows)
-        ids = mx.array([[token for row in rows for token in row.token_ids]], dtype=mx.int32)
+        if ids is None:
+            ids = mx.array([token for row in rows for token in row.token_ids], dtype=mx.int32)
+        ids = ids[None]
         wanted = mx.array(list(picks), dtype=mx.int32)
         if self._is_whole:
             return run_rows(self.model, lambda: make_prompt_cache(self.model), step, ids)[wanted]
@@ -63,6 +69,11 @@ class PackedModel:
         finally:
             tap.picks = None
             self._deepstack.set(())
+        if tap.hidden is not None:
+            for span in step.spans:
+                own = tap.hidden[:, span.lo : span.hi]
+                span.state.layer(self.hidden_key, HiddenState).write(span.start, own, span.state.marks)
+            tap.hidden = None
         return logits if self._installation.is_tapped else logits[wanted]
 
     def _pack(self, rows: Sequence[Row]) -> PackedStep:
@@ -88,6 +99,38 @@ class PackedModel:
     def takes_media(self) -> bool:
         """Whether rows may hold media: the positions of all their tokens reach every layer."""
         return self._installation.has_axes and not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+
+    @property
+    def head_key(self) -> LayerKey:
+        """The place of a prediction head's keys and values in a state: behind the model's own layers."""
+        return (len(self._windows),)
+
+    @property
+    def hidden_key(self) -> LayerKey:
+        """The place of the hidden rows that a prediction head has not read."""
+        return (len(self._windows) + 1,)
+
+    def keep_hidden(self, is_wanted: bool) -> None:
+        """Whether states keep hidden rows for a prediction head. Raises ModelError if the model can't hand them on."""
+        if is_wanted and not self._installation.is_tapped:
+            raise ModelError("the model runs as a whole, a row at a time: its hidden rows can't be read")
+        self._installation.tap.keeps_hidden = is_wanted
+
+    @property
+    def text_model(self) -> Any:
+        """The module that holds the trunk as `model`, and the output matrix; wrappers have it as language model."""
+        return self.model.get("language_model", self.model)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Token ids `[1, T]` to embeddings `[1, T, hidden]`, for models with one table of them and no more to it."""
+        embeddings: mx.array = self.text_model.model.embed_tokens(ids)
+        return embeddings
+
+    def project(self, hidden: mx.array) -> mx.array:
+        """Normed hidden rows `[1, n, hidden]` to logits, as the model's last line does."""
+        text = self.text_model
+        logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
+        return logits
 
     def undo(self) -> None:
         """Take everything off the model again; this object is of no use afterwards."""

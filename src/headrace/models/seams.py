@@ -127,6 +127,10 @@ class Tap:
 
     picks: mx.array | None = None
     """Indices of the packed tokens whose logits are wanted; None hands all on."""
+    keeps_hidden: bool = False
+    """Whether `hidden` is wanted: a prediction head reads it."""
+    hidden: mx.array | None = None
+    """The norm's output `[1, T, hidden]` for all tokens of the step."""
 
 
 class TappedNorm(nn.Module):
@@ -143,6 +147,8 @@ class TappedNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """x: `[1, T, hidden]` gives `[1, num_picks, hidden]`."""
         hidden: mx.array = self.norm(x)
+        if self._tap.keeps_hidden:
+            self._tap.hidden = hidden
         return hidden if self._tap.picks is None else hidden[:, self._tap.picks]
 
 

@@ -29,14 +29,17 @@ def check_answers(chunks: Sequence[Chunk], result: StepResult, requests: Mapping
 
 
 def _check_chunk(chunk: Chunk, answer: ChunkResult, request: GenerationRequest) -> None:
-    """Committed tokens beyond the certain ones are accepted drafts, and each of them is gained as well."""
-    num_certain = len(chunk.token_ids) - chunk.num_drafts
+    """Committed tokens beyond the chunk's own are right drafts, and each of them is gained as well."""
+    num_certain = len(chunk.token_ids)
+    num_right = answer.num_committed - num_certain
     num_gained = len(answer.token_ids)
-    num_due = answer.num_committed - num_certain + 1 if chunk.samples else 0
-    if answer.num_committed < num_certain or num_gained != num_due:
+    num_due = num_right + 1 if chunk.samples else 0
+    is_possible = 0 <= num_right <= answer.num_verified <= chunk.num_drafts
+    if not is_possible or num_gained != num_due:
         raise ValueError(
             f"{chunk.sequence_id}: {answer.num_committed} tokens committed and {num_gained} gained do not fit a chunk "
-            f"of {num_certain} certain tokens that {'samples' if chunk.samples else 'does not sample'}"
+            f"of {num_certain} tokens that {'samples' if chunk.samples else 'does not sample'}, "
+            f"with {answer.num_verified} of {chunk.num_drafts} drafts verified"
         )
     num_predicted = 0
     if request.num_prompt_logprobs is not None:

@@ -16,7 +16,7 @@ from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.rows import Rows
 from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.waiting import SessionShares, WaitingQueue
-from headrace.types.events import TokenLogprobs, TokenOutput
+from headrace.types.events import TokenOutput
 from headrace.types.request import GenerationRequest
 from headrace.types.status import RequestStatus
 from headrace.types.step import Chunk, ChunkResult, StepPlan, StepResult
@@ -237,9 +237,9 @@ class Scheduler:
             if answer is None:
                 continue
             live.prompt_logprobs += answer.prompt_logprobs
-            token_ids = sequence.accept(answer.num_committed, answer.token_ids)
+            token_ids = sequence.accept(answer.num_committed, answer.token_ids, answer.num_ready)
             if answer.token_ids:
-                outputs.append(_output(live, sequence, token_ids, answer.logprobs[: len(token_ids)]))
+                outputs.append(_output(live, sequence, token_ids, answer))
                 self._shares.serve(live.request.session, len(token_ids))
             if sequence.finish_reason is not None:
                 self._stop(sequence)
@@ -266,9 +266,7 @@ class Scheduler:
         self._shares.leave(live.request.session)
 
 
-def _output(
-    live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
-) -> TokenOutput:
+def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], answer: ChunkResult) -> TokenOutput:
     is_first = live.first_output_s is None and sequence.choice == 0
     wants_prompt = live.request.num_prompt_logprobs is not None
     return TokenOutput(
@@ -278,7 +276,9 @@ def _output(
         num_cached_tokens=live.sequences[0].num_cached,
         reuse=(live.reuse or None) if is_first else None,
         choice=sequence.choice,
-        logprobs=logprobs,
+        logprobs=answer.logprobs[: len(token_ids)],
+        num_drafted=answer.num_verified,
+        num_accepted=len(answer.token_ids) - 1,
         prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt else None,
     )
 

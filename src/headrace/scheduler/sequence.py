@@ -33,6 +33,7 @@ class Sequence:
     is_preempted: it has made room: the runner keeps a checkpoint of its state and no more. lacks_bytes: because there
     were no bytes for it, not for another's turn. num_output_before: its output when it last began or went on.
     has_rows: whether the runner has ever been given a chunk, so that it holds state to be freed.
+    num_ready: drafts that the runner holds for the next chunk.
     """
 
     request: GenerationRequest
@@ -48,6 +49,7 @@ class Sequence:
     lacks_bytes: bool = False
     num_output_before: int = 0
     has_rows: bool = False
+    num_ready: int = 0
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -84,27 +86,35 @@ class Sequence:
         self.num_output_before = self.num_output
 
     def next_chunk(self, num_tokens: int) -> Chunk:
-        """The next `num_tokens` tokens to compute; at most `num_wanted`."""
+        """The next `num_tokens` tokens to compute, at most `num_wanted`, and drafts behind the last known one.
+
+        A draft that can't be output is not worth its computing: the last token before max_tokens needs none.
+        """
         stop = self.num_computed + num_tokens
         ends_prompt = stop == len(self.request.prompt)
+        num_drafts = min(self.num_ready, self.request.max_tokens - self.num_output - 1) if self.is_decoding else 0
         return Chunk(
             sequence_id=self.id,
             request_id=self.request.request_id,
             start=self.num_computed,
             token_ids=tuple(self.token_ids[self.num_computed : stop]),
+            num_drafts=num_drafts,
             samples=stop == len(self.token_ids),
             output_index=self.num_output,
             choice=self.choice,
             forks=sequence_ids(self.request)[1:] if ends_prompt else (),
         )
 
-    def accept(self, num_committed: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def accept(self, num_committed: int, token_ids: tuple[int, ...], num_ready: int = 0) -> tuple[int, ...]:
         """Take over the result of a chunk or a fork and return the tokens that belong to the output.
 
         The first stop token ends the output and is left out; so does reaching max_tokens, with the token
         that reaches it included. With max_tokens 0 nothing is output: the prompt was all that was wanted. What the
-        runner gained beyond the end (accepted drafts) is dropped.
+        runner gained beyond the end is dropped.
+
+        num_ready: drafts that the runner holds for the next chunk.
         """
+        self.num_ready = num_ready
         if self.awaits_fork:
             self.awaits_fork = False
             self.num_computed = len(self.request.prompt)

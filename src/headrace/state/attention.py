@@ -37,13 +37,17 @@ class KVRecord:
 
 
 class FullAttentionState:
-    """Sliceable: any prefix of what was written is valid, so rollback moves a length and nothing else."""
+    """Sliceable: any prefix of what was written is valid, so rollback moves a length and nothing else.
+
+    first: the first token that has keys and values; those of a prediction head begin at token 1.
+    """
 
     is_sliceable = True
 
-    def __init__(self, layer: LayerKey, slot: Slot) -> None:
+    def __init__(self, layer: LayerKey, slot: Slot, first: int = 0) -> None:
         self.layer = layer
         self.slot = slot
+        self.first = first
         self.noted: dict[int, LayerRecord] = {}
         """Always empty: any length can be sliced out later."""
 
@@ -55,8 +59,8 @@ class FullAttentionState:
         """Nothing to do: any length can be sliced out later."""
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the tokens `start` to `end`."""
-        return self.slot.read(self.layer, start, end)
+        """Keys and values of the tokens `start` to `end`, as far as they have any."""
+        return self.slot.read(self.layer, max(start, self.first), end)
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Nothing to do: dropped tokens are overwritten by the next ones."""
@@ -69,7 +73,7 @@ class FullAttentionState:
         """A copy of the tokens `start` to `end`, not evaluated."""
         if start == end or not self.slot.has(self.layer):
             return KVRecord(start, None, None)
-        keys, values = self.read(start, end)
+        keys, values = self.slot.read(self.layer, start, end)
         return KVRecord(start, mx.contiguous(keys), mx.contiguous(values))
 
     def restore(self, record: KVRecord, length: int) -> None:

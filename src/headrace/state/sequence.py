@@ -122,14 +122,19 @@ class SequenceState:
         if self.num_open:
             raise RuntimeError("the last window is still open: commit or roll back first")
         self._restored = None
-        needed = self.length + num_tokens
-        if needed > self._slot.capacity:
-            self._pool.grow(self._slot, needed, self.length)
+        self.reserve(num_tokens)
         self.num_open = num_tokens
         self.num_certain = num_tokens if num_certain is None else num_certain
         if marks and not self.length < marks[0] <= marks[-1] < self.length + self.num_certain:
             raise ValueError(f"marks {marks} do not lie inside {self.num_certain} tokens after {self.length}")
         self.marks = marks
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` behind the committed ones."""
+        needed = self.length + num_tokens
+        if needed > self._slot.capacity:
+            # a prediction head may hold an entry for the next token already
+            self._pool.grow(self._slot, needed, min(self.length + 1, self._slot.capacity))
 
     def layer(self, key: LayerKey, make: Callable[[], State]) -> State:
         """The state of one layer, made on first use and then filled from a record that was restored before."""
@@ -141,9 +146,9 @@ class SequenceState:
         found: State = self._layers[key]
         return found
 
-    def full_attention(self, key: LayerKey) -> FullAttentionState:
-        """The state of a full attention layer, in this row's slot."""
-        return self.layer(key, lambda: FullAttentionState(key, self._slot))
+    def full_attention(self, key: LayerKey, first: int = 0) -> FullAttentionState:
+        """The state of a full attention layer, in this row's slot; `first` says where a new one begins."""
+        return self.layer(key, lambda: FullAttentionState(key, self._slot, first))
 
     def commit(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` of the open window, drop the rest, close the window."""

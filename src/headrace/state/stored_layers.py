@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from headrace.state.attention import KVRecord
+from headrace.state.hidden import HiddenRecord
 from headrace.state.host_arrays import is_storable
 from headrace.state.layer import LayerKey, LayerRecord
 from headrace.state.module import ModuleRecord
@@ -42,6 +43,8 @@ def describe(layers: Mapping[LayerKey, LayerRecord], prefix: str) -> tuple[Descr
                 told = {"sort": "kv", "start": start, "arrays": _take([keys, values], name, arrays)}
             case RecurrentRecord(state, context):
                 told = {"sort": "recurrent", "arrays": _take([state, context], name, arrays)}
+            case HiddenRecord(rows):
+                told = {"sort": "hidden", "arrays": _take([rows], name, arrays)}
             case ModuleRecord(cache):
                 told = {"sort": "module", "caches": _describe_caches(cache, name, arrays)}
             case _:
@@ -63,6 +66,10 @@ def _rebuild_recurrent(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> 
     return RecurrentRecord(*_give(told["arrays"], arrays))
 
 
+def _rebuild_hidden(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerRecord:
+    return HiddenRecord(*_give(told["arrays"], arrays))
+
+
 def _rebuild_module(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerRecord:
     caches = [_cache(MODULE_CACHES[one["class"]], _give(one["state"], arrays)) for one in told["caches"]["list"]]
     return ModuleRecord(caches if told["caches"]["is_list"] else caches[0])
@@ -76,6 +83,7 @@ def _cache(cache_class: Any, state: Any) -> Any:
 _REBUILD: dict[str, Callable[[dict[str, Any], Mapping[str, mx.array]], LayerRecord]] = {
     "kv": _rebuild_kv,
     "recurrent": _rebuild_recurrent,
+    "hidden": _rebuild_hidden,
     "module": _rebuild_module,
 }
 

@@ -37,6 +37,7 @@ class TokenOutput:
     finish_reason: set once, on the last output of the choice.
     num_cached_tokens: prompt tokens that were not computed for this request.
     logprobs: one for each token if they were asked for.
+    num_drafted: drafts that the step verified. num_accepted: of these, how many were right.
     reuse: on the first output of choice 0: what of the prompt came out of the prefix cache, and why no more.
     prompt_logprobs: on the first output of choice 0 if asked for, which then comes before any other choice's; None for
     the prompt's first token, which has none.
@@ -50,6 +51,8 @@ class TokenOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     reuse: str | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,15 @@ class ToolArguments:
 class Usage:
     """Token counts of one request, over all its choices; a prompt counts once however many it has.
 
-    Cached tokens were really skipped; reasoning is part of output.
+    Cached tokens were really skipped; reasoning is part of output. Accepted drafts are part of drafted tokens.
     """
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class GenerationRequest:
     session: requests of one session share a turn in the queue. priority: lower goes first.
     cache_salt: prompts of different salts never share what the prefix cache holds.
     constraint: what each choice's output may be; None for anything.
+    max_draft_tokens: tokens that may be guessed ahead at once; None leaves it to the server. The output is the same.
     """
 
     request_id: str
@@ -98,3 +99,4 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     constraint: ConstraintSpec | None = None
+    max_draft_tokens: int | None = None

@@ -11,11 +11,11 @@ from headrace.types.events import TokenLogprobs
 class Chunk:
     """Tokens that bring one sequence's computed length up to date.
 
-    Decode is one token, verification one plus its drafts, prefill many: the runner sees no phases.
+    Decode is one token, verification one and its drafts, prefill many: the runner sees no phases.
 
     choice: which of its request's continuations the sequence is.
     start: how many tokens of the sequence were computed before; token_ids[0] stands at this index.
-    num_drafts: how many of the last token_ids are guesses; the rest are certain.
+    num_drafts: how many of the guesses that the runner holds ready it may add to the window, behind the token_ids.
     samples: whether the token after the chunk is wanted (false for all but a prompt's last chunk).
     output_index: index that the first sampled token has in the output; keys the draw.
     forks: sequences (choices 1, 2, …) that begin with the state after this chunk. Each gets a first token of its own,
@@ -51,8 +51,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the step, over all sequences."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        """Tokens in the step, over all sequences, drafts too."""
+        return sum(len(chunk.token_ids) + chunk.num_drafts for chunk in self.chunks)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,8 +64,10 @@ class StepPlan:
 class ChunkResult:
     """What became of a chunk.
 
-    num_committed: how many of its tokens now belong to the sequence's state.
-    token_ids: tokens gained: accepted drafts and the sampled one; empty if it did not sample.
+    num_committed: how many of its tokens, right drafts included, now belong to the sequence's state.
+    token_ids: tokens gained: right drafts and the token drawn behind them; empty if it did not sample.
+    num_verified: drafts that were verified; what was gained beyond one token were the right ones among them.
+    num_ready: drafts that the runner holds for the sequence's next chunk.
     logprobs: one for each token gained, if the request asked for them.
     prompt_logprobs: of the prompt tokens start + 1 to start + num_committed that exist, if asked for: what the chunk's
     tokens predicted.
@@ -76,6 +78,8 @@ class ChunkResult:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_verified: int = 0
+    num_ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)

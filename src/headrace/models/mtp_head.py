@@ -1,0 +1,141 @@
+"""The multi-token prediction head of Qwen3-Next and Qwen3.5 as a module that runs packed steps.
+
+    x = fc(concat[norm_e(embed(token t + 1)), norm_h(hidden t)])     one attention layer, a norm, the trunk's own head
+
+`hidden` is the trunk's output after its final norm; for further tokens the head's own normed output stands in for it
+(DeepSeek-V3, arXiv 2412.19437, section 2.2; the Qwen3-Next and Qwen3.5 checkpoints name the parts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from headrace.errors import ModelError
+from headrace.models.install import Installation, choose_levels
+from headrace.models.mtp_weights import HeadWeights
+from headrace.models.packed import PackedModel
+from headrace.models.step import PackedStep, RowSpan, View
+from headrace.models.weights import hold
+from headrace.state.hidden import HiddenState
+from headrace.state.sequence import SequenceState
+
+
+class HeadModule(nn.Module):
+    """The head's own parameters, named as checkpoints name them. layer: an attention layer of the trunk's class."""
+
+    def __init__(self, layer: nn.Module, hidden_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=epsilon)
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=epsilon)
+        self.layers = [layer]
+        self.norm = nn.RMSNorm(hidden_size, eps=epsilon)
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: View) -> mx.array:
+        """Embeddings and hidden rows `[1, T, hidden]` give the head's output, as wide, for the tokens picked."""
+        parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
+        mixed = self.layers[0](self.fc(mx.concatenate(parts, axis=-1)), mask=None, cache=cache)
+        output: mx.array = self.norm(mixed)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class HeadEntries:
+    """What the head is to read of one sequence: tokens `start` and following, each with the hidden row before it.
+
+    hidden: `[1, n, hidden]`.
+    """
+
+    state: SequenceState
+    start: int
+    token_ids: Sequence[int]
+    hidden: mx.array
+
+
+class MtpHead:
+    """A head beside a packed trunk, whose embeddings and output matrix it borrows.
+
+    Its keys and values are one more layer of each sequence's state, the hidden rows that it still has to read another.
+    """
+
+    def __init__(self, trunk: PackedModel, module: HeadModule, report: str) -> None:
+        self.module = module
+        self.report = report
+        self._trunk = trunk
+        self._kernels = trunk.kernels
+        self._installation = Installation(module, choose_levels(module), trunk.kernels)
+
+    def hidden_of(self, state: SequenceState) -> HiddenState:
+        """The hidden rows of a sequence that the head has not read."""
+        return state.layer(self._trunk.hidden_key, HiddenState)
+
+    def read(self, entries: Sequence[HeadEntries], ids: mx.array | None = None) -> mx.array:
+        """Read the entries of all rows in one packed step; gives the output `[R, hidden]` of each row's last one.
+
+        ids: the tokens `[T]` where they are on the device only; then the rows' `token_ids` tell no more than how many.
+        """
+        spans: list[RowSpan] = []
+        positions: list[int] = []
+        for one in entries:
+            one.state.full_attention(self._trunk.head_key, first=1)
+            lo, hi = len(positions), len(positions) + len(one.token_ids)
+            # an entry is turned by the position of its hidden row
+            positions.extend(range(one.start - 1, one.start - 1 + hi - lo))
+            spans.append(RowSpan(one.state, lo, hi, one.start, hi - lo))
+        step = PackedStep(tuple(spans), mx.array(positions, dtype=mx.int32), self._kernels)
+        if ids is None:
+            ids = mx.array([token for one in entries for token in one.token_ids], dtype=mx.int32)
+        tap = self._installation.tap
+        tap.picks = mx.array([span.hi - 1 for span in spans], dtype=mx.int32)
+        hidden = [one.hidden for one in entries]
+        packed = hidden[0] if len(hidden) == 1 else mx.concatenate(hidden, axis=1)
+        return self.module(self._trunk.embed(ids[None]), packed, View(step, self._trunk.head_key, None))[0]
+
+    def logits(self, outputs: mx.array) -> mx.array:
+        """Outputs `[R, hidden]` to logits `[R, vocab_size]` by the trunk's head."""
+        return self._trunk.project(outputs[None])[0]
+
+
+def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str, memory_bytes: int) -> MtpHead:
+    """Build the head that `find_head` found, in the precision that the trunk's rule gives.
+
+    Quantised tensors stay as they are stored, whatever the trunk's bits are. Raises ModelError if the tensors are not
+    those of a head for this trunk, naming the first that are missing or too many.
+    """
+    arguments = trunk.text_model.args
+    attention_layer = next((layer for layer in trunk.model.layers if "self_attn" in layer), None)
+    if attention_layer is None or "fc.weight" not in weights.tensors:
+        raise ModelError(f"the tensors in {weights.origin} are no prediction head for this model")
+    layer = type(attention_layer)(arguments, arguments.full_attention_interval - 1)
+    module = HeadModule(layer, arguments.hidden_size, arguments.rms_norm_eps)
+    _quantise(module, weights.tensors)
+    try:
+        module.load_weights(list(weights.tensors.items()), strict=True)
+    except ValueError as error:
+        raise ModelError(f"the prediction head in {weights.origin} doesn't fit this model: {error}") from error
+    module.eval()
+    line = hold(module, dtype, device, memory_bytes).removeprefix("weights: ")
+    return MtpHead(trunk, module, f"{weights.origin}, {line}, {weights.conventions}")
+
+
+def _quantise(module: nn.Module, tensors: Mapping[str, mx.array]) -> None:
+    """Make those linears quantised that are stored so; their bits and groups are read off the shapes."""
+
+    def form(path: str, one: Any) -> Any:
+        scales = tensors.get(f"{path}.scales")
+        if scales is None or not hasattr(one, "to_quantized"):
+            return False
+        width = one.weight.shape[-1]
+        bits = tensors[f"{path}.weight"].shape[-1] * 32 // width
+        group_size = width // scales.shape[-1]
+        if f"{path}.biases" in tensors:
+            return {"group_size": group_size, "bits": bits, "mode": "affine"}
+        mode = "nvfp4" if group_size == 16 else f"mxfp{bits}"
+        return {"group_size": group_size, "bits": bits, "mode": mode}
+
+    nn.quantize(module, class_predicate=form)
