@@ -97,6 +97,12 @@ class EngineConfig:
     cache_disk_quota: int = knob(
         20_000_000_000, "what all models together may keep in --cache-dir", metavar="BYTES", minimum=1
     )
+    mtp: str = knob(
+        "auto",
+        "guess tokens ahead with the model's own prediction head: auto where it has one; the output is the same",
+        choices=("auto", "on", "off"),
+    )
+    max_draft_tokens: int = knob(4, "tokens guessed ahead at once, 0 for none", metavar="N", minimum=0, maximum=16)
     gpu_memory_utilization: float = knob(
         0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
     )

@@ -150,8 +150,8 @@ async def test_a_row_without_finite_logits_fails_alone(shared_engine: Engine, mo
     alone = await collect(shared_engine, REQUESTS[0])
     forward = PackedModel.forward
 
-    def nan_for_last_row(self: PackedModel, rows, picks):
-        logits = forward(self, rows, picks)
+    def nan_for_last_row(self: PackedModel, rows, picks, ids):
+        logits = forward(self, rows, picks, ids)
         is_victim = [len(row.token_ids) == 7 for row in rows]
         return mx.where(mx.array([is_victim[i] for i in range(len(picks))])[:, None], mx.nan, logits)
 
@@ -168,7 +168,7 @@ async def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(
 ) -> None:
     alone = await collect(shared_engine, REQUESTS[1])
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(PackedModel, "forward", lambda self, rows, picks: mx.array([1.0]) @ mx.zeros((7, 7)))
+        patch.setattr(PackedModel, "forward", lambda self, rows, picks, ids: mx.array([1.0]) @ mx.zeros((7, 7)))
         with pytest.raises(GenerationFailed):
             await collect(shared_engine, REQUESTS[1])
     assert "a step of 1 rows failed" in caplog.text

@@ -25,9 +25,9 @@ def print_of(folder: Path) -> Callable[..., str]:
     model = tiny.build("llama")
     levels = choose_levels(model)
 
-    def of(directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32) -> str:
+    def of(directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32, head: str = "") -> str:
         model.set_dtype(dtype)
-        return fingerprint(directory, model, numerics, levels)
+        return fingerprint(directory, model, numerics, levels, head)
 
     return of
 
@@ -40,9 +40,14 @@ def test_a_copy_under_another_name_is_the_same_model(
     assert print_of(copied) == print_of(folder)
 
 
-def test_numerics_and_precision_count(folder: Path, print_of: Callable[..., str]) -> None:
-    prints = {print_of(folder), print_of(folder, "fast"), print_of(folder, dtype=mx.bfloat16)}
-    assert len(prints) == 3
+def test_numerics_precision_and_a_prediction_head_count(folder: Path, print_of: Callable[..., str]) -> None:
+    prints = {
+        print_of(folder),
+        print_of(folder, "fast"),
+        print_of(folder, dtype=mx.bfloat16),
+        print_of(folder, head="model-mtp.safetensors"),
+    }
+    assert len(prints) == 4
 
 
 def test_config_header_name_and_content_of_every_file_count(

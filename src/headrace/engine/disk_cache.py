@@ -21,11 +21,18 @@ LOAD_SHARE = 0.5
 
 
 def open_disk_tier(
-    config: Config, directory: Path, loaded: LoadedModel, cost: StateCost, budget_bytes: int, device_kind: str
+    config: Config,
+    directory: Path,
+    loaded: LoadedModel,
+    head: str,
+    cost: StateCost,
+    budget_bytes: int,
+    device_kind: str,
 ) -> DiskTier | None:
     """The disk tier of a loaded model; None if none is asked for.
 
-    directory: the model's. budget_bytes: the memory for states. Raises ConfigError if the folder can't be used.
+    directory: the model's. head: see `fingerprint`. budget_bytes: the memory for states.
+    Raises ConfigError if the folder can't be used.
     """
     knobs = config.engine
     if knobs.cache_dir is None:
@@ -33,7 +40,7 @@ def open_disk_tier(
     if knobs.prefix_cache == "off":
         raise ConfigError("cache_dir keeps the prefix cache on disk, but prefix_cache is off", param="cache_dir")
     folder = Path(knobs.cache_dir).expanduser()
-    weights = fingerprint(directory, loaded.packed.model, config.models.numerics, loaded.packed.levels)
+    weights = fingerprint(directory, loaded.packed.model, config.models.numerics, loaded.packed.levels, head)
     try:
         return DiskTier(
             folder,

@@ -23,6 +23,7 @@ import mlx.core as mx
 from headrace.backend import blas, device, limits
 from headrace.config import Config
 from headrace.engine.disk_cache import open_disk_tier
+from headrace.engine.drafting import prepare_drafting
 from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, Loop, MemoryPlan, Stop, Submit
 from headrace.engine.memory import fitting_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
@@ -265,17 +266,23 @@ def _prepare(
         self_check=config.models.self_check,
         device=here,
     )
+    drafting = prepare_drafting(config, files, loaded.packed, here)
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
-    cost = state_cost(loaded.packed)
-    max_model_len = _context(config, loaded, MemoryBudget(budget_bytes, cost.num_bytes))
-    disk = open_disk_tier(config, files.directory, loaded, cost, budget_bytes, here.kind)
+    cost = state_cost(loaded.packed, drafting.head)
+    # a window of drafts stands behind what the scheduler knows of a sequence
+    memory = MemoryBudget(
+        budget_bytes, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
+    )
+    max_model_len = _context(config, loaded, memory)
+    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, cost, budget_bytes, here.kind)
     report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",
         *loaded.report,
         f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
         f"{budget_bytes / 1e9:.1f} GB for all",
+        drafting.report,
         *(() if disk is None else (disk.report,)),
     )
     prefixes = None
@@ -292,11 +299,11 @@ def _prepare(
         config.engine.max_num_seqs,
         PREFILL_CHUNK[here.kind] if chunk is None else chunk,
         max_model_len,
-        memory=MemoryBudget(budget_bytes, cost.num_bytes, cost.record_bytes),
+        memory=memory,
         max_queue=config.engine.max_queue,
         prefixes=prefixes,
     )
-    runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints)
+    runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints, drafting.speculator)
     loop = Loop(runner, scheduler, prefixes, MemoryPlan(budget_bytes, weights_bytes), inbox)
     return loop, _describe(files, loaded, max_model_len, report)
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel, Row
+from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SlabPool
 
@@ -15,13 +16,15 @@ CONTEXT_STEP = 256
 """A context that memory limits is a multiple of this."""
 
 
-def state_cost(model: PackedModel) -> StateCost:
-    """What a sequence's state takes by its length, read off a state of one token."""
+def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
+    """What a sequence's state takes by its length, read off a state of one token, and a prediction head's with it."""
     state = SequenceState(SlabPool())
     state.begin(1)
     logits = model.forward([Row(state, [0])], [0])
     mx.eval(logits, state.arrays())
     state.commit(1)
+    if head is not None:
+        mx.eval(head.draft([HeadRow(state, (0, 0), num_drafts=1)]), state.arrays())
     return state.cost()
 
 

@@ -17,7 +17,7 @@ SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
-def fingerprint(directory: Path, model: Any, numerics: str, levels: Any) -> str:
+def fingerprint(directory: Path, model: Any, numerics: str, levels: Any, head: str) -> str:
     """32 hex digits for a loaded model and the way it computes.
 
     It covers config.json whole; of every *.safetensors file its name, its size, its header (names, shapes and types of
@@ -26,7 +26,8 @@ def fingerprint(directory: Path, model: Any, numerics: str, levels: Any) -> str:
     files that differ in nothing but numbers between the samples have the same fingerprint. Fine-tuning changes numbers
     everywhere, so that this takes a deliberate edit.
 
-    levels: of each class of layers, see Installation. Raises OSError if a file can't be read.
+    levels: of each class of layers, see Installation. head: what is loaded of a prediction head, whose entries states
+    hold too; empty for none. Raises OSError if a file can't be read.
     """
     digest = blake2b(digest_size=16)
     _add(digest, (directory / "config.json").read_bytes())
@@ -37,6 +38,7 @@ def fingerprint(directory: Path, model: Any, numerics: str, levels: Any) -> str:
     held: Any = tree_flatten(model.parameters())
     _add(digest, repr(sorted((name, str(array.dtype), array.shape) for name, array in held)).encode())
     _add(digest, repr(sorted((one.__name__, str(level)) for one, level in levels.items())).encode())
+    _add(digest, head.encode())
     _add(digest, f"{numerics} {mx.default_device()} {version('mlx')}".encode())
     return digest.hexdigest()
 

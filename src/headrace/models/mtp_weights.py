@@ -127,7 +127,7 @@ def _shift_norms(tensors: Mapping[str, mx.array], is_raw: bool) -> tuple[dict[st
         is_centred = is_raw or _lies_near_zero(tensors[name] for name in group)
         found.append(f"{label} norms {'zero-centred' if is_centred else 'plain'}")
         for name in group if is_centred else ():
-            shifted[name] = tensors[name].astype(mx.float32) + 1.0
+            shifted[name] = (tensors[name].astype(mx.float32) + 1.0).astype(tensors[name].dtype)
     return shifted, ", ".join(found)
 
 

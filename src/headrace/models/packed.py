@@ -70,9 +70,7 @@ class PackedModel:
             tap.picks = None
             self._deepstack.set(())
         if tap.hidden is not None:
-            for span in step.spans:
-                own = tap.hidden[:, span.lo : span.hi]
-                span.state.layer(self.hidden_key, HiddenState).write(span.start, own, span.state.marks)
+            self._hand_to_head(step, tap.hidden)
             tap.hidden = None
         return logits if self._installation.is_tapped else logits[wanted]
 
@@ -99,6 +97,14 @@ class PackedModel:
     def takes_media(self) -> bool:
         """Whether rows may hold media: the positions of all their tokens reach every layer."""
         return self._installation.has_axes and not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+
+    def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
+        """Put the rows' hidden rows into their states, for a prediction head to read."""
+        for span in step.spans:
+            own = hidden[:, span.lo : span.hi]
+            span.state.layer(self.hidden_key, HiddenState).write(span.start, own, span.state.marks)
+            # asked for inside the window, so that what was restored of the head's entries is taken over with the rest
+            span.state.full_attention(self.head_key, first=1)
 
     @property
     def head_key(self) -> LayerKey:

@@ -1,0 +1,77 @@
+"""What a step draws: a token for each place whose logits are wanted, and what is told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from headrace.sampling.logprobs import LogprobRows, read_logprobs, token_logprobs
+from headrace.sampling.rows import pick
+from headrace.sampling.sampler import SamplingRow, sample
+from headrace.types.events import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token to be drawn: which row of the step's logits it comes from, and how. num_top: see GenerationRequest."""
+
+    row: int
+    settings: SamplingRow
+    num_top: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A drawn token, NO_TOKEN if the logits were not fit, and its log-probabilities if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Draws:
+    """All draws of one step, to be evaluated together and read afterwards."""
+
+    def __init__(self, logits: mx.array, places: Sequence[Place]) -> None:
+        """logits: `[n, vocab_size]`."""
+        self._places = places
+        own = pick(logits, [place.row for place in places])
+        self._tokens = sample(own, [place.settings for place in places])
+        self._scored = [index for index, place in enumerate(places) if place.num_top is not None]
+        self._scores: LogprobRows | None = None
+        if self._scored:
+            rows = mx.array(self._scored)
+            # a row without a token has no log-probability either, but the lookup needs an id
+            ids = mx.maximum(self._tokens[rows], 0)
+            self._scores = token_logprobs(own[rows], ids, max(places[index].num_top or 0 for index in self._scored))
+
+    def arrays(self) -> list[object]:
+        """What is to be evaluated."""
+        return [self._tokens, [] if self._scores is None else self._scores.arrays()]
+
+    def read(self) -> list[Drawn]:
+        """One for each place, in order."""
+        ids: list[int] = self._tokens.tolist()  # type: ignore[assignment]
+        told: Mapping[int, TokenLogprobs] = {}
+        if self._scores is not None:
+            counts = [self._places[index].num_top or 0 for index in self._scored]
+            told = dict(zip(self._scored, read_logprobs(self._scores, counts), strict=True))
+        return [Drawn(token_id, told.get(index)) for index, token_id in enumerate(ids)]
+
+
+class PromptScores:
+    """Log-probabilities of prompt tokens that a chunk's tokens predicted."""
+
+    def __init__(self, logits: mx.array, following: Sequence[int], num_top: int) -> None:
+        """logits: `[n, vocab_size]` of the tokens that the prompt's `following` ones stand behind."""
+        self._num_top = num_top
+        self._scores = token_logprobs(logits[: len(following)], mx.array(list(following)), num_top)
+
+    def arrays(self) -> object:
+        """What is to be evaluated."""
+        return self._scores.arrays()
+
+    def read(self) -> tuple[TokenLogprobs, ...]:
+        """One for each of the following tokens."""
+        return tuple(read_logprobs(self._scores, [self._num_top] * self._scores.token_ids.shape[0]))
