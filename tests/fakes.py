@@ -19,7 +19,16 @@ from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import CacheStatus, Counters, EngineStatus, Histogram, MemoryStatus, Phase, RequestStatus
+from headrace.types.status import (
+    CacheStatus,
+    Counters,
+    DraftCounters,
+    EngineStatus,
+    Histogram,
+    MemoryStatus,
+    Phase,
+    RequestStatus,
+)
 
 END = 256
 """Token id that ends an answer; ids below it are bytes."""
@@ -229,7 +238,7 @@ class FakeEngine:
             num_waiting=0,
             requests=tuple(_status_of(stream.request) for stream in self._live()),
             memory=MemoryStatus(1000, 500, 20, 10, 0, 5, 515),
-            counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), *[histogram] * 4),
+            counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), DraftCounters(), *[histogram] * 4),
             cache=self.held,
         )
 

@@ -32,14 +32,18 @@ EVENTS: list[Event] = [
     Reasoning(" so"),
     Text("\n"),
     Text("yes"),
-    Finished(FinishReason.LENGTH, Usage(7, 5, 3, 2)),
+    Finished(FinishReason.LENGTH, Usage(7, 5, 3, 2, num_drafted_tokens=5, num_accepted_tokens=3)),
 ]
 USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 5,
     "total_tokens": 12,
     "prompt_tokens_details": {"cached_tokens": 3},
-    "completion_tokens_details": {"reasoning_tokens": 2},
+    "completion_tokens_details": {
+        "reasoning_tokens": 2,
+        "accepted_prediction_tokens": 3,
+        "rejected_prediction_tokens": 2,
+    },
 }
 
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from headrace.metrics.prometheus import render
-from headrace.types.status import CacheStatus, Counters, EngineStatus, Histogram, MemoryStatus, ProcessStatus
+from headrace.types.status import (
+    CacheStatus,
+    Counters,
+    DraftCounters,
+    DraftStatus,
+    EngineStatus,
+    Histogram,
+    MemoryStatus,
+    ProcessStatus,
+)
 
 FIRST_TOKEN = Histogram((0.5, 1.0), (3, 0, 2), 7.25)
 OTHER = Histogram((2.5,), (1, 0), 0.125)
@@ -18,11 +27,12 @@ STATUS = EngineStatus(
     requests=(),
     memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 640),
     counters=Counters(
-        11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5),
-        OTHER, OTHER,
+        11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), DraftCounters(12, 31, (9, 4)),
+        FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5), OTHER, OTHER,
     ),
     cache=CacheStatus(50, 30, 4, 2, 9, 5, 700, 600),
     num_misfits=6,
+    drafts=DraftStatus(3, 8),
 )  # fmt: skip
 PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
 
@@ -100,6 +110,10 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("vllm:prefix_cache_queries_total", 700),
         ("vllm:prefix_cache_hits_total", 600),
         ("headrace:cache_bytes", 50),
+        ("vllm:spec_decode_num_drafts_total", 12),
+        ("vllm:spec_decode_num_draft_tokens_total", 31),
+        ("vllm:spec_decode_num_accepted_tokens_total", 13),
+        ("headrace:draft_failures_total", 8),
         ("headrace:process_uptime_seconds", 12.5),
         ("headrace:process_cpu_seconds_total", 3.25),
         ("headrace:process_peak_memory_bytes", 77),
@@ -112,6 +126,14 @@ def test_each_number_stands_under_its_name(name: str, number: float) -> None:
 def test_a_cache_that_is_switched_off_has_no_numbers() -> None:
     page = render(replace(STATUS, cache=None), "m", PROCESS)
     assert not [name for name in read(page) if "cache" in name]
+
+
+def test_right_drafts_are_told_by_their_place_also_where_there_were_none() -> None:
+    families = read(render(STATUS, "m", PROCESS))
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(families, name, position=place) for place in "012"] == [9, 4, 0]
+    page = render(replace(STATUS, drafts=None), "m", PROCESS)
+    assert not [name for name in read(page) if "draft" in name or "spec_decode" in name]
 
 
 def test_every_reason_is_there_from_the_start() -> None:

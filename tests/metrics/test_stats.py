@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.metrics.stats import Stats
 from headrace.types.events import FinishReason, TokenOutput
-from headrace.types.status import Histogram
+from headrace.types.status import DraftCounters, Histogram
 
 
 def output(
@@ -160,3 +160,13 @@ def test_counts_add_up_whatever_happens(events: list[tuple[str, str, int, int]])
     assert sum(counters.request_s.counts) <= sum(counters.time_to_first_token_s.counts) <= num_choices // 2
     assert sum(counters.time_per_output_token_s.counts) <= num_tokens
     assert counters.num_prompt_tokens == 10 * sum(counters.time_to_first_token_s.counts)
+
+
+def test_drafts_are_counted_by_window_token_and_place() -> None:
+    stats = Stats()
+    stats.submitted("a", 3, 0.0)
+    for num_drafted, num_accepted in ((0, 0), (3, 2), (1, 0), (4, 4)):
+        stats.output(
+            TokenOutput("a", (1,) * (num_accepted + 1), num_drafted=num_drafted, num_accepted=num_accepted), 1.0
+        )
+    assert stats.counters().drafts == DraftCounters(num_windows=3, num_drafted=8, accepted_at=(2, 2, 1, 1))

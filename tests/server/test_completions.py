@@ -66,7 +66,11 @@ def test_several_prompts_with_several_choices_are_one_answer() -> None:
         "completion_tokens": 8,
         "total_tokens": 13,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -236,6 +236,7 @@ class Loop:
             requests=self._scheduler.status(time.monotonic()),
             memory=memory,
             cache=None if self._prefixes is None else self._prefixes.status(),
+            drafts=self._runner.draft_status(),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )
 

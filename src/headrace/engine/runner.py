@@ -23,6 +23,7 @@ from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.status import DraftStatus
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,12 @@ class Runner:
     def preempted_bytes(self) -> int:
         """Bytes that the checkpoints of preempted sequences hold."""
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
+
+    def draft_status(self) -> DraftStatus | None:
+        """How tokens are guessed ahead; None if they are not."""
+        if self._speculator is None:
+            return None
+        return DraftStatus(self._speculator.max_drafts, self._speculator.num_failures)
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         """Compute every chunk of the plan. `requests` has its requests by their ids.

@@ -23,7 +23,7 @@ def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str
     """All metrics. model_name: the first name that the model is served under."""
     labels = {"model_name": model_name, "engine": "0"}
     lines = [*_gauges(status, labels), *_counters(status, labels), *_histograms(status, labels)]
-    return "\n".join([*lines, *_cache(status, labels), *_own(status, process, labels)]) + "\n"
+    return "\n".join([*lines, *_cache(status, labels), *_drafts(status, labels), *_own(status, process, labels)]) + "\n"
 
 
 def _gauges(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
@@ -69,6 +69,25 @@ def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
     yield from _counter("vllm:prefix_cache_hits", help, cache.num_hit_tokens, labels)
     help = "Held by the prefix cache, by where."
     yield from _gauge("headrace:cache_bytes", help, cache.num_bytes, {**labels, "kind": "memory"})
+
+
+def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    """Nothing if no tokens are guessed ahead."""
+    if status.drafts is None:
+        return
+    counted = status.counters.drafts
+    for name, help, count in (
+        ("vllm:spec_decode_num_drafts", "Windows of drafts that were verified.", counted.num_windows),
+        ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", counted.num_drafted),
+        ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", counted.num_accepted),
+        ("headrace:draft_failures", "Sequences that lost their drafts to an error.", status.drafts.num_failures),
+    ):
+        yield from _counter(name, help, count, labels)
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    yield from _heading(name, "counter", "Drafts that were right, by their place in the window.")
+    accepted_at = (*counted.accepted_at, *(0,) * (status.drafts.max_drafts - len(counted.accepted_at)))
+    for place, count in enumerate(accepted_at):
+        yield _sample(name, {**labels, "position": str(place)}, count)
 
 
 def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from headrace.types.events import TokenOutput
-from headrace.types.status import Counters, Histogram
+from headrace.types.status import Counters, DraftCounters, Histogram
 
 UNFINISHED = ("abort", "error")
 """Reasons of choices that did not end by themselves."""
@@ -71,6 +71,9 @@ class Stats:
         self._num_cached_tokens = 0
         self._num_steps = 0
         self._finished: Counter[str] = Counter()
+        self._num_windows = 0
+        self._num_drafted = 0
+        self._accepted_at: list[int] = []
         self._first_token = _Buckets(_FIRST_TOKEN_BOUNDS)
         self._token = _Buckets(_TOKEN_BOUNDS)
         self._request = _Buckets(_REQUEST_BOUNDS)
@@ -97,6 +100,7 @@ class Stats:
             return
         num_tokens = len(output.token_ids)
         self._num_output_tokens += num_tokens
+        self._verified(output.num_drafted, output.num_accepted)
         if output.finish_reason is not None:
             self._finished[output.finish_reason.value] += 1
         if not timing.is_computed:
@@ -136,6 +140,13 @@ class Stats:
         """A step was carried out."""
         self._num_steps += 1
 
+    def _verified(self, num_drafted: int, num_accepted: int) -> None:
+        self._num_windows += num_drafted > 0
+        self._num_drafted += num_drafted
+        self._accepted_at += [0] * (num_drafted - len(self._accepted_at))
+        for place in range(num_accepted):
+            self._accepted_at[place] += 1
+
     def counters(self) -> Counters:
         """Everything so far, but for preemptions: the scheduler counts those, and whoever asks both puts them in."""
         return Counters(
@@ -145,6 +156,7 @@ class Stats:
             num_preemptions=0,
             num_steps=self._num_steps,
             finished=tuple(sorted(self._finished.items())),
+            drafts=DraftCounters(self._num_windows, self._num_drafted, tuple(self._accepted_at)),
             time_to_first_token_s=self._first_token.snapshot(),
             time_per_output_token_s=self._token.snapshot(),
             request_s=self._request.snapshot(),

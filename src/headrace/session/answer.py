@@ -195,6 +195,8 @@ class PromptAnswers:
         self.request = request
         self.choices = choices
         self.num_cached_tokens = 0
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
         self._scorer = scorer
         self._num_prompt_logprobs = num_prompt_logprobs
         self._echo = echo
@@ -220,6 +222,8 @@ class PromptAnswers:
         """
         self._num_open_in_engine -= output.finish_reason is not None
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        self.num_drafted_tokens += output.num_drafted
+        self.num_accepted_tokens += output.num_accepted
         events: list[Event] = [] if self._has_begun else self._begin(output)
         choice = self.choices[output.choice]
         if choice.reason is None:
@@ -256,6 +260,8 @@ def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
         num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),
         num_output_tokens=sum(choice.num_output_tokens for choice in choices),
         num_cached_tokens=sum(prompt.num_cached_tokens for prompt in prompts),
+        num_drafted_tokens=sum(prompt.num_drafted_tokens for prompt in prompts),
+        num_accepted_tokens=sum(prompt.num_accepted_tokens for prompt in prompts),
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
     )
 

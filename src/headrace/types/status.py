@@ -65,6 +65,23 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounters:
+    """Of tokens guessed ahead. num_windows: times that a sequence had drafts verified; num_drafted: these drafts.
+
+    accepted_at: of the right ones, how many were first in their window, second, and so on.
+    """
+
+    num_windows: int = 0
+    num_drafted: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        """Right drafts."""
+        return sum(self.accepted_at)
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Since the start. finished: number of choices by finish reason, and by `abort` and `error`."""
 
@@ -74,6 +91,7 @@ class Counters:
     num_preemptions: int
     num_steps: int
     finished: tuple[tuple[str, int], ...]
+    drafts: DraftCounters
     time_to_first_token_s: Histogram
     time_per_output_token_s: Histogram
     request_s: Histogram
@@ -98,10 +116,21 @@ class CacheStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStatus:
+    """How tokens are guessed ahead. max_drafts: of a sequence at once. num_failures: sequences that lost their drafts.
+
+    A sequence loses its drafts to an error in the making of them, and goes on without.
+    """
+
+    max_drafts: int
+    num_failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A moment between two steps.
 
-    cache: None if it is switched off. num_misfits: answers so far that were held to a JSON schema and don't fit it.
+    cache: None if it is switched off; drafts: None if nothing is guessed ahead. num_misfits: answers so far that were held to a JSON schema and don't fit it.
     """
 
     num_running: int
@@ -111,6 +140,7 @@ class EngineStatus:
     counters: Counters
     cache: CacheStatus | None = None
     num_misfits: int = 0
+    drafts: DraftStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
