@@ -130,7 +130,8 @@ class DraftStatus:
 class EngineStatus:
     """A moment between two steps.
 
-    cache: None if it is switched off; drafts: None if nothing is guessed ahead. num_misfits: answers so far that were held to a JSON schema and don't fit it.
+    cache: None if it is switched off; drafts: None if nothing is guessed ahead. num_misfits: answers so far that were
+    held to a JSON schema and don't fit it.
     """
 
     num_running: int
