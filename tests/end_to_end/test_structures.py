@@ -121,6 +121,7 @@ MIXED = (
 )
 
 
+@pytest.mark.slow
 async def test_mixed_requests_together_give_what_each_gives_alone(session: Session) -> None:
     alone = [await answers(session, request) for request in MIXED]
     assert await asyncio.gather(*(answers(session, request) for request in MIXED)) == alone
@@ -158,9 +159,31 @@ async def test_thinking_that_max_tokens_cut_is_no_misfit(session: Session) -> No
     assert (await session.status()).num_misfits == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", [None, SCHEMA])
+async def test_thinking_ends_with_its_budget_and_an_answer_follows(
+    session: Session, structure: Structure | None
+) -> None:
+    request = ask("brief", structure, max_tokens=40, enable_thinking=True)
+    ((whole, expected, _),) = await answers(session, request)
+    assert len(whole.split()) > 3
+    ((thinking, text, _),) = await answers(session, replace(request, thinking_budget=3))
+    assert thinking
+    assert whole.startswith(thinking)
+    assert len(thinking) < len(whole)
+    assert text
+    # what is more than enough changes nothing, and where there is no thinking there is nothing to count
+    ((thinking, text, _),) = await answers(session, replace(request, thinking_budget=30))
+    assert (thinking, text) == (whole, expected)
+    direct = replace(request, enable_thinking=False)
+    assert await answers(session, replace(direct, thinking_budget=0)) == await answers(session, direct)
+
+
 async def test_what_cannot_be_honoured_is_refused(session: Session) -> None:
     with pytest.raises(InvalidRequest, match="not a JSON schema"):
         await answers(session, ask("bad", Structure("json_schema", {"type": 3})))
+    with pytest.raises(InvalidRequest, match="budget"):
+        await answers(session, ask("less", enable_thinking=True, thinking_budget=-1))
     with pytest.raises(InvalidRequest, match="ignore_eos"):
         await answers(session, ask("endless", SCHEMA, stop=RequestedStop(9, ignore_eos=True)))
 

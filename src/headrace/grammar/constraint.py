@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,3 +44,17 @@ class Constraint(Protocol):
 
     def copy(self) -> Constraint:
         """One that goes its own way from here."""
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of every mask over a vocabulary: there is a bit more than there are tokens."""
+    return vocab_size // 32 + 1
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """The mask that allows these tokens; ids outside the vocabulary are left out."""
+    mask: Mask = np.zeros(num_words(vocab_size), dtype=np.uint32)
+    for token_id in token_ids:
+        if 0 <= token_id < vocab_size:
+            mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask

@@ -8,8 +8,10 @@ from collections import OrderedDict
 from llguidance import LLMatcher
 
 from headrace.errors import InvalidRequest
+from headrace.grammar.all_of import AllOf
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.matcher import Matcher
+from headrace.grammar.thinking import ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.request import ConstraintSpec
 
@@ -31,7 +33,12 @@ class ConstraintFactory:
 
     def begin(self, spec: ConstraintSpec, stop_token_ids: frozenset[int]) -> Constraint:
         """The constraint of a sequence that has said nothing yet. Raises InvalidRequest like `prepare`."""
-        return Matcher(self._find(spec.grammar).deep_copy(), self.vocabulary, stop_token_ids)
+        parts: list[Constraint] = []
+        if spec.thinking is not None:
+            parts.append(ThinkingBudget(spec.thinking, self.vocabulary))
+        if spec.grammar is not None:
+            parts.append(Matcher(self._find(spec.grammar).deep_copy(), self.vocabulary, stop_token_ids))
+        return parts[0] if len(parts) == 1 else AllOf(parts)
 
     def _find(self, grammar: str) -> LLMatcher:
         with self._lock:

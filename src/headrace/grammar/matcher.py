@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from headrace.errors import GenerationFailed
-from headrace.grammar.constraint import Mask, Window
+from headrace.grammar.constraint import Mask, Window, mask_of, num_words
 from headrace.grammar.vocabulary import Vocabulary
 
 
@@ -24,7 +24,7 @@ class Matcher:
         self._grammar = grammar
         self._vocabulary = vocabulary
         self._stop_token_ids = stop_token_ids
-        self._stops = _bits(stop_token_ids, vocabulary)
+        self._stops = mask_of(stop_token_ids, vocabulary.size)
         self._has_stopped = False
 
     @property
@@ -74,7 +74,7 @@ class Matcher:
 
     def _mask(self) -> Mask:
         """Where the sequence stands now."""
-        mask: Mask = np.zeros(num_words(self._vocabulary.size + 1), dtype=np.uint32)
+        mask: Mask = np.zeros(num_words(self._vocabulary.size), dtype=np.uint32)
         self._grammar.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._grammar.is_error():
             raise self._failure()
@@ -84,19 +84,6 @@ class Matcher:
 
     def _failure(self) -> GenerationFailed:
         return GenerationFailed(f"the grammar can't go on: {self._grammar.get_error()}")
-
-
-def num_words(num_tokens: int) -> int:
-    """Words of a mask over so many tokens."""
-    return -(-num_tokens // 32)
-
-
-def _bits(token_ids: frozenset[int], vocabulary: Vocabulary) -> Mask:
-    mask: Mask = np.zeros(num_words(vocabulary.size + 1), dtype=np.uint32)
-    for token_id in token_ids:
-        if token_id < vocabulary.size:
-            mask[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return mask
 
 
 def _allows(mask: Mask, token_id: int) -> bool:

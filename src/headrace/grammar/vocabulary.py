@@ -57,6 +57,13 @@ class Vocabulary:
         """
         return self.size
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's text, of a special one its name; nothing for an id that is no token."""
+        if not 0 <= token_id < self.size:
+            return b""
+        data = self.tokenizer.token_bytes(token_id)
+        return self.tokenizer.token_text(token_id).encode() if data is None else data
+
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by their names."""
@@ -80,16 +87,10 @@ class _Tokens(TokenizerWrapper):
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.is_tokenizer_wrapper = True
         self.bos_token_id = None
-        tokenizer = vocabulary.tokenizer
-        special = tokenizer.special_ids
-        self.tokens: list[bytes] = []
-        for token_id in range(vocabulary.size):
-            data = tokenizer.token_bytes(token_id)
-            self.tokens.append(tokenizer.token_text(token_id).encode() if data is None else data)
-        self.tokens.append(_END_NAME)
+        self.tokens = [*map(vocabulary.bytes_of, range(vocabulary.size)), _END_NAME]
         self.eos_token_id = vocabulary.end_id
-        self.special_token_ids = [*sorted(special), vocabulary.end_id]
-        self._encode = tokenizer.encode
+        self.special_token_ids = [*sorted(vocabulary.tokenizer.special_ids), vocabulary.end_id]
+        self._encode = vocabulary.tokenizer.encode
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))

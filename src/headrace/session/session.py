@@ -84,7 +84,8 @@ class Session:
         self._defaults = sampling_defaults(engine.model.generation_config)
         self._num_broken_calls = 0
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
-        self._constraints = ChatConstraints(family, constraints or ConstraintFactory(Vocabulary(tokenizer)))
+        factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
+        self._constraints = ChatConstraints(family, template, factory)
 
     @classmethod
     def over(cls, engine: TokenSource, words: Words | None = None, *, prepares_turns: bool = False) -> Session:

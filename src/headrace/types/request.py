@@ -62,13 +62,29 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstraintSpec:
-    """What an output may be, as data: a key by which an engine finds what follows it.
+class ThinkingLimit:
+    """The most that thinking before the answer may take.
 
-    grammar: of the whole output, in llguidance's syntax.
+    num_tokens: in all, markers left out. opener, closer: the texts around it. closing: token ids, not none, that end it
+    when all are used up. is_open: the prompt ends inside of it.
     """
 
-    grammar: str
+    num_tokens: int
+    opener: str
+    closer: str
+    closing: tuple[int, ...]
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintSpec:
+    """What an output may be, as data by which an engine finds what follows it.
+
+    grammar: of the whole output, in llguidance's syntax; None for any. thinking: None for no limit.
+    """
+
+    grammar: str | None = None
+    thinking: ThinkingLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)
