@@ -123,9 +123,9 @@ class CallReader:
         """Tell what is certain of the construct's items."""
         while sink.items and not sink.is_tentative:
             item = sink.items[0]
+            if item is sink.current and not sink.is_committed:
+                return
             if isinstance(item, Call):
-                if item is sink.current and not sink.is_committed:
-                    return
                 self._outlet.call(item)
             else:
                 self._say_until(self._reader.safe_pos if item.end is None else item.end)
@@ -136,19 +136,16 @@ class CallReader:
     def _fail(self, sink: CallSink, problem: NotACall, opener: str, start: int) -> None:
         """Decide how to go on where a construct turned out to be none."""
         reader, current = self._reader, sink.current
-        if isinstance(current, Call):
-            if not reader.is_cut:
-                self.notes.append(BrokenCall(current.name, problem.reason or "it is no call"))
-            if current.is_started:
-                self._outlet.call(current)
-                reader.pos = len(reader.text) if reader.ended else reader.safe_pos
-                return
-        if sink.done > start and not sink.is_tentative:
+        if isinstance(current, Call) and not reader.is_cut:
+            self.notes.append(BrokenCall(current.name, problem.reason or "it is no call"))
+        if sink.is_committed:
+            self._pass_on(sink)
+            is_over = isinstance(current, Call) and reader.ended
+            reader.pos = len(reader.text) if is_over else reader.safe_pos
+        elif sink.done > start and not sink.is_tentative:
             sink.items = [item for item in sink.items if item is not current]
             self._pass_on(sink)
             reader.pos = sink.done
-        elif self._said > start:
-            reader.pos = self._said
         else:
             self.say(opener)
             reader.pos = start + len(opener)

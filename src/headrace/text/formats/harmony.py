@@ -32,7 +32,7 @@ class HarmonyCall:
         schema = sink.begin(recipient.removeprefix("functions."))
         yield from LiteralReader(reader, sink.write).mapping(schema)
         if (yield from reader.skip_space()):
-            yield from reader.take_any(END_MARKERS)
+            yield from reader.close(*END_MARKERS)
         yield from sink.end()
 
 

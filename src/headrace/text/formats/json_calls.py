@@ -56,13 +56,11 @@ def read_call(reader: Reader, sink: CallSink) -> Reading[bool]:
     call = _CallObject(reader, sink)
     try:
         yield from reader.expect("{")
-        yield from call.members()
-        is_closed = True
-    except NotACall as problem:
-        # The arguments are whole: at the end of the text, or before a marker, nothing but a brace is missing.
-        if not call.is_complete or not (isinstance(problem, OutOfText) or reader.text[reader.pos] in "<["):
+        is_closed = yield from call.members()
+    except OutOfText:
+        if not call.is_complete:
             raise
-        is_closed = False
+        is_closed = False  # nothing but a brace is missing
     yield from call.finish()
     return is_closed
 
@@ -99,8 +97,8 @@ class _CallObject:
         """Whether the name and the arguments are there."""
         return self._schema is not None and self._has_arguments
 
-    def members(self) -> Reading[None]:
-        """Everything behind the opening brace."""
+    def members(self) -> Reading[bool]:
+        """Everything behind the opening brace; false if a marker comes where the closing one had to."""
         reader = self._reader
         while True:
             yield from reader.skip_space()
@@ -116,7 +114,9 @@ class _CallObject:
                 raise NotACall(None if self._schema is None else "a member that no call has")
             yield from reader.skip_space()
             if (yield from reader.take("}")):
-                return
+                return True
+            if self.is_complete and (yield from reader.peek()) in "<[":
+                return False
             yield from reader.expect(",")
 
     def finish(self) -> Reading[None]:

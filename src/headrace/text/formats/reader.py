@@ -124,12 +124,12 @@ class Reader:
         """Step over a literal if it comes next."""
         return (yield from self.take_any((literal,))) is not None
 
-    def close(self, literal: str) -> Reading[bool]:
-        """Step over a closer if it comes next, or over half of it where the text ends."""
-        if (yield from self.take(literal)):
+    def close(self, *closers: str) -> Reading[bool]:
+        """Step over one of several closers if it comes next, or over half of it where the text ends."""
+        if (yield from self.take_any(closers)) is not None:
             return True
         rest = self.text[self.pos :]
-        if not rest or not literal.startswith(rest):
+        if not rest or not any(closer.startswith(rest) for closer in closers):
             return False
         self.pos = len(self.text)
         return True
