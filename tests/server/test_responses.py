@@ -65,20 +65,6 @@ def test_the_official_sdk_gets_whole_responses_and_streams() -> None:
     run(scenario)
 
 
-def test_what_the_model_cannot_be_held_to_yet_is_refused_by_name() -> None:
-    async def scenario() -> None:
-        async with connected(FakeEngine("x")) as (_, client):
-            for name, fields in (
-                ("tools", {"tools": [{"type": "function", "name": "f"}]}),
-                ("text.format", {"text": {"format": {"type": "json_object"}}}),
-                ("thinking_token_budget", {"thinking_token_budget": 0}),
-            ):
-                answer = await client.post(URL, json={**BODY, **fields})
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
-
-    run(scenario)
-
-
 def test_a_response_goes_on_from_the_one_before() -> None:
     engine = FakeEngine("<think>hm</think>fine", (END,))
 

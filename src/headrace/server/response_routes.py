@@ -77,16 +77,7 @@ class ResponseRoutes:
         return JSONResponse({**answer.response(), "status": "cancelled"})
 
     def _read(self, body: bytes) -> ResponseCall:
-        call = read_response(body, self._store, self._session.model.max_model_len)
-        asked = call.request
-        for name, value in (
-            ("tools", asked.tools),
-            ("text.format", asked.structure),
-            ("thinking_token_budget", asked.thinking_budget),
-        ):
-            if value is not None and value != ():
-                raise UnsupportedField(f"{name} is not supported with this value", param=name)
-        return call
+        return read_response(body, self._store, self._session.model.max_model_len)
 
     def _form(self, call: Call[ChatRequest], heading: AnswerHeading) -> ResponsesAnswer:
         assert isinstance(call, ResponseCall), "what _read gives"
