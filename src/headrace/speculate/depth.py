@@ -1,0 +1,175 @@
+"""How many drafts each row gets in the next step, so that tokens come fastest.
+
+The time of a step depends on how many drafts it verifies, not on whose they are, so the drafts that are most likely to
+survive go first, over all rows: for every number of drafts there is one best choice, and the planner takes the number
+with the most tokens per second. What it may lose by that is kept in an account.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headrace.speculate.step_costs import StepCosts, StepShape, coarse
+
+_SHARE_AT_RISK = 0.015
+"""Of the time that decoding takes without drafts, what may be lost by them."""
+
+_FIRST_CREDIT, _FULL_CREDIT = 1.2, 3.0
+"""The account's first balance, and what it can be filled up to at least, in steps without drafts."""
+
+_NUM_LOSSES = 5
+"""Steps with nothing but wrong drafts that a full account bears as well; gains of long ago don't pay for more."""
+
+_NUM_TIMED = 2
+"""Steps without drafts that are timed before the first draft."""
+
+_RETIME_AFTER = 64
+"""Steps with drafts after which one without is timed again."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
+"""Steps between two tries where drafts don't seem to pay, at first and at most."""
+
+_LEAST_GAIN = 1.01
+"""Drafts are made if they promise to be at least so much faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutlook:
+    """What could be drafted for a row.
+
+    survival: for each draft, how likely it and all before it are right; never rising.
+    uses_head: whether the head has to guess them, one pass for each. num_context: tokens that the row holds.
+    """
+
+    survival: tuple[float, ...]
+    uses_head: bool
+    num_context: int
+
+
+class DepthPlanner:
+    """Plans the drafts of a step for all rows together. The text never depends on it, only its speed."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        # Of the account, in seconds; None before the first step was timed.
+        self._balance: float | None = None
+        self._highest: float | None = None
+        self._since_timed = 0
+        self._since_tried = 0
+        self._pause = _FIRST_PAUSE
+        self._is_try = False
+
+    def plan(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+        """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
+        nothing = (0,) * len(rows)
+        self._is_try = False
+        if not any(row.survival for row in rows):
+            return nothing
+        shape = _shape(rows, nothing)
+        base = self._costs.expected(shape)
+        if base is None or self._costs.num_timed(shape) < _NUM_TIMED or self._since_timed >= _RETIME_AFTER:
+            return nothing
+        best = self._fastest(rows, base)
+        if any(best):
+            return best
+        if self._since_tried < self._pause:
+            return nothing
+        tried = self._cheapest(rows)
+        if not self._is_affordable(_shape(rows, tried), base):
+            return nothing
+        self._is_try = True
+        return tried
+
+    def _fastest(self, rows: Sequence[RowOutlook], base: float) -> tuple[int, ...]:
+        """The affordable choice with the most tokens per second; no drafts if none is clearly faster than that."""
+        fastest, chosen = _LEAST_GAIN * len(rows) / base, tuple[_Draft, ...]()
+        num_context = sum(row.num_context for row in rows)
+        ranked = _ranked(rows)
+        for head_depth in range(max((draft.head_depth for draft in ranked), default=0) + 1):
+            choice = [draft for draft in ranked if draft.head_depth <= head_depth]
+            num_tokens, deepest = float(len(rows)), 0
+            for number, draft in enumerate(choice, start=1):
+                num_tokens += draft.survival
+                deepest = max(deepest, draft.head_depth)
+                if number < len(choice) and coarse(number) == coarse(number + 1):
+                    continue  # one more costs the same
+                if deepest < head_depth:
+                    continue  # looked at before
+                shape = StepShape(len(rows), number, head_depth, num_context)
+                seconds = self._costs.expected(shape) or base
+                if num_tokens / seconds > fastest and self._is_affordable(shape, base):
+                    fastest, chosen = num_tokens / seconds, tuple(choice[:number])
+        counts = Counter(draft.row for draft in chosen)
+        return tuple(counts[row] for row in range(len(rows)))
+
+    def _is_affordable(self, shape: StepShape, base: float) -> bool:
+        """Whether the account bears that every draft of the step is wrong."""
+        return (self._costs.feared(shape) or base) - base <= self._credit(base)
+
+    def _credit(self, base: float) -> float:
+        return _FIRST_CREDIT * base if self._balance is None else self._balance
+
+    def _cheapest(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+        """One draft, for the row whose first is most likely right."""
+        best = max(range(len(rows)), key=lambda number: rows[number].survival[:1])
+        return tuple(int(number == best) for number in range(len(rows)))
+
+    def observe(
+        self, rows: Sequence[RowOutlook], depths: Sequence[int], num_gained: int, seconds: float, *, is_mixed: bool
+    ) -> None:
+        """Tell what became of a step.
+
+        rows, depths: as planned and carried out. num_gained: tokens of these rows, right drafts included. seconds: of
+        the whole step, with the head's share. is_mixed: whether prompts were computed in it as well; then its time
+        says nothing about drafts.
+        """
+        shape = _shape(rows, depths)
+        is_drafted = shape.num_drafts > 0
+        self._since_timed = self._since_timed + 1 if is_drafted else 0
+        self._since_tried = 0 if is_drafted else self._since_tried + 1
+        if self._is_try and is_drafted:
+            has_won = num_gained > len(rows)
+            self._pause = 0 if has_won else min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        if is_mixed or not rows:
+            return
+        self._costs.observe(shape, seconds)
+        base, usual = self._costs.expected(shape.undrafted), self._costs.expected(shape)
+        if base is None or usual is None:
+            return
+        undrafted = base * num_gained / len(rows)
+        balance = self._credit(base) + _SHARE_AT_RISK * undrafted
+        if is_drafted:
+            # What disturbs a step would have disturbed it without drafts as well.
+            balance += undrafted - min(seconds, 2 * usual)
+            self._highest = max(_FULL_CREDIT * base, _NUM_LOSSES * (usual - base))
+        self._balance = min(balance, self._highest or _FULL_CREDIT * base)
+
+
+class _Draft(NamedTuple):
+    """A draft that could be made. head_depth: passes of the head that it takes, 0 for a copy."""
+
+    survival: float
+    row: int
+    head_depth: int
+
+
+def _ranked(rows: Sequence[RowOutlook]) -> list[_Draft]:
+    """All drafts by falling survival; each row's in their order."""
+    drafts = [
+        _Draft(survival, number, place if row.uses_head else 0)
+        for number, row in enumerate(rows)
+        for place, survival in enumerate(row.survival, start=1)
+    ]
+    return sorted(drafts, key=lambda draft: -draft.survival)
+
+
+def _shape(rows: Sequence[RowOutlook], depths: Sequence[int]) -> StepShape:
+    return StepShape(
+        num_rows=len(rows),
+        num_drafts=sum(depths),
+        head_depth=max((depth for row, depth in zip(rows, depths, strict=True) if row.uses_head), default=0),
+        num_context=sum(row.num_context for row in rows),
+    )

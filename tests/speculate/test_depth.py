@@ -1,0 +1,220 @@
+"""Depths planned against made-up machines and texts, whose best choice arithmetic tells."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.ranking import Ranking, RowRecord
+from headrace.speculate.step_costs import StepCosts, StepShape
+
+Machine = Callable[[StepShape], float]
+"""Seconds of a step."""
+
+
+def gpu(shape: StepShape) -> float:
+    """Hardly any cost for a draft, a little for a pass of the head."""
+    return 0.010 + 0.00005 * (shape.num_rows + shape.num_drafts) + 0.0006 * shape.head_depth
+
+
+def cpu(shape: StepShape) -> float:
+    """Two tokens cost nearly as much as eight, which cost twice as much as one."""
+    num_tokens = shape.num_rows + shape.num_drafts
+    return (0.020 if num_tokens == 1 else 0.036 + 0.001 * num_tokens) + 0.001 * shape.head_depth
+
+
+def slow(shape: StepShape) -> float:
+    """Every token costs the same: drafts can't pay."""
+    return 0.010 * (shape.num_rows + shape.num_drafts) + 0.001 * shape.head_depth
+
+
+def outlook(*survival: float, uses_head: bool = True) -> RowOutlook:
+    return RowOutlook(survival, uses_head, 1000)
+
+
+def timed(machine: Machine, num_rows: int, num_drafts: int = 24, head_depth: int = 4) -> StepCosts:
+    """Costs of a machine that was measured throughout."""
+    costs = StepCosts()
+    for drafts, head, _ in itertools.product(range(num_drafts + 1), range(head_depth + 1), range(3)):
+        if drafts or not head:
+            shape = StepShape(num_rows, drafts, head, 1000 * num_rows)
+            costs.observe(shape, machine(shape))
+    return costs
+
+
+def tokens_per_second(rows: Sequence[RowOutlook], depths: Sequence[int], machine: Machine) -> float:
+    head = max((depth for row, depth in zip(rows, depths, strict=True) if row.uses_head), default=0)
+    gained = sum(1 + sum(row.survival[:depth]) for row, depth in zip(rows, depths, strict=True))
+    return gained / machine(StepShape(len(rows), sum(depths), head, 1000 * len(rows)))
+
+
+@pytest.mark.parametrize("machine", [gpu, cpu, slow])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_plan_is_the_fastest_of_all_choices(machine: Machine, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [
+        outlook(*np.cumprod(rng.uniform(0.3, 1, rng.integers(0, 4))).tolist(), uses_head=bool(rng.integers(0, 3)))
+        for _ in range(3)
+    ]
+    planner = DepthPlanner(timed(machine, 3))
+    every = itertools.product(*(range(len(row.survival) + 1) for row in rows))
+    best = max(every, key=lambda depths: tokens_per_second(rows, depths, machine))
+    fastest, undrafted = (tokens_per_second(rows, depths, machine) for depths in (best, (0, 0, 0)))
+    planned = planner.plan(rows)
+    if fastest > 1.01 * undrafted:
+        assert tokens_per_second(rows, planned, machine) == pytest.approx(fastest)
+    else:
+        assert sum(planned) <= 1  # a try
+
+
+def test_likely_drafts_go_before_unlikely_ones_over_all_rows() -> None:
+    def four_drafts(shape: StepShape) -> float:
+        return 0.01 if shape.num_drafts <= 4 else 1.0
+
+    rows = [outlook(0.9, 0.8, 0.7, 0.6), outlook(0.75, 0.3), outlook(0.2)]
+    assert DepthPlanner(timed(four_drafts, 3)).plan(rows) == (3, 1, 0)
+
+
+def test_copies_are_drafted_without_passes_of_the_head() -> None:
+    def dear_head(shape: StepShape) -> float:
+        return 0.01 + 0.1 * shape.head_depth
+
+    rows = [outlook(0.9, 0.8), outlook(0.5, 0.4, 0.3, uses_head=False)]
+    assert DepthPlanner(timed(dear_head, 2)).plan(rows) == (0, 3)
+
+
+class Run:
+    """A decode of some rows on a machine, drafted by the head; `chances` are those of a draft, by step."""
+
+    def __init__(self, machine: Machine, num_rows: int, costs: StepCosts | None = None, max_depth: int = 4) -> None:
+        self.machine, self.max_depth = machine, max_depth
+        self.planner, self.ranking = DepthPlanner(costs or StepCosts()), Ranking()
+        self.records = [RowRecord() for _ in range(num_rows)]
+        self.rng = np.random.default_rng(3)
+        self.noise = np.random.default_rng(4)
+        self.depths: list[tuple[int, ...]] = []
+        self.seconds = self.undrafted = 0.0
+
+    def step(self, chance: float) -> None:
+        best = [self.ranking.best(record, self.max_depth, num_head=self.max_depth) for record in self.records]
+        rows = [RowOutlook(each.survival, each.uses_head, 1000 + len(self.depths)) for each in best]
+        depths = self.planner.plan(rows)
+        gained = len(rows)
+        for record, candidate, depth in zip(self.records, best, depths, strict=True):
+            num_right = next((at for at in range(depth) if self.rng.random() >= chance), depth)
+            self.ranking.report(record, candidate.first(depth), num_right)
+            gained += num_right
+        context = sum(row.num_context for row in rows)
+        noise = 1 + 0.05 * self.noise.random() + 4 * (self.noise.random() < 0.005)
+        spent = noise * self.machine(StepShape(len(rows), sum(depths), max(depths), context))
+        self.planner.observe(rows, depths, gained, spent, is_mixed=False)
+        self.depths.append(depths)
+        self.seconds += self.machine(StepShape(len(rows), sum(depths), max(depths), context))
+        self.undrafted += gained / len(rows) * self.machine(StepShape(len(rows), 0, 0, context))
+
+    def steps(self, count: int, chance: float) -> float:
+        """How many times as fast these steps were as without drafts."""
+        seconds, undrafted = self.seconds, self.undrafted
+        for _ in range(count):
+            self.step(chance)
+        return (self.undrafted - undrafted) / (self.seconds - seconds)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("machine", [gpu, cpu, slow])
+def test_the_worst_text_is_at_most_three_per_cent_slower_than_without_drafts(machine: Machine, num_rows: int) -> None:
+    run = Run(machine, num_rows)
+    assert run.steps(100, 0.0) > 0.97
+    assert run.steps(300, 0.0) > 0.97
+    assert run.steps(2000, 0.0) > 0.97
+    assert sum(max(depths) > 0 for depths in run.depths[400:]) < 200
+
+
+@pytest.mark.parametrize(("machine", "num_rows", "least"), [(gpu, 1, 2.5), (gpu, 8, 2.4), (cpu, 1, 1.5)])
+def test_a_text_that_is_guessed_well_runs_nearly_as_fast_as_it_can(
+    machine: Machine, num_rows: int, least: float
+) -> None:
+    chance, context = 0.85, 1000 * num_rows
+    paces = [
+        sum(chance**at for at in range(depth + 1)) / machine(StepShape(num_rows, depth * num_rows, depth, context))
+        for depth in range(5)
+    ]
+    run = Run(machine, num_rows)
+    run.steps(400, chance)
+    speed = run.steps(600, chance)
+    assert speed > 0.93 * max(paces) / paces[0]
+    assert speed > least
+
+
+@pytest.mark.parametrize("machine", [gpu, cpu])
+def test_drafts_stop_when_the_text_turns_bad_and_come_back_when_it_turns_good(machine: Machine) -> None:
+    run = Run(machine, 1)
+    run.steps(300, 0.9)
+    before = len(run.depths)
+    assert run.steps(1000, 0.0) > 0.97
+    assert sum(max(depths) > 0 for depths in run.depths[before + 100 :]) < 60
+    run.steps(250, 0.9)
+    assert run.steps(200, 0.9) > (2 if machine is gpu else 1.5)
+
+
+def test_a_machine_that_changes_is_measured_anew() -> None:
+    run = Run(gpu, 1)
+    run.steps(300, 0.7)
+    assert sum(max(depths) > 1 for depths in run.depths[-100:]) > 80
+    run.machine = slow
+    run.steps(300, 0.7)
+    run.steps(300, 0.7)
+    assert sum(max(depths) for depths in run.depths[-200:]) < 30
+
+
+def test_nothing_is_drafted_before_steps_without_drafts_were_timed() -> None:
+    planner = DepthPlanner(StepCosts())
+    rows = [outlook(0.9)]
+    for _ in range(2):
+        assert planner.plan(rows) == (0,)
+        planner.observe(rows, (0,), 1, 0.01, is_mixed=False)
+    assert planner.plan(rows) == (1,)
+
+
+def test_steps_with_prompts_tell_nothing_about_costs() -> None:
+    costs = StepCosts()
+    planner = DepthPlanner(costs)
+    planner.observe([outlook(0.9)], (0,), 1, 0.01, is_mixed=True)
+    assert costs.expected(StepShape(1, 0, 0, 1000)) is None
+
+
+def test_rows_without_drafts_are_planned_none() -> None:
+    planner = DepthPlanner(timed(gpu, 2))
+    assert planner.plan([outlook(), outlook()]) == (0, 0)
+    assert planner.plan([]) == ()
+    planner.observe([], (), 0, 0.01, is_mixed=False)
+
+
+def test_an_outlier_does_not_move_a_median_and_is_not_a_single_time() -> None:
+    costs = StepCosts()
+    shape = StepShape(1, 0, 0, 1000)
+    for seconds in (5.0, 0.01, 0.011, 0.012, 9.0):
+        costs.observe(shape, seconds)
+    assert costs.expected(shape) == 0.012
+
+
+def test_a_context_that_was_not_timed_costs_by_the_ratio_of_the_nearest_that_was() -> None:
+    costs = StepCosts()
+    for context, seconds in ((1000, 0.01), (64_000, 0.05)):
+        costs.observe(StepShape(1, 0, 0, context), seconds)
+    costs.observe(StepShape(1, 2, 2, 1000), 0.013)
+    assert costs.expected(StepShape(1, 2, 2, 64_000)) == pytest.approx(0.05 * 1.3)
+    assert costs.expected(StepShape(1, 0, 0, 50_000)) == 0.05
+
+
+def test_costs_survive_a_restart() -> None:
+    costs = timed(cpu, 3)
+    again = StepCosts(json.loads(json.dumps(costs.state())))
+    shapes = [StepShape(3, drafts, head, 3000) for drafts in range(24) for head in range(5)]
+    assert [again.expected(shape) for shape in shapes] == [costs.expected(shape) for shape in shapes]
+    assert again.state() == costs.state()
