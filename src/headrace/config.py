@@ -142,6 +142,34 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """Which images and videos a request may name, and how large they may be."""
+
+    media_hosts: tuple[str, ...] = knob(
+        (),
+        "host that image and video URLs may name, repeatable: example.org, *.example.org, example.org:8443, or * for "
+        "any on the public internet",
+        metavar="HOST",
+    )
+    media_root: str | None = knob(None, "folder whose files requests may name", metavar="FOLDER")
+    media_max_bytes: int = knob(64 * 1024 * 1024, "largest image or video file", metavar="BYTES", minimum=1)
+    media_timeout_s: float = knob(
+        20.0, "seconds that an image or a video may take to arrive", metavar="S", minimum=0.01
+    )
+    image_max_pixels: int = knob(
+        89_000_000, "largest image, and largest frame of a video, as stored", metavar="N", minimum=1, maximum=89_000_000
+    )
+    video_fps: float | None = knob(
+        None,
+        "frames looked at per second of a video; automatic: as the model was made for",
+        metavar="FPS",
+        minimum=0.01,
+    )
+    video_max_frames: int = knob(768, "most frames looked at in a video", metavar="N", minimum=2)
+    video_max_s: float = knob(1800.0, "longest video", metavar="S", minimum=0.01)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All of it."""
 
@@ -149,9 +177,15 @@ class Config:
     models: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    media: MediaConfig = MediaConfig()
 
 
-_SECTIONS: Mapping[str, type] = {"models": ModelConfig, "engine": EngineConfig, "server": ServerConfig}
+_SECTIONS: Mapping[str, type] = {
+    "models": ModelConfig,
+    "engine": EngineConfig,
+    "server": ServerConfig,
+    "media": MediaConfig,
+}
 
 
 def quiet_libraries() -> None:

@@ -22,6 +22,7 @@ from headrace.types.chat import (
     TextPart,
     ToolCall,
 )
+from headrace.types.media import MediaOptions
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -184,6 +185,18 @@ def test_images_and_videos_stand_where_they_were_sent() -> None:
         MediaPart("image", "https://a.example/b.png"),
         MediaPart("video", "https://a.example/c.mp4"),
     )
+
+
+def test_a_part_says_how_its_media_are_looked_at_and_is_named_in_errors() -> None:
+    video = {"type": "video_url", "video_url": "x", "fps": 0.5, "max_frames": 8, "min_pixels": 1, "max_pixels": 2}
+    parts = [video, {"type": "image_url", "image_url": "y", "num_frames": 3}]
+    clip, image = read([{"role": "user", "content": parts}]).request.messages[0].content
+    assert isinstance(clip, MediaPart) and isinstance(image, MediaPart)
+    assert clip.options == MediaOptions(min_pixels=1, max_pixels=2, fps=0.5, max_frames=8)
+    assert image.options == MediaOptions(num_frames=3)
+    assert (clip.param, image.param) == ("messages[0].content[0].video_url", "messages[0].content[1].image_url")
+    for field in ("fps", "max_frames", "min_pixels", "max_pixels", "num_frames"):
+        assert refusal([{"role": "user", "content": [video | {field: 0}]}]).param == f"messages[0].content[0].{field}"
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "audio_url", "file"])

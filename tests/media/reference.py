@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from headrace.families.vision import QWEN2_VISION, QWEN3_VISION, PatchVision, PixelRange, VisionTokens
-from headrace.media.prepare import MediaOptions
 from headrace.media.profile import VisionProfile
+from headrace.types.media import MediaOptions
 
 REFERENCE: Mapping[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "vision" / "qwen.json").read_text("utf-8")

@@ -17,8 +17,8 @@ from PIL import Image
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.media.addresses import is_public
 from headrace.media.fetch import MediaFetcher
-from headrace.media.policy import MediaPolicy
 from headrace.media.remote import RemoteMedia
+from headrace.types.media import MediaPolicy
 
 PNG = saved(Image.fromarray(picture("hash", (8, 8))), "PNG")
 PARAM = "messages[1].content[2]"

@@ -13,8 +13,8 @@ from PIL import Image
 
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.families.vision import QWEN2_VISION, QWEN3_VISION
-from headrace.media.policy import MediaLimits
-from headrace.media.prepare import MediaOptions, prepare_frames, prepare_image, prepare_video
+from headrace.media.prepare import prepare_frames, prepare_image, prepare_video
+from headrace.types.media import MediaLimits, MediaOptions
 
 LIMITS = MediaLimits()
 PARAM = "messages[0].content[0]"

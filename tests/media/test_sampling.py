@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from media.reference import cases, from_runs, name, options_of, samples_nothing, vision_of
 
 from headrace.families.vision import FrameSampling
-from headrace.media.policy import MediaLimits
-from headrace.media.prepare import MediaOptions, choose_frames
+from headrace.media.prepare import choose_frames
 from headrace.media.sampling import (
     FrameTimes,
     SampledFrames,
@@ -21,6 +20,7 @@ from headrace.media.sampling import (
     sample,
     timestamp_text,
 )
+from headrace.types.media import MediaLimits, MediaOptions
 
 RATE_WITHOUT_METADATA = 24
 """What transformers takes for the rate of frames that come without one."""

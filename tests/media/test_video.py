@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from media.video_files import CODECS, shade, video_file
 
 from headrace.errors import InvalidRequest
-from headrace.media.policy import MediaLimits
 from headrace.media.sampling import FrameTimes
 from headrace.media.video import read_frames, read_outline
+from headrace.types.media import MediaLimits
 
 LIMITS = MediaLimits()
 NTSC = Fraction(24000, 1001)

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.text.normalise import TemplateTraits, content_text, normalise, template_message, template_tool
+from headrace.text.normalise import (
+    TemplateTraits,
+    content_text,
+    media_parts,
+    normalise,
+    template_message,
+    template_tool,
+)
 from headrace.types.chat import ChatMessage, MediaPart, Role, TextPart, ToolCall, ToolDefinition
 
 ANYWHERE = TemplateTraits()
@@ -123,11 +130,32 @@ def test_an_empty_conversation_is_refused() -> None:
         assert refused.value.param == "messages"
 
 
-def test_media_are_refused_by_name() -> None:
-    picture = ChatMessage("user", (TextPart("look"), MediaPart("image", "data:,")))
-    with pytest.raises(UnsupportedField, match="image") as refused:
-        normalise((picture,), ANYWHERE, "keep")
-    assert refused.value.param == "messages"
+PICTURE = MediaPart("image", "data:,", param="messages[0].content[1]")
+
+
+def test_media_keep_their_places_among_the_text() -> None:
+    parts = (TextPart("look"), PICTURE, TextPart(""), MediaPart("video", "x"), TextPart("there"))
+    (normal,) = normalise((ChatMessage("user", parts),), ANYWHERE, "keep")
+    assert template_message(normal)["content"] == [
+        {"type": "text", "text": "look"},
+        {"type": "image"},
+        {"type": "video"},
+        {"type": "text", "text": "there"},
+    ]
+    assert media_parts((normal, said("user", "x"))) == (PICTURE, MediaPart("video", "x"))
+
+
+def test_media_stay_when_turns_are_merged() -> None:
+    chat = (said("user", "a"), ChatMessage("user", (PICTURE,)), said("user", "b"))
+    (merged,) = normalise(chat, TemplateTraits(alternates_roles=True), "keep")
+    assert merged.content == (TextPart("a"), TextPart("\n\n"), PICTURE, TextPart("\n\n"), TextPart("b"))
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_media_that_are_not_a_user_s_are_refused_by_name(role: Any) -> None:
+    with pytest.raises(UnsupportedField, match="only a user or a tool") as refused:
+        normalise((ChatMessage(role, (TextPart("look"), PICTURE)),), ANYWHERE, "keep")
+    assert refused.value.param == PICTURE.param
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class ChatMessages:
                 if text := _required(block.text, f"{path}.text"):
                     yield TextPart(text)
             case "image":
-                yield MediaPart("image", _media_source(_source(block, path), f"{path}.source"))
+                yield MediaPart("image", _media_source(_source(block, path), f"{path}.source"), param=f"{path}.source")
             case "document":
                 yield from self._document(_source(block, path), f"{path}.source")
             case "tool_reference":

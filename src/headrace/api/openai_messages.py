@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, Role, TextPart, ToolCall
+from headrace.types.media import MediaOptions
 
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -46,6 +47,11 @@ class PartBody(BaseModel):
     refusal: str | None = None
     image_url: str | UrlBody | None = None
     video_url: str | UrlBody | None = None
+    min_pixels: int | None = Field(None, ge=1)
+    max_pixels: int | None = Field(None, ge=1)
+    fps: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_frames: int | None = Field(None, ge=1)
+    num_frames: int | None = Field(None, ge=1)
 
 
 class FunctionCallBody(BaseModel):
@@ -145,14 +151,19 @@ def _part(part: PartBody, path: str) -> ContentPart:
     if part.type in _UNSUPPORTED_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
     if part.type in _IMAGE_PARTS:
-        return MediaPart("image", _url(part.image_url, f"{path}.image_url"))
+        return _media_part("image", part, _url(part.image_url, f"{path}.image_url"), path)
     if part.type in _VIDEO_PARTS:
-        return MediaPart("video", _url(part.video_url, f"{path}.video_url"))
+        return _media_part("video", part, _url(part.video_url, f"{path}.video_url"), path)
     if part.type == "refusal":
         return TextPart(_required(part.refusal, f"{path}.refusal"))
     if part.type in _TEXT_PARTS:
         return TextPart(_required(part.text, f"{path}.text"))
     raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
+
+
+def _media_part(kind: Literal["image", "video"], part: PartBody, source: str, path: str) -> MediaPart:
+    options = MediaOptions(part.min_pixels, part.max_pixels, part.fps, part.max_frames, part.num_frames)
+    return MediaPart(kind, source, options, f"{path}.{kind}_url")
 
 
 def _url(place: str | UrlBody | None, path: str) -> str:

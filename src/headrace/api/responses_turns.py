@@ -169,7 +169,8 @@ def _part(part: PartBody, path: str) -> ContentPart:
         return TextPart(_required(part.refusal, f"{path}.refusal"))
     if part.type in _IMAGE_PARTS:
         url = part.image_url
-        return MediaPart("image", _required(url if isinstance(url, str | None) else url.url, f"{path}.image_url"))
+        source = _required(url if isinstance(url, str | None) else url.url, f"{path}.image_url")
+        return MediaPart("image", source, param=f"{path}.image_url")
     if part.type in _OTHER_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
     raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")

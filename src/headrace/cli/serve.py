@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.cli.media import media_limits, media_policy
 from headrace.cli.words import configured_words
 from headrace.config import Config, load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
@@ -25,7 +26,12 @@ def run(argv: Sequence[str]) -> None:
         engine = Engine.launch(config, words.constraints)
         is_interrupted = False
         try:
-            session = Session.over(engine, words, prepares_turns=config.engine.prefix_cache == "on")
+            session = Session.over(
+                engine,
+                words,
+                prepares_turns=config.engine.prefix_cache == "on",
+                media=(media_policy(config.media), media_limits(config.media)),
+            )
             for line in (*engine.model.report, *session.notes):
                 print(line, flush=True)
             ready = ready_text(config, base_url(listener), session)

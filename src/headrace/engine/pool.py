@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.disk_reads import SLICE_S, DiskRead, DiskReads
-from headrace.prefix.key import Namespace, cache_key, common_length
+from headrace.prefix.key import MediaSpan, Namespace, cache_key, common_length
 from headrace.prefix.match import Match
 from headrace.prefix.pieces import Piece
 from headrace.prefix.radix import PrefixTree
@@ -100,7 +100,8 @@ class PrefixPool:
                 return None
             self._take_over(self._reads.take(request.request_id))
         namespace = Namespace(self._weights, salt=request.cache_salt)
-        key = cache_key(request.prompt)
+        media = request.media.inputs if request.media is not None else ()
+        key = cache_key(request.prompt, [MediaSpan(each.start, each.end, each.digest) for each in media])
         # log-probabilities of prompt tokens need every token's logits
         limit = 0 if request.num_prompt_logprobs is not None else len(key) - 1
         match = self._tree.match(namespace, key, limit)

@@ -8,8 +8,8 @@ import re
 from headrace.errors import InvalidRequest
 from headrace.media.inline import decode_base64, is_plain_base64, read_data_url
 from headrace.media.local import read_file
-from headrace.media.policy import MediaPolicy
 from headrace.media.remote import RemoteMedia
+from headrace.types.media import MediaPolicy
 
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
 

@@ -24,6 +24,7 @@ _SIGNATURES: tuple[tuple[int, bytes], ...] = (
 )
 _NUM_SIGNATURE_CHARACTERS = 16
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
+_FRAMES = re.compile(r"\s*data:video/(jpeg|png|webp)\s*;base64\s*", re.IGNORECASE)
 _SPACE = re.compile(r"\s+")
 
 
@@ -42,6 +43,17 @@ def read_data_url(url: str, max_bytes: int, param: str) -> bytes:
         return unquote_to_bytes(data)
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{param}: the data: URL is no valid text", param=param) from error
+
+
+def split_frames(source: str) -> tuple[str, ...] | None:
+    """The frames of a video that comes as pictures, `data:video/jpeg;base64,FRAME,FRAME,…`; None for any other source.
+
+    So vLLM's clients send videos that they have sampled themselves.
+    """
+    header, _, data = source.partition(",")
+    if not _FRAMES.fullmatch(header):
+        return None
+    return tuple(f"data:;base64,{frame}" for frame in data.split(","))
 
 
 def decode_base64(data: str, max_bytes: int, param: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,30 +11,16 @@ from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.families.vision import FrameSampling, PatchVision, PixelRange
 from headrace.media.image import decode_image
 from headrace.media.patches import Pixels, scaled, to_patches
-from headrace.media.policy import MediaLimits
 from headrace.media.prepared import PreparedImage, PreparedVideo
 from headrace.media.prompt import num_media_tokens
 from headrace.media.sampling import FrameTimes, SampledFrames, group_times, num_sampled, sample
 from headrace.media.scaling import Size, image_size, video_size
 from headrace.media.video import read_frames, read_outline
-
-
-@dataclass(frozen=True, slots=True)
-class MediaOptions:
-    """What a request says about one item; None is the checkpoint's own.
-
-    min_pixels, max_pixels: as in PatchVision. fps, max_frames: of a video; num_frames: exactly so many instead.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    fps: float | None = None
-    max_frames: int | None = None
-    num_frames: int | None = None
+from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
 
 
 def prepare_image(
-    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = MediaOptions()
+    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
 ) -> PreparedImage:
     """An image file as patches. Raises InvalidRequest that names `param`, ContextTooLong for too many tokens."""
     picture = decode_image(data, limits.image_pixels, param)
@@ -49,7 +35,7 @@ def prepare_image(
 
 
 def prepare_video(
-    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = MediaOptions()
+    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
 ) -> PreparedVideo:
     """A video file as patches of sampled frames. Raises InvalidRequest that names `param`, ContextTooLong."""
     outline = read_outline(data, limits, param)
@@ -65,7 +51,7 @@ def prepare_frames(
     vision: PatchVision,
     limits: MediaLimits,
     param: str,
-    options: MediaOptions = MediaOptions(),
+    options: MediaOptions = AS_MADE,
 ) -> PreparedVideo:
     """A video that comes as image files, `rate` of them per second; all are looked at, as somebody has chosen them.
 
@@ -82,12 +68,12 @@ def prepare_frames(
 
 
 def choose_frames(
-    frames: FrameTimes, vision: PatchVision, limits: MediaLimits, options: MediaOptions = MediaOptions()
+    frames: FrameTimes, vision: PatchVision, limits: MediaLimits, options: MediaOptions = AS_MADE
 ) -> SampledFrames:
     """Frames of a video to look at: what the request wants, else the checkpoint, and no more than the limits allow."""
     wanted = vision.sampling
     sampling = FrameSampling(
-        fps=wanted.fps if options.fps is None else options.fps,
+        fps=options.fps or limits.fps or wanted.fps,
         min_frames=wanted.min_frames,
         max_frames=wanted.max_frames if options.max_frames is None else options.max_frames,
     )

@@ -11,7 +11,7 @@ import httpx
 
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.media.addresses import is_public
-from headrace.media.policy import MediaPolicy
+from headrace.types.media import MediaPolicy
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Host and port to addresses."""

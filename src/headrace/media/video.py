@@ -19,8 +19,8 @@ from av.video.stream import VideoStream
 
 from headrace.errors import InvalidRequest
 from headrace.media.patches import Pixels
-from headrace.media.policy import MediaLimits
 from headrace.media.sampling import FrameTimes, frame_times
+from headrace.types.media import MediaLimits
 
 # Containers that hold their frames; playlists and their like, which lead to other files, are not among them.
 _OPTIONS = {

@@ -16,15 +16,17 @@ from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from headrace.errors import EngineDead, GenerationFailed, InvalidRequest
+from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.media.profile import read_profile
 from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
 from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
+from headrace.session.media import MediaReader
 from headrace.session.settings import (
     check_answers,
     check_min_tokens,
@@ -40,11 +42,13 @@ from headrace.session.settings import (
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.words import Words, load_words
 from headrace.text.history import with_thinking_apart
+from headrace.text.normalise import media_parts
 from headrace.text.stream_parser import StreamParser, visible_tokens
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart, ToolDefinition
 from headrace.types.events import Event, Started, TokenOutput
+from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
 from headrace.types.status import CacheStatus, EngineStatus
@@ -75,7 +79,9 @@ class Session:
         *,
         constraints: ConstraintFactory | None = None,
         prepares_turns: bool = False,
+        media: MediaReader | None = None,
     ) -> None:
+        """media: None for a model that sees nothing."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
@@ -83,17 +89,28 @@ class Session:
         self._scorer = Scorer(tokenizer)
         self._defaults = sampling_defaults(engine.model.generation_config)
         self._num_broken_calls = 0
+        self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
 
     @classmethod
-    def over(cls, engine: TokenSource, words: Words | None = None, *, prepares_turns: bool = False) -> Session:
-        """A session with the tokenizer and the template that lie in the model's folder. Raises ModelError.
+    def over(
+        cls,
+        engine: TokenSource,
+        words: Words | None = None,
+        *,
+        prepares_turns: bool = False,
+        media: tuple[MediaPolicy, MediaLimits] = (MediaPolicy(), MediaLimits()),
+    ) -> Session:
+        """A session with the tokenizer and the template that lie in the model's folder.
 
-        words: these, if they have been read already.
+        words: these, if they have been read already. media: what is taken of images and videos, by a model that sees.
+        Raises ModelError, and ConfigError for a policy that makes no sense.
         """
         words = words or load_words(engine.model.directory, engine.model.model_type)
+        profile = read_profile(engine.model.directory, engine.model.config) if engine.model.takes_media else None
+        reader = None if profile is None else MediaReader(profile, *media, words.tokenizer.encode)
         return cls(
             engine,
             words.tokenizer,
@@ -101,6 +118,7 @@ class Session:
             words.family,
             constraints=words.constraints,
             prepares_turns=prepares_turns,
+            media=reader,
         )
 
     @property
@@ -170,7 +188,8 @@ class Session:
 
         One that is many times as long as the context raises ContextTooLong: its tokens are not counted.
         """
-        return (await asyncio.to_thread(self._render, request)).token_ids
+        prompt, _ = await self._prompt(request, None)
+        return prompt.token_ids
 
     async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
@@ -216,6 +235,8 @@ class Session:
         """Remembers an answered chat for a quiet moment. Which of several choices goes on can't be known."""
         (prompt,) = prompts
         choice = prompt.choices[0]
+        if prompt.request.media is not None:  # the next prompt would need its media read once more
+            return
         if self._idle is None or len(prompt.choices) > 1 or request.continue_final_message or not choice.text:
             return
         if choice.num_calls:  # the next message is a result, not a question
@@ -280,15 +301,29 @@ class Session:
             raise InvalidRequest("the messages come to an empty prompt", param="messages")
         return prompt
 
+    async def _prompt(
+        self, request: ChatRequest, max_model_len: int | None
+    ) -> tuple[RenderedPrompt, PromptMedia | None]:
+        """The prompt of a chat with all of its media in place. max_model_len: as in `_render`."""
+        parts = media_parts(request.messages)
+        if parts and self._media is None:
+            message = f"{parts[0].param}: the model takes no {parts[0].kind}s"
+            raise UnsupportedField(message, param=parts[0].param)
+        # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+        prompt = await asyncio.to_thread(self._render, request, max_model_len)
+        if self._media is None or not parts:
+            return prompt, None
+        prepared = await self._media.read(parts, self.model.max_model_len)
+        return await asyncio.to_thread(self._media.place, prompt, prepared)
+
     def _refuse_oversized(self, texts: Sequence[str], param: str) -> None:
         refuse_oversized(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
 
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._check(request)
-        # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
-        prompt = await asyncio.to_thread(self._render, request, self.model.max_model_len)
+        prompt, media = await self._prompt(request, self.model.max_model_len)
         constraint = await asyncio.to_thread(self._constraints.spec, request, prompt)
-        generation = self._generation(request, request.request_id, prompt, "messages")
+        generation = self._generation(request, request.request_id, prompt, "messages", media)
         generation = replace(generation, constraint=constraint)
         choices = [
             ChoiceAnswer(
@@ -360,7 +395,12 @@ class Session:
         return None if request.answers.num_logprobs is None else self._scorer
 
     def _generation(
-        self, request: ChatRequest | CompletionRequest, request_id: str, prompt: RenderedPrompt, param: str
+        self,
+        request: ChatRequest | CompletionRequest,
+        request_id: str,
+        prompt: RenderedPrompt,
+        param: str,
+        media: PromptMedia | None = None,
     ) -> GenerationRequest:
         stop_token_ids = frozenset(request.stop.token_ids)
         if not request.stop.ignore_eos:
@@ -380,6 +420,7 @@ class Session:
             session=request.session,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            media=media,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import ChatMessage, MediaPart, TextPart, ToolCall, ToolDefinition
+from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
 SystemNotes = Literal["keep", "hoist"]
 
@@ -34,11 +34,11 @@ class TemplateTraits:
 def normalise(
     messages: tuple[ChatMessage, ...], traits: TemplateTraits, system_notes: SystemNotes
 ) -> tuple[ChatMessage, ...]:
-    """The conversation as the template takes it; every content is one text part or empty.
+    """The conversation as the template takes it; a content is one text part, or parts if it holds media, or empty.
 
-    Raises InvalidRequest for an empty conversation, UnsupportedField for media.
+    Raises InvalidRequest for an empty conversation, UnsupportedField for media that are not a user's or a tool's.
     """
-    joined = tuple(replace(message, content=_as_text_part(content_text(message))) for message in messages)
+    joined = tuple(replace(message, content=_normal_content(message)) for message in messages)
     said = _without_volatile_line(joined)
     if not said:
         raise InvalidRequest("messages must not be empty", param="messages")
@@ -47,13 +47,13 @@ def normalise(
 
 
 def content_text(message: ChatMessage) -> str:
-    """The text of a message; parts are joined by a newline, absent content is empty."""
-    texts = []
-    for part in message.content:
-        if isinstance(part, MediaPart):
-            raise UnsupportedField(f"{part.kind} parts are not supported by this server", param="messages")
-        texts.append(part.text)
-    return "\n".join(texts)
+    """The text of a message; parts are joined by a newline, absent content is empty, media are left out."""
+    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+
+
+def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
+    """All media of a conversation, in order."""
+    return tuple(part for message in messages for part in message.content if isinstance(part, MediaPart))
 
 
 def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
@@ -64,7 +64,7 @@ def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
     """A message as templates know them: a mapping in the shape of OpenAI's chat API."""
-    fields: dict[str, Any] = {"role": message.role, "content": content_text(message)}
+    fields: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -85,6 +85,16 @@ def template_tool(tool: ToolDefinition) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _template_content(message: ChatMessage) -> str | list[dict[str, str]]:
+    """Text alone as a text, which every template takes; with media as parts, without their sources."""
+    if not media_parts((message,)):
+        return content_text(message)
+    return [
+        {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": part.text}
+        for part in message.content
+    ]
+
+
 def _template_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": _arguments(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
@@ -99,6 +109,16 @@ def _arguments(text: str) -> Any:
     except ValueError:
         return text
     return parsed if isinstance(parsed, dict) else text
+
+
+def _normal_content(message: ChatMessage) -> tuple[ContentPart, ...]:
+    media = media_parts((message,))
+    if not media:
+        return _as_text_part(content_text(message))
+    if message.role not in ("user", "tool"):
+        param = media[0].param
+        raise UnsupportedField(f"{param}: only a user or a tool shows media", param=param)
+    return tuple(part for part in message.content if isinstance(part, MediaPart) or part.text)
 
 
 def _as_text_part(text: str) -> tuple[TextPart, ...]:
@@ -152,10 +172,17 @@ def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
     reasoning = "\n\n".join(text for text in (first.reasoning, second.reasoning) if text)
     return replace(
         first,
-        content=_as_text_part(_joined((first, second))),
+        content=_merged_content(first, second),
         reasoning=reasoning or None,
         tool_calls=first.tool_calls + second.tool_calls,
     )
+
+
+def _merged_content(first: ChatMessage, second: ChatMessage) -> tuple[ContentPart, ...]:
+    if not media_parts((first, second)):
+        return _as_text_part(_joined((first, second)))
+    between = (TextPart("\n\n"),) if first.content and second.content else ()
+    return (*first.content, *between, *second.content)
 
 
 def _joined(messages: tuple[ChatMessage, ...]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headrace.types.media import AS_MADE, MediaOptions
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -18,10 +20,15 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """An image or a video inside a message; `source` is a URL, a `data:` URL or a path."""
+    """An image or a video inside a message.
+
+    source: a URL, a `data:` URL, base64 or a path. param: the field that it came in, for errors.
+    """
 
     kind: Literal["image", "video"]
     source: str
+    options: MediaOptions = AS_MADE
+    param: str = field(default="messages", compare=False)
 
 
 ContentPart = TextPart | MediaPart

@@ -1,11 +1,66 @@
-"""Images and videos of a prompt, as the engine gets them."""
+"""Images and videos: what of them a server takes, what a request says about them, and what the engine gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Where media may come from. `data:` URLs and plain base64 are always taken.
+
+    hosts: that http(s) URLs may name; `*.name` is every host below a name, `*` any. `host:port` allows that port,
+    without one it is the scheme's own. Empty: no URL.
+    root: folder whose files may be named; None: no file.
+    max_bytes: of one item. timeout_s: for one item from the net, all redirects counted. max_redirects: for one item.
+    """
+
+    hosts: tuple[str, ...] = ()
+    root: Path | None = None
+    max_bytes: int = 64 * 1024 * 1024
+    timeout_s: float = 20.0
+    max_redirects: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """How much one item may hold.
+
+    image_pixels: of a picture as stored, and of one frame of a video. video_s: seconds of a video. video_frames: frames
+    that it holds. sampled_frames: that are looked at. fps: of a video unless its request says; None is the model's own.
+    decode_s: seconds of work on one video.
+    tokens: placeholders of one item; None is no limit.
+    """
+
+    image_pixels: int = 89_000_000
+    video_s: float = 1800.0
+    video_frames: int = 108_000
+    sampled_frames: int = 768
+    fps: float | None = None
+    decode_s: float = 120.0
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """What a request says about one item; None is the checkpoint's own.
+
+    min_pixels, max_pixels: see families/vision.py. fps, max_frames: of a video; num_frames: exactly so many instead.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    num_frames: int | None = None
+
+
+AS_MADE = MediaOptions()
+"""As the checkpoint's makers would have it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MediaInput:
     """What the placeholder tokens `start` to `end` of a prompt stand for: an image, or a part of a video.
 
@@ -25,7 +80,7 @@ class MediaInput:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptMedia:
     """All media of one prompt.
 

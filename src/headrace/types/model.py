@@ -18,6 +18,7 @@ class ModelDescription:
     generation_config: generation_config.json, empty if there is none.
     max_model_len: context in tokens, prompt and answer together, after the server's own limit.
     vocab_size: width of the logits. eos_token_ids: from generation_config, else config.
+    takes_media: prompts may hold images and videos.
     report: lines for start-up: device, precision, level of each layer class.
     """
 
@@ -30,4 +31,5 @@ class ModelDescription:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    takes_media: bool = False
     report: tuple[str, ...] = field(default=())

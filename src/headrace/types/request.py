@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.types.media import PromptMedia
+
 IDLE_PRIORITY = 2**31
 """Of work that nobody waits for; lower than any that a client can ask for. It does not count as a request."""
 
@@ -100,6 +102,7 @@ class GenerationRequest:
     cache_salt: prompts of different salts never share what the prefix cache holds.
     constraint: what each choice's output may be; None for anything.
     max_draft_tokens: tokens that may be guessed ahead at once; None leaves it to the server. The output is the same.
+    media: what the prompt's placeholder tokens stand for; None for text alone.
     """
 
     request_id: str
@@ -116,3 +119,4 @@ class GenerationRequest:
     cache_salt: str = ""
     constraint: ConstraintSpec | None = None
     max_draft_tokens: int | None = None
+    media: PromptMedia | None = None

@@ -1,0 +1,41 @@
+"""What prompts with media share: nothing behind a picture that is another one."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from headrace.engine.pool import WAIT_TOKENS, PrefixPool
+from headrace.types.media import MediaInput, PromptMedia
+from headrace.types.request import GenerationRequest, SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+HALF = (0.5, 0.5, 0.5)
+PAD = 7
+START, END = 10, 10 + WAIT_TOKENS
+
+
+def request(request_id: str, picture: bytes | None) -> GenerationRequest:
+    """A prompt whose placeholders stand for a picture, or are no more than tokens."""
+    prompt = (*range(100, 100 + START), *[PAD] * (END - START), *range(200, 210))
+    media = None
+    if picture is not None:
+        digest = sha256(picture).digest()
+        media = PromptMedia((MediaInput(START, END, memoryview(picture), (1, 16, 16), HALF, HALF, digest),))
+    return GenerationRequest(request_id, prompt, SAMPLING, 1, media=media)
+
+
+def pool() -> PrefixPool:
+    return PrefixPool("weights", has_spans=True, needs_snapshots=False, grid=1)
+
+
+def test_a_prompt_waits_for_another_with_the_same_picture() -> None:
+    prefixes = pool()
+    assert prefixes.find(request("first", b"cat")) is not None
+    assert prefixes.find(request("second", b"cat")) is None
+
+
+def test_a_prompt_does_not_wait_for_one_with_another_picture_or_none() -> None:
+    for picture in (b"dog", None):
+        prefixes = pool()
+        prefixes.find(request("first", b"cat"))
+        assert prefixes.find(request("second", picture)) is not None
