@@ -124,6 +124,23 @@ def test_a_streamed_response_is_stored_too_and_one_that_should_not_be_is_not() -
     run(scenario)
 
 
+def test_tokens_of_an_input_are_counted_without_an_answer() -> None:
+    engine = FakeEngine("fine", (END,), model=describe(max_model_len=40))
+
+    async def scenario() -> None:
+        async with connected(engine) as (sdk, client):
+            counted = await sdk.responses.input_tokens.count(**BODY, instructions="Be brief.")
+            assert engine.requests == []
+            made = await sdk.responses.create(**BODY, instructions="Be brief.")
+            assert counted.input_tokens == made.usage.input_tokens
+            going_on = await sdk.responses.input_tokens.count(**BODY, previous_response_id=made.id)
+            assert going_on.input_tokens > counted.input_tokens
+            refused = await client.post(f"{URL}/input_tokens", json={"input": "x" * 5000})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+    run(scenario)
+
+
 def test_nothing_is_stored_if_the_server_keeps_nothing() -> None:
     async def scenario() -> None:
         async with connected(FakeEngine("fine", (END,)), stored_response_bytes=0) as (sdk, _):

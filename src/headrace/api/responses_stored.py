@@ -1,4 +1,4 @@
-"""What is told about stored responses: lists of input items, and that one was deleted."""
+"""What is told beside responses: pages of input items, that one was deleted, how many tokens an input has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ _MAX_LIMIT = 100
 def deleted_body(response_id: str) -> dict[str, Any]:
     """The answer to DELETE."""
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+def count_body(num_tokens: int) -> dict[str, Any]:
+    """How many tokens an input comes to."""
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

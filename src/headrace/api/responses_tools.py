@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.api.json_body import check_at
+from headrace.api.openai_tools import no_parameters
 from headrace.api.responses_fields import TOOL_FIELDS_WITHOUT_EFFECT
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ToolChoice, ToolDefinition
@@ -157,7 +158,7 @@ def _declared(
             yield (
                 DeclaredTool(function.name, namespace, is_custom=False),
                 ToolDefinition(
-                    name, function.description, function.parameters or _NO_PARAMETERS, bool(function.strict)
+                    name, function.description, function.parameters or no_parameters(), bool(function.strict)
                 ),
             )
         case "custom":
@@ -174,8 +175,6 @@ def _declared(
         case _:
             _leave_out(tool, path, unused)
 
-
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 _CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",

@@ -20,7 +20,6 @@ from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.operations import OperationRoutes
 from headrace.server.response_routes import ResponseRoutes
-from headrace.server.response_store import ResponseStore
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
 from headrace.session.session import Session
@@ -34,7 +33,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     ignored = IgnoredFields()
     chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
     completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
-    responses = ResponseRoutes(session, ResponseStore(config.stored_response_bytes), live)
+    responses = ResponseRoutes(session, config, names, live, ignored)
     response = AnswerRoute(responses.dialect(), config, names, live, ignored)
     message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
@@ -65,6 +64,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
             Route("/v1/responses/{id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),

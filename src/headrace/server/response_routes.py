@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,16 +13,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.answer_form import AnswerHeading
+from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.api.responses_answer import ResponsesAnswer
 from headrace.api.responses_body import ResponseCall, read_response
 from headrace.api.responses_fields import name_own_field
 from headrace.api.responses_items import listed_items
-from headrace.api.responses_stored import deleted_body, item_page
+from headrace.api.responses_stored import count_body, deleted_body, item_page
+from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect
+from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.response_store import ResponseStore, StoredResponse
+from headrace.server.responses import ignored_headers, read_body
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
 from headrace.types.events import Event
@@ -31,16 +35,31 @@ from headrace.types.events import Event
 class ResponseRoutes:
     """Makes responses, each from a whole conversation or going on from one that is remembered."""
 
-    def __init__(self, session: Session, store: ResponseStore, live: LiveRequests) -> None:
+    def __init__(
+        self, session: Session, config: ServerConfig, names: tuple[str, ...], live: LiveRequests, ignored: IgnoredFields
+    ) -> None:
         self._session = session
-        self._store = store
+        self._config = config
+        self._names = names
         self._live = live
+        self._ignored = ignored
+        self._store = ResponseStore(config.stored_response_bytes)
         # Held by the requests that make them: what is here is being answered.
         self._open: WeakValueDictionary[str, ResponsesAnswer] = WeakValueDictionary()
 
     def dialect(self) -> Dialect[ChatRequest]:
         """POST /v1/responses."""
         return Dialect(self._read, self._events, self._form, lambda request: 1)
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
+        body = await read_body(request, self._config.max_body_bytes)
+        call = await asyncio.to_thread(self._read, body)
+        answer_name(call.model, self._names, strict=self._config.strict_model_name)
+        self._ignored.add(call.ignored)
+        with _own_field_names():
+            token_ids = await self._session.tokenize_chat(call.request)
+        return JSONResponse(count_body(len(token_ids)), headers=ignored_headers(call.ignored))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{id}."""
@@ -89,13 +108,20 @@ class ResponseRoutes:
         self._store.add(StoredResponse(response, listed_items(call.items), response["previous_response_id"]))
 
     async def _events(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
-        try:
+        with _own_field_names():
             async with aclosing(self._session.chat(request)) as events:
                 async for event in events:
                     yield event
-        except HeadraceError as error:
-            name_own_field(error)
-            raise
+
+
+@contextmanager
+def _own_field_names() -> Iterator[None]:
+    """Errors of the session name the fields of a chat."""
+    try:
+        yield
+    except HeadraceError as error:
+        name_own_field(error)
+        raise
 
 
 def _forget(response: dict[str, Any]) -> None:
