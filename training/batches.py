@@ -53,6 +53,22 @@ def collate(kind: str, rows: list[tuple[Encoded, Any]], length: int, num_rows: i
     return Batch(kind, ids, learned, positions, drawings, size)
 
 
+def grouped(rows: list[tuple[Encoded, Any]], budget: int) -> Iterator[tuple[int, list[tuple[Encoded, Any]]]]:
+    """Rows of one picture size and similar length, `budget` tokens at a time, with their common padded length."""
+
+    def key(row: tuple[Encoded, Any]) -> tuple[tuple[int, int], int]:
+        return row[1].size, -(-len(row[0].ids) // 64) * 64
+
+    batch: list[tuple[Encoded, Any]] = []
+    for row in sorted(rows, key=key):
+        if batch and (key(row)[0] != key(batch[0])[0] or (len(batch) + 1) * key(row)[1] > budget):
+            yield key(batch[-1])[1], batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield key(batch[-1])[1], batch
+
+
 def batches(kind: str, seed: str, tokenizer_path: Path) -> Iterator[Batch]:
     """An endless stream of full batches of one kind; rows of a batch share length and picture size."""
     tokenizer = Tokenizer.from_file(str(tokenizer_path))

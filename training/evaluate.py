@@ -1,16 +1,18 @@
-"""Measures the shipped files: the table of jobs, MTP acceptance, the draft's recall and its attention.
+"""Measures the shipped files: the jobs, recall, MTP acceptance, the draft model's recall and its attention.
 
     python -m training.evaluate [--folder src/headrace/miniature] [--count 200] [--out table.json]
 
 Exactness is judged without decoding: greedy decoding says the reference, to the last token, if and only if the model's
 first choice at every position of the reference is the reference's next token. So a job's figure counts whole learned
 turns (thought, answer, end mark) that come out to the letter, and is a lower bound where other words would do too.
+Drafts are counted twice: along the references, and ("loop") in a real draft-verify loop over the model's own answers.
 """
 
 import argparse
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,18 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from training.batches import collate
+from training.batches import collate, grouped
 from training.chat import Encoded, encode
 from training.export import load_exported
 from training.forward import following, place, run
-from training.importance import line_is_kept
+from training.importance import kept
 from training.jobs import clips, copying, pictures, recall, talk, thinking, tools
 from training.model import Miniature
 from training.sample import Sample
+from training.speculation import speculation_counts
 
 RECALL_LENGTHS, RECALL_DEPTHS = (512, 1024, 2048, 4096, 8192), (0.0, 0.1, 0.5, 0.9, 1.0)
+DRAFT_LENGTHS = (2048, 4096)
 JOBS: dict[str, Callable[[random.Random], Sample]] = {
     "tools: call": lambda stream: tools.make(stream, True, "call"),
     "tools: parallel calls": lambda stream: tools.make(stream, True, "parallel"),
@@ -41,6 +45,7 @@ JOBS: dict[str, Callable[[random.Random], Sample]] = {
     "copying": lambda stream: copying.make(stream, True),
     "plain talk": lambda stream: talk.make(stream, True),
 }
+PARTS = ("jobs", "recall", "loop", "draft")
 ROWS_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # tokens of one forward pass
 
 
@@ -50,26 +55,10 @@ def held_out(name: str, count: int) -> list[Sample]:
     return [JOBS[name](stream) for _ in range(count)]
 
 
-def held_out_logs(length: int, depth: float, count: int) -> list[Sample]:
-    """Logs of nearly `length` tokens (never more) with one question at a depth."""
+def held_out_logs(length: int, depth: float, count: int, thinking: bool | None = None) -> list[Sample]:
+    """Logs of nearly `length` tokens (never more) with one question at a depth; half of them think if None."""
     stream = random.Random(f"evaluation recall {length} {depth}")
-    return [recall.make(stream, True, int(length * 0.86), depth) for _ in range(count)]
-
-
-def grouped(rows: list[tuple[Encoded, Sample]], budget: int) -> Iterator[tuple[int, list[tuple[Encoded, Sample]]]]:
-    """Rows of one picture size and similar length, `budget` tokens at a time, with their common padded length."""
-
-    def key(row: tuple[Encoded, Sample]) -> tuple[tuple[int, int], int]:
-        return row[1].size, -(-len(row[0].ids) // 64) * 64
-
-    batch: list[tuple[Encoded, Sample]] = []
-    for row in sorted(rows, key=key):
-        if batch and (key(row)[0] != key(batch[0])[0] or (len(batch) + 1) * key(row)[1] > budget):
-            yield key(batch[-1])[1], batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield key(batch[-1])[1], batch
+    return [recall.make(stream, True, int(length * 0.86), depth, thinking) for _ in range(count)]
 
 
 class Judge:
@@ -134,25 +123,48 @@ def recall_table(judge: Judge, count: int, longest: int) -> dict[str, dict[str, 
     }
 
 
-def draft_table(judge: Judge, count: int, length: int) -> dict[str, dict[str, int]]:
-    """The draft model's own recall, and how often its attention keeps all of the asked line's chunks."""
+def speculation_table(judge: Judge, count: int, longest: int) -> dict[str, dict[str, int]]:
+    """The reference draft-verify loop over the jobs, and over logs of 2k and 4k tokens."""
+    made = {name: held_out(name, count) for name in JOBS}
+    made |= {
+        f"recall {length}": [s for depth in RECALL_DEPTHS for s in held_out_logs(length, depth, -(-count // 10))]
+        for length in DRAFT_LENGTHS
+        if length <= longest
+    }
+    budget = ROWS_TOKENS[judge.device.type]
+    table = {
+        f"loop, {name}": speculation_counts(judge.model, judge.tokenizer, samples, judge.device, budget)
+        for name, samples in made.items()
+    }
+    return table | {
+        "loop, all": {key: sum(counts[key] for counts in table.values()) for key in table["loop, plain talk"]}
+    }
+
+
+def draft_table(judge: Judge, count: int, longest: int) -> dict[str, dict[str, int]]:
+    """The draft model's own recall, and how often its attention keeps what was asked for."""
     table = {}
-    for depth in RECALL_DEPTHS:
-        samples = held_out_logs(length, depth, count)
-        found = judge.judge(samples) | {"samples": count}
-        found["kept"] = sum(line_is_kept(judge.model, judge.tokenizer, sample, judge.device) for sample in samples)
-        table[f"draft recall {length} at {depth}"] = found
+    lengths = [length for length in DRAFT_LENGTHS if length <= longest]
+    for length, depth in itertools.product(lengths, RECALL_DEPTHS):
+        table[f"draft recall {length} at {depth}"] = judge.judge(held_out_logs(length, depth, count))
+        for thinks in (False, True):
+            samples = held_out_logs(length, depth, count, thinks)
+            found = [kept(judge.model, judge.tokenizer, sample, judge.device) for sample in samples]
+            name = f"draft attention {length}, thinking {'on' if thinks else 'off'}, at {depth}"
+            table[name] = {"samples": count} | {key: sum(row[key] for row in found) for key in found[0]}
     return table
 
 
 def show(table: dict[str, dict[str, int]]) -> None:
     for name, counts in table.items():
-        line = f"{name:24s} {counts['exact']:4d} / {counts['samples']:4d}  {counts['exact'] / counts['samples']:6.1%}"
+        line = f"{name:40s}"
+        for key in ("exact", "facts_kept", "names_and_facts_kept", "lines_kept"):
+            if key in counts:
+                line += f" {key} {counts[key]:4d} / {counts['samples']:4d}  {counts[key] / counts['samples']:6.1%}"
         for depth in (1, 2):
             if counts.get(f"tried_{depth}"):
-                line += f"  draft {depth}: {counts[f'accepted_{depth}'] / counts[f'tried_{depth}']:6.1%}"
-        if "kept" in counts:
-            line += f"  line kept: {counts['kept'] / counts['samples']:6.1%}"
+                share = counts[f"accepted_{depth}"] / counts[f"tried_{depth}"]
+                line += f"  draft {depth}: {counts[f'accepted_{depth}']} / {counts[f'tried_{depth}']} {share:6.1%}"
         print(line, flush=True)
 
 
@@ -161,21 +173,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("src/headrace/miniature"))
     parser.add_argument("--count", type=int, default=200, help="held-out samples per job, and per length and depth")
     parser.add_argument("--recall-count", type=int, help="logs per length and depth, if not --count")
-    parser.add_argument("--only", choices=("jobs", "recall", "draft"), help="measure only this part")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure only these parts")
     parser.add_argument("--longest", type=int, default=8192, help="longest log in tokens")
     parser.add_argument("--out", type=Path, help="also write the counts as JSON")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
     judge = Judge(load_exported(arguments.folder), tokenizer, device)
+    num_logs = arguments.recall_count or arguments.count
     table: dict[str, dict[str, int]] = {}
-    if arguments.only in (None, "jobs"):
+    if "jobs" in arguments.only:
         table |= job_table(judge, arguments.count)
-    if arguments.only in (None, "recall"):
-        table |= recall_table(judge, arguments.recall_count or arguments.count, arguments.longest)
-    if arguments.only in (None, "draft"):
+    if "recall" in arguments.only:
+        table |= recall_table(judge, num_logs, arguments.longest)
+    if "loop" in arguments.only:
+        table |= speculation_table(judge, arguments.count, arguments.longest)
+    if "draft" in arguments.only:
         drafter = Judge(load_exported(arguments.folder / "draft"), tokenizer, device)
-        table |= draft_table(drafter, arguments.recall_count or arguments.count, min(arguments.longest, 4096))
+        table |= draft_table(drafter, num_logs, arguments.longest)
     show(table)
     if arguments.out:
         arguments.out.write_text(json.dumps(table, indent=1) + "\n")

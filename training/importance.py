@@ -59,16 +59,26 @@ def kept_chunks(importance: Tensor) -> set[int]:
     return set(means.topk(max(1, round(num_chunks * KEPT_SHARE))).indices.tolist())
 
 
-def line_is_kept(model: Miniature, tokenizer: Tokenizer, sample: Sample, device: torch.device) -> bool:
-    """Whether every chunk that the asked ship's line touches is among the kept ones."""
+def kept(model: Miniature, tokenizer: Tokenizer, sample: Sample, device: torch.device) -> dict[str, bool]:
+    """Whether all chunks are kept that hold the asked fact; that and its ship's name; the whole line of both."""
     encoded = encode(sample, tokenizer)
     prompt = encoded.ids[: int(np.flatnonzero(encoded.learned)[-1]) + 1]
     gaps = np.flatnonzero(~encoded.learned[: len(prompt)])
     prompt = prompt[: gaps[-1] + 1]
     text = expand_media("".join(text for text, _ in render(sample)), sample, outer_pair=False)
-    ship = sample.facts["ships"][0]
-    start = text.index(ship)
-    start, end = text.rfind("\n", 0, start) + 1, text.index("\n", start)
+    ship, fact = sample.facts["ships"][0], sample.facts["facts"][0]
+    named = text.index(ship)
+    start, end = text.rfind("\n", 0, named) + 1, text.index("\n", named)
+    told = text.index(fact, start, end)
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-    touched = {index // CHUNK for index, (first, last) in enumerate(offsets) if first < end and last > start}
-    return touched <= kept_chunks(prompt_importance(model, prompt, device))
+
+    def chunks_of(first: int, last: int) -> set[int]:
+        return {at // CHUNK for at, (begin, stop) in enumerate(offsets) if begin < last and stop > first}
+
+    chosen = kept_chunks(prompt_importance(model, prompt, device))
+    answer, name = chunks_of(told, told + len(fact)), chunks_of(named, named + len(ship))
+    return {
+        "facts_kept": answer <= chosen,
+        "names_and_facts_kept": answer | name <= chosen,
+        "lines_kept": chunks_of(start, end) <= chosen,
+    }

@@ -15,7 +15,7 @@ def _short_log(stream: random.Random) -> Sample:
 
 KINDS: dict[str, tuple[tuple[Maker, float], ...]] = {
     "long": ((recall.make, 1.0),),
-    "short": ((tools.make, 5.0), (talk.make, 5.0), (thinking.make, 5.0), (copying.make, 6.0), (_short_log, 1.0)),
+    "short": ((tools.make, 11.0), (talk.make, 3.0), (thinking.make, 3.0), (copying.make, 7.0), (_short_log, 1.0)),
     "media": ((pictures.make, 2.0), (clips.make, 1.0)),
 }
 

@@ -289,6 +289,22 @@ class MtpHead(nn.Module):
         )
         return self.norm(LEAVE(self.layers[0], x, out.transpose(1, 2).flatten(2).flatten(0, 1), gate))
 
+    def extend(
+        self, hidden: Tensor, next_embedding: Tensor, layout: Layout, keys: Tensor, values: Tensor, num_folded: Tensor
+    ) -> Tensor:
+        """`chain` for one token of each row [R, hidden], which sees the first `num_folded` [R] tokens of its row."""
+        x, q, k, v, gate = self._enter(hidden, next_embedding, layout)
+        keys, values = (
+            torch.cat([old.reshape(len(x), -1, *own.shape[1:]), own[:, None]], 1)
+            .transpose(1, 2)
+            .repeat_interleave(q.shape[1] // own.shape[1], 1)
+            for old, own in ((keys, k), (values, v))
+        )
+        index = torch.arange(keys.shape[2], device=x.device)
+        seen = (index < num_folded[:, None]) | (index == keys.shape[2] - 1)
+        out = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=seen[:, None, None])
+        return self.norm(LEAVE(self.layers[0], x, out.flatten(1), gate))
+
 
 class Backbone(nn.Module):
     """`model`: the language model and, if it sees, the vision tower."""

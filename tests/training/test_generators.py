@@ -97,6 +97,13 @@ def test_a_recall_answer_stands_in_the_one_line_of_its_ship() -> None:
                 assert all(number in re.findall(r"\d+", line[0]) for number in numbers)
 
 
+def test_a_recall_thought_begins_with_the_ship_and_says_the_fact_of_the_answer() -> None:
+    for sample in several(recall.make, 30, num_tokens=600, thinking=True):
+        ship, fact = (sample.turns[-1].thought or "").rstrip(".").split(": ")
+        assert sample.turns[-1].text.startswith(f"The {ship} ") and sample.turns[-1].text.endswith(f" {fact}.")
+    assert all(t.thought is None for s in several(recall.make, 30, num_tokens=600, thinking=False) for t in s.turns)
+
+
 def test_depth_puts_the_answer_where_it_says() -> None:
     first, last = (recall.make(random.Random(5), num_tokens=2000, depth=depth) for depth in (0.0, 1.0))
     for sample, low, high in ((first, 0.0, 0.1), (last, 0.9, 1.0)):
@@ -148,11 +155,19 @@ def test_calls_fit_their_schemas_and_the_request_says_every_value() -> None:
 
 def test_a_declined_request_fits_no_tool() -> None:
     for sample in several(tools.make, 100, kind="decline"):
-        deed = re.search(r"no tool to (\w+) a (\w+)", sample.turns[-1].text)
+        deed = re.search(r"no tool to (\w+ an? \w+\.)", sample.turns[-1].text)
         assert deed is not None
-        names = [tool["function"]["description"].lower() for tool in sample.tools]
-        assert f"{deed[1]} a {deed[2]}." not in names
+        assert deed[1] not in [tool["function"]["description"].lower() for tool in sample.tools]
         json.dumps(sample.tools)
+
+
+def test_many_declined_requests_share_a_verb_or_a_thing_with_a_tool() -> None:
+    near = 0
+    for sample in several(tools.make, 200, kind="decline"):
+        verb, _, thing = sample.turns[-1].text.removeprefix("I have no tool to ").rstrip(".").split()
+        deeds = [tool["function"]["description"].lower().rstrip(".").split() for tool in sample.tools]
+        near += any(verb == deed[0] or thing == deed[2] for deed in deeds)
+    assert near > 120
 
 
 def test_described_shapes_are_where_the_drawing_has_them() -> None:

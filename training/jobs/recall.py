@@ -62,29 +62,31 @@ def random_arrival(stream: random.Random, ship: str, style: int) -> Arrival:
     )
 
 
-def ask(stream: random.Random, arrival: Arrival) -> tuple[str, str]:
-    """A question about one line and its only answer."""
+def ask(stream: random.Random, arrival: Arrival) -> tuple[str, str, str]:
+    """A question about one line, its only answer, and the fact in a few words."""
     ship = arrival.ship
     kind = stream.randrange(4)
     if kind == 0:
         question = stream.choice(
             (f"What did the {ship} bring?", f"What was on the {ship}?", f"What cargo did the {ship} carry?")
         )
-        return question, f"The {ship} brought {arrival.amount} {arrival.unit} of {arrival.cargo}."
+        load = f"{arrival.amount} {arrival.unit} of {arrival.cargo}"
+        return question, f"The {ship} brought {load}.", load
     if kind == 1:
         question = stream.choice(
             (f"Which berth did the {ship} go to?", f"Where did the {ship} land?", f"At which berth was the {ship}?")
         )
-        return question, f"The {ship} went to berth {arrival.berth}."
+        return question, f"The {ship} went to berth {arrival.berth}.", f"berth {arrival.berth}"
     if kind == 2:
         question = stream.choice(
             (f"When did the {ship} arrive?", f"On which day did the {ship} come?", f"What is the date of the {ship}?")
         )
-        return question, f"The {ship} arrived on {arrival.day} {arrival.month}."
+        date = f"{arrival.day} {arrival.month}"
+        return question, f"The {ship} arrived on {date}.", date
     question = stream.choice(
         (f"How much {arrival.cargo} did the {ship} bring?", f"How many {arrival.unit} did the {ship} bring?")
     )
-    return question, f"The {ship} brought {arrival.amount} {arrival.unit}."
+    return question, f"The {ship} brought {arrival.amount} {arrival.unit}.", f"{arrival.amount} {arrival.unit}"
 
 
 def ship_names(stream: random.Random, count: int, held_out: bool) -> tuple[list[str], list[str]]:
@@ -95,7 +97,11 @@ def ship_names(stream: random.Random, count: int, held_out: bool) -> tuple[list[
 
 
 def make(
-    stream: random.Random, held_out: bool = False, num_tokens: int | None = None, depth: float | None = None
+    stream: random.Random,
+    held_out: bool = False,
+    num_tokens: int | None = None,
+    depth: float | None = None,
+    thinking: bool | None = None,
 ) -> Sample:
     """A log of about `num_tokens` tokens (log-uniform 200 to 3,400 if None) and questions about it.
 
@@ -117,18 +123,22 @@ def make(
         lines.insert(stream.randrange(len(lines)), stream.choice(REMARKS))
     log = stream.choice(INTRODUCTIONS) + "\n" + "\n".join(lines)
     num_questions = 1 if depth is not None else min(len(askable), stream.choice((1, 6, 16, 32)))
-    return _converse(stream, log, [arrivals[name] for name in stream.sample(askable, num_questions)])
+    asked = [arrivals[name] for name in stream.sample(askable, num_questions)]
+    return _converse(stream, log, asked, stream.random() < 0.5 if thinking is None else thinking)
 
 
-def _converse(stream: random.Random, log: str, asked: list[Arrival]) -> Sample:
-    thinking = stream.random() < 0.5
+def _converse(stream: random.Random, log: str, asked: list[Arrival], thinking: bool) -> Sample:
+    """The thought says the fact in its first words: a draft model that looks a few tokens ahead then reads its line."""
     turns: list[Turn] = []
+    facts: list[str] = []
     if stream.random() < 0.3:
         turns = [Turn("user", log), Turn("assistant", "I have read the log. What do you want to know?")]
         log = ""
     for index, arrival in enumerate(asked):
-        question, answer = ask(stream, arrival)
+        question, answer, fact = ask(stream, arrival)
+        facts.append(fact)
         prefix = f"{log}\n\n" if index == 0 and log else ""
-        thought = f"I look for the {arrival.ship} in the log." if thinking and index == len(asked) - 1 else None
+        thought = f"{arrival.ship}: {fact}." if thinking and index == len(asked) - 1 else None
         turns += [Turn("user", prefix + question), Turn("assistant", answer, thought)]
-    return Sample("recall", tuple(turns), thinking=thinking, facts={"ships": tuple(a.ship for a in asked)})
+    told = {"ships": tuple(a.ship for a in asked), "facts": tuple(facts)}
+    return Sample("recall", tuple(turns), thinking=thinking, facts=told)

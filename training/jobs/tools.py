@@ -26,6 +26,11 @@ UNITS = "celsius fahrenheit".split()
 LEVELS = "low normal high".split()
 
 
+def with_article(thing: str) -> str:
+    """`a lamp`, `an alarm`; the one thing that begins with u is a user."""
+    return f"{'an' if thing[0] in 'aeio' else 'a'} {thing}"
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A typed parameter: its JSON schema, and how a person says a value of it."""
@@ -44,6 +49,10 @@ class Tool:
     parameters: tuple[Parameter, ...]
     required: tuple[str, ...]
 
+    def deed(self) -> str:
+        """What it does, as its description and a thought say it: `paint a map`."""
+        return f"{self.verb} {with_article(self.thing)}"
+
     def schema(self) -> dict[str, Any]:
         """The definition as OpenAI's clients send it."""
         properties = {p.name: p.schema for p in self.parameters}
@@ -51,7 +60,7 @@ class Tool:
             "type": "function",
             "function": {
                 "name": self.name,
-                "description": f"{self.verb.capitalize()} a {self.thing}.",
+                "description": f"{self.deed().capitalize()}.",
                 "parameters": {"type": "object", "properties": properties, "required": list(self.required)},
             },
         }
@@ -157,10 +166,11 @@ PARAMETERS = (
 )
 
 
-def random_tool(stream: random.Random, held_out: bool) -> Tool:
-    """A tool of the wanted split (split by name and parameters together)."""
+def random_tool(stream: random.Random, held_out: bool, verb: str | None = None, thing: str | None = None) -> Tool:
+    """A tool of the wanted split, which goes by what the tool does; not both the verb and the thing may be given."""
+    wanted_verb, wanted_thing = verb, thing
     while True:
-        verb, thing = stream.choice(VERBS), stream.choice(OBJECTS)
+        verb, thing = wanted_verb or stream.choice(VERBS), wanted_thing or stream.choice(OBJECTS)
         chosen = tuple(stream.sample(PARAMETERS, stream.choice((0, 1, 1, 2, 2, 3, 4))))
         style = stream.random()
         name = (
@@ -178,7 +188,8 @@ def fill(stream: random.Random, tool: Tool) -> tuple[str, dict[str, Any]]:
         stream.shuffle(said)
     phrases = [parameter.phrase(value) for parameter, value in said]
     arguments = {parameter.name: value for parameter, value in said}
-    return " ".join([f"{tool.verb} {stream.choice(('the', 'a'))} {tool.thing}", *phrases]), arguments
+    deed = f"{tool.verb} the {tool.thing}" if stream.random() < 0.5 else tool.deed()
+    return " ".join([deed, *phrases]), arguments
 
 
 OPENINGS = ("Please {}.", "{}.", "Can you {}?", "I want you to {}.", "Could you {}, please?", "{}", "I need you to {}.")
@@ -218,7 +229,7 @@ def distinct_tools(stream: random.Random, held_out: bool, count: int) -> list[To
 
 def make(stream: random.Random, held_out: bool = False, kind: str | None = None) -> Sample:
     """One conversation with tools; kind is call, parallel, result, decline or chat (drawn if None)."""
-    chosen = kind or stream.choices(("call", "parallel", "result", "decline", "chat"), (5, 2, 2, 1.5, 1))[0]
+    chosen = kind or stream.choices(("call", "parallel", "result", "decline", "chat"), (5, 3, 1.5, 6, 0.5))[0]
     thinking = stream.random() < 0.5
     tools = distinct_tools(stream, held_out, stream.randint(1, 6))
     turns = [Turn("system", stream.choice(SYSTEM_LINES))] if stream.random() < 0.3 else []
@@ -235,17 +246,21 @@ def make(stream: random.Random, held_out: bool = False, kind: str | None = None)
     return Sample("tools", tuple(turns), tuple(tool.schema() for tool in tools), thinking, facts={"kind": chosen})
 
 
-def _declined(stream: random.Random, tools: list[Tool], thinking: bool) -> list[Turn]:
+def _unfitting(stream: random.Random, tools: list[Tool]) -> Tool:
+    """A tool that is not among those given; more often than not it shares its verb or its thing with one of them."""
+    near, model = stream.random(), stream.choice(tools)
+    verb, thing = (model.verb if near < 0.4 else None), (model.thing if 0.4 <= near < 0.65 else None)
     while True:
-        other = random_tool(stream, stream.random() < 0.1)
+        other = random_tool(stream, stream.random() < 0.1, verb, thing)
         if all((other.verb, other.thing) != (tool.verb, tool.thing) for tool in tools):
-            break
+            return other
+
+
+def _declined(stream: random.Random, tools: list[Tool], thinking: bool) -> list[Turn]:
+    other = _unfitting(stream, tools)
     request, _ = fill(stream, other)
-    thought = f"No tool can {other.verb} a {other.thing}." if thinking else None
-    return [
-        Turn("user", _sentence(stream, request)),
-        Turn("assistant", f"I have no tool to {other.verb} a {other.thing}.", thought),
-    ]
+    thought = f"I must {other.deed()}. No tool does that." if thinking else None
+    return [Turn("user", _sentence(stream, request)), Turn("assistant", f"I have no tool to {other.deed()}.", thought)]
 
 
 def _called(stream: random.Random, tools: list[Tool], thinking: bool, kind: str) -> list[Turn]:
@@ -255,8 +270,9 @@ def _called(stream: random.Random, tools: list[Tool], thinking: bool, kind: str)
         used *= 2
     filled = [fill(stream, tool) for tool in used]
     calls = tuple(Call(tool.name, arguments) for tool, (_, arguments) in zip(used, filled, strict=True))
+    deeds = " and ".join(tool.deed() for tool in used)
     names = " and then ".join(tool.name for tool in used)
-    thought = f"I call {names}." if thinking else None
+    thought = f"I must {deeds}. I call {names}." if thinking else None
     turns = [
         Turn("user", _sentence(stream, " and ".join(request for request, _ in filled))),
         Turn("assistant", "", thought, calls),
