@@ -125,6 +125,13 @@ def test_the_whole_message_is_what_its_stream_comes_to() -> None:
     assert message["usage"] == stream(EVENTS)[-2]["usage"]
 
 
+def test_a_call_that_broke_off_is_told_as_it_was_written() -> None:
+    broken = [Started(1), ToolCallStart(0, "call_a", "f"), ToolArguments(0, '{"x": ')]
+    message = MessagesAnswer(HEADING).whole([*broken, Finished(FinishReason.LENGTH, Usage(1, 5))])
+    assert message["content"][0]["input"] == {"__unparsedToolInput": {"raw": '{"x": ', "len": 6}}
+    assert message["stop_reason"] == "max_tokens"
+
+
 def test_thinking_that_begins_again_is_a_block_of_its_own_with_its_own_signature() -> None:
     events = [Started(1), Reasoning("a"), Text("b"), Reasoning("c"), EVENTS[-1]]
     first, _, last = MessagesAnswer(HEADING).whole(events)["content"]

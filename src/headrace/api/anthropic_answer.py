@@ -15,6 +15,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from headrace.api.answer_form import AnswerHeading, server_sent
+from headrace.api.anthropic_body import UNPARSED_INPUT
 from headrace.api.anthropic_errors import error_body
 from headrace.errors import HeadraceError
 from headrace.types.events import (
@@ -175,11 +176,22 @@ def _fold(data: dict[str, Any], message: dict[str, Any]) -> None:
             block = message["content"][-1]
             said = "".join(block.pop("_pieces"))
             if block["type"] == "tool_use":
-                block["input"] = from_json(said) if said else {}
+                block["input"] = _input(said)
             else:
                 block[block["type"]] = said
         case "message_delta":
             message.update(data["delta"], usage=data["usage"])
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments; of one that broke off, what was written, which comes back as it is with the next turn."""
+    try:
+        parsed = from_json(arguments or "{}")
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
+    return {UNPARSED_INPUT: {"raw": arguments, "len": len(arguments)}}
 
 
 _PIECE_OF = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}

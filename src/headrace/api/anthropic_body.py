@@ -157,6 +157,9 @@ MESSAGES_FIELDS = FieldRules(
 BLOCKS_WITHOUT_EFFECT = frozenset({"redacted_thinking"})
 """Blocks that say nothing to a model that didn't write them."""
 
+UNPARSED_INPUT = "__unparsedToolInput"
+"""Where arguments that are no JSON object stand, as the model wrote them: the name is Claude Code's."""
+
 
 def unknown_nested_fields(value: Mapping[str, Any]) -> tuple[str, ...]:
     """Fields inside a checked body's messages and its output_config that nobody knows."""

@@ -11,13 +11,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from headrace.api.anthropic_body import BLOCKS_WITHOUT_EFFECT, BlockBody, MessageBody, SourceBody
+from headrace.api.anthropic_body import BLOCKS_WITHOUT_EFFECT, UNPARSED_INPUT, BlockBody, MessageBody, SourceBody
 from headrace.api.anthropic_tools import shown_reference
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
-
-# Where Claude Code keeps arguments that were no JSON: as the model wrote them.
-_UNPARSED = "__unparsedToolInput"
 
 _FAILED = TextPart("The tool call failed:")
 
@@ -119,7 +116,7 @@ def _blocks(content: str | Sequence[BlockBody], path: str) -> Iterator[tuple[Blo
 
 def _arguments(given: Any) -> str:
     """Arguments as the model wrote them, as far as that is known."""
-    unparsed = given.get(_UNPARSED) if isinstance(given, dict) else None
+    unparsed = given.get(UNPARSED_INPUT) if isinstance(given, dict) else None
     if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
         return str(unparsed["raw"])
     return "" if given is None else to_json(given).decode()
