@@ -261,6 +261,24 @@ def test_a_deferred_tool_is_written_where_it_is_referred_to_and_may_be_called_fr
     assert missing == "The tool gone is not available."
 
 
+def test_a_conversation_can_add_tools_and_take_them_away() -> None:
+    added = {"name": "new", "description": "d", "input_schema": SCHEMA}
+    note = {
+        "role": "system",
+        "content": [
+            {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "later"}},
+            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": added}},
+            {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+        ],
+    }
+    request = read([*HELLO, note], tools=[F, DEFERRED, PLACEHOLDER]).request
+    assert [(tool.name, tool.is_deferred) for tool in request.tools] == [("f", False), ("later", True), ("new", True)]
+    first, second, third = (part.text for part in request.messages[1].content if isinstance(part, TextPart))
+    assert json.loads(first)["function"]["name"] == "later"
+    assert json.loads(second)["function"] == {"name": "new", "description": "d", "parameters": SCHEMA}
+    assert third == "The tool f is not available any more."
+
+
 def test_tools_that_the_server_would_have_to_search_are_shown() -> None:
     search = {"type": "tool_search_tool_regex_20251119", "name": "search"}
     request = read(HELLO, tools=[search, DEFERRED]).request
@@ -279,6 +297,7 @@ def test_tools_that_the_server_would_have_to_search_are_shown() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]}, "messages[0].content[0].tool.name"),
         ({"system": 5}, "system"),
         ({"system": [{"type": "text", "text": 5}]}, "system[0].text"),
         ({"max_tokens": -1}, "max_tokens"),

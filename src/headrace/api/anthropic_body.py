@@ -40,10 +40,11 @@ class BlockBody(BaseModel):
     tool_name: str | None = None
     content: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
+    tool: ToolChangeBody | None = None
 
 
 class MessageBody(BaseModel):
-    """One turn. A system message in mid-conversation is a note to the model."""
+    """One turn. A system message in mid-conversation is a note to the model, or changes its tools."""
 
     model_config = ConfigDict(strict=True)
 
@@ -62,6 +63,16 @@ class ToolBody(BaseModel):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+
+
+class ToolChangeBody(BaseModel):
+    """A tool that a conversation adds or removes: one of `tools` by its name, or a new one."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    name: Name | None = None
+    definition: ToolBody | None = None
 
 
 class ToolChoiceBody(BaseModel):

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from headrace.api.anthropic_body import BLOCKS_WITHOUT_EFFECT, UNPARSED_INPUT, BlockBody, MessageBody, SourceBody
-from headrace.api.anthropic_tools import shown_reference
+from headrace.api.anthropic_tools import changed_name, shown_reference
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
@@ -93,6 +93,12 @@ class ChatMessages:
             case "tool_reference":
                 name = _required(block.tool_name, f"{path}.tool_name")
                 yield TextPart(shown_reference(name, self._tools))
+            case "tool_addition":
+                name = _required(changed_name(block), f"{path}.tool.name")
+                yield TextPart(shown_reference(name, self._tools))
+            case "tool_removal":
+                name = _required(changed_name(block), f"{path}.tool.name")
+                yield TextPart(f"The tool {name} is not available any more.")
             case other if other not in BLOCKS_WITHOUT_EFFECT:
                 raise UnsupportedField(f"{path}.type: {other} blocks are not supported here", param=f"{path}.type")
 

@@ -15,7 +15,7 @@ from headrace.api.anthropic_body import (
     unknown_nested_fields,
 )
 from headrace.api.anthropic_messages import ChatMessages
-from headrace.api.anthropic_tools import callable_tools, foreign_types, own_tools, tool_choice
+from headrace.api.anthropic_tools import added_tools, callable_tools, foreign_types, own_tools, tool_choice
 from headrace.api.json_body import check, read_object
 from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
@@ -58,6 +58,7 @@ def count_answer(num_tokens: int) -> dict[str, Any]:
 
 def _request(parsed: MessagesBody, thinker: Thinker) -> ChatRequest:
     tools = own_tools(parsed.tools or ())
+    tools += added_tools(parsed.messages, tools)
     callable_ones = callable_tools(tools, parsed.messages)
     thinks = _is_to_think(parsed.thinking)
     return ChatRequest(

@@ -4,7 +4,7 @@ Tools of other types than the client's own run on Anthropic's servers or are kno
 send them along with their own, so they are left out and reported, not refused.
 
 A deferred tool is not shown at the prompt's head: that would change what stands before the conversation whenever one
-more is found. It is written out where the conversation refers to it, and may be called from there on.
+more is found. It is written out where the conversation refers to it or adds it, and may be called from there on.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def own_tools(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
     own = [tool for tool in tools if is_own(tool)]
     refuse_repeated([tool.name for tool in own], "tools: number {} of the client's own")
     searched = any((tool.type or "").startswith(_SEARCH_TYPES) for tool in tools)
-    return tuple(
-        ToolDefinition(
-            tool.name,
-            tool.description,
-            tool.input_schema or no_parameters(),
-            strict=bool(tool.strict),
-            is_deferred=bool(tool.defer_loading) and not searched,
-        )
-        for tool in own
-    )
+    return tuple(_definition(tool, is_deferred=bool(tool.defer_loading) and not searched) for tool in own)
+
+
+def added_tools(messages: Sequence[MessageBody], declared: Sequence[ToolDefinition]) -> tuple[ToolDefinition, ...]:
+    """Tools of the client's own that the conversation itself defines, the first of each name."""
+    known = {tool.name for tool in declared}
+    added: dict[str, ToolDefinition] = {}
+    for block in _all_blocks(messages):
+        tool = block.tool.definition if block.tool is not None else None
+        if tool is not None and is_own(tool) and tool.name not in known:
+            added.setdefault(tool.name, _definition(tool, is_deferred=True))
+    return tuple(added.values())
 
 
 def foreign_types(tools: Sequence[ToolBody]) -> tuple[str, ...]:
@@ -52,9 +54,17 @@ def foreign_types(tools: Sequence[ToolBody]) -> tuple[str, ...]:
 
 def callable_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBody]) -> tuple[ToolDefinition, ...]:
     """The tools that are shown, then the deferred ones that the conversation refers to."""
-    referred = {name for message in messages for name in _references(message.content)}
+    referred = {block.tool_name for block in _all_blocks(messages) if block.type == "tool_reference"}
+    referred |= {changed_name(block) for block in _all_blocks(messages) if block.type == "tool_addition"}
     shown = [tool for tool in tools if not tool.is_deferred]
     return (*shown, *(tool for tool in tools if tool.is_deferred and tool.name in referred))
+
+
+def changed_name(block: BlockBody) -> str | None:
+    """The name of the tool that a block adds or removes; None if it says none."""
+    if block.tool is None:
+        return None
+    return block.tool.name if block.tool.definition is None else block.tool.definition.name
 
 
 def shown_reference(name: str, tools: Mapping[str, ToolDefinition]) -> str:
@@ -84,10 +94,19 @@ def tool_choice(asked: ToolChoiceBody | None, tools: Sequence[ToolDefinition]) -
     return replace(choice, mode="required", names=(asked.name or "",))
 
 
-def _references(content: str | list[BlockBody] | None) -> Iterator[str]:
-    if content is None or isinstance(content, str):
-        return
-    for block in content:
-        if block.type == "tool_reference" and block.tool_name is not None:
-            yield block.tool_name
-        yield from _references(block.content)
+def _definition(tool: ToolBody, *, is_deferred: bool) -> ToolDefinition:
+    return ToolDefinition(
+        tool.name, tool.description, tool.input_schema or no_parameters(), bool(tool.strict), is_deferred
+    )
+
+
+def _all_blocks(messages: Sequence[MessageBody]) -> Iterator[BlockBody]:
+    """Every block of a conversation, those inside of others too."""
+    for message in messages:
+        yield from _blocks_in(message.content)
+
+
+def _blocks_in(content: str | list[BlockBody] | None) -> Iterator[BlockBody]:
+    for block in content if isinstance(content, list) else ():
+        yield block
+        yield from _blocks_in(block.content)
