@@ -1,0 +1,235 @@
+"""Requests that agents really sent, through the real application: each is answered with all that its sender needs.
+
+The bundled model's own tokenizer and chat template make the prompts; what the model says is scripted: a thought if
+the prompt asks for one, a sentence, and two calls if there are tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine, describe
+
+import headrace
+from headrace.config import ServerConfig
+from headrace.server.app import build_app
+from headrace.session.session import Session
+from headrace.session.words import Words, load_words
+from headrace.types.request import GenerationRequest
+
+FOLDER = Path(__file__).parent.parent / "data" / "clients"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+
+MESSAGE_EVENTS = {
+    *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+    *("message_delta", "message_stop", "ping"),
+}
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One request as it was sent."""
+
+    name: str
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+    @property
+    def route(self) -> str:
+        return self.path.partition("?")[0]
+
+    @property
+    def has_image(self) -> bool:
+        return '"image"' in json.dumps(self.body) or '"image_url"' in json.dumps(self.body)
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Of the tools that the model may call."""
+        own = [tool for tool in self.body.get("tools", ()) if tool.get("type") in (None, "custom", "function")]
+        return [tool.get("function", tool)["name"] for tool in own if not tool.get("defer_loading")]
+
+
+@cache
+def recorded(name: str) -> Recorded:
+    told = json.loads((FOLDER / f"{name}.json").read_text())
+    headers = {key: value for key, value in told["headers"] if key.lower() not in ("connection", "transfer-encoding")}
+    return Recorded(name, told["method"], told["path"], headers, told["body"] or {})
+
+
+ALL = [recorded(path.stem) for path in sorted(FOLDER.glob("*.json"))]
+ASKING = [each for each in ALL if each.route in (CHAT, MESSAGES) and not each.has_image]
+MESSAGE_STREAMS = [each for each in ASKING if each.route == MESSAGES and each.body.get("stream")]
+CHAT_STREAMS = [each for each in ASKING if each.route == CHAT and each.body.get("stream")]
+
+
+def by_name(each: Recorded) -> str:
+    return each.name
+
+
+@cache
+def words() -> Words:
+    return load_words(Path(headrace.__file__).parent / "miniature", "qwen3_5")
+
+
+def script(request: Recorded) -> Iterator[tuple[int, ...]]:
+    """What the model says, a token at a time."""
+    thinks = request.route == CHAT or "thinking" in request.body
+    names = request.tool_names
+    called = names[:1] + names[-1:] if names else []
+    calls = "".join(f"\n<tool_call>\n<function={name}>\n</function>\n</tool_call>" for name in called)
+    text = ("The file first.\n</think>\n\n" if thinks else "") + "Let me see." + calls
+    for token_id in words().tokenizer.encode(text):
+        yield (token_id,)
+
+
+def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[GenerationRequest]]:
+    model = replace(describe(max_model_len=200_000), vocab_size=4096, eos_token_ids=())
+    engine = FakeEngine(*script(request), model=model)
+    session = Session(engine, words().tokenizer, words().template, words().family)
+
+    async def exchange() -> httpx.Response:
+        transport = httpx.ASGITransport(build_app(session, ServerConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            content = json.dumps({**request.body, **changes}).encode() if request.method == "POST" else None
+            return await client.request(request.method, request.path, headers=request.headers, content=content)
+
+    return asyncio.run(exchange()), engine.requests
+
+
+def events(response: httpx.Response) -> list[tuple[str | None, dict[str, Any]]]:
+    """Name and data of each event but `[DONE]`."""
+    found = []
+    for block in response.text.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        if lines["data"] != "[DONE]":
+            found.append((lines.get("event"), json.loads(lines["data"])))
+    return found
+
+
+@pytest.mark.parametrize("request_", ASKING, ids=by_name)
+def test_each_request_is_answered_and_nothing_of_it_is_unknown(request_: Recorded) -> None:
+    response, made = send(request_)
+    assert response.status_code == 200, response.text
+    assert len(made) == 1
+    known = {"messages[].output_config", "tools[].web_search_20250305"}
+    assert set(response.headers.get("x-headrace-ignored", "").split(", ")) <= {"", *known}
+
+
+@pytest.mark.parametrize("request_", MESSAGE_STREAMS, ids=by_name)
+def test_a_stream_of_messages_has_every_part_that_its_clients_need(request_: Recorded) -> None:
+    told = events(send(request_)[0])
+    assert all(name == data["type"] for name, data in told)
+    assert {name for name, _ in told} <= MESSAGE_EVENTS
+    kinds = [name for name, _ in told]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    start, end = told[0][1]["message"], told[-2][1]
+    assert start["id"].startswith("msg_")
+    assert start["usage"]["input_tokens"] > 0
+    assert end["usage"]["output_tokens"] == len(list(script(request_)))
+    blocks = [data["content_block"] for name, data in told if name == "content_block_start"]
+    assert [data["index"] for name, data in told if name == "content_block_start"] == list(range(len(blocks)))
+    assert [data["index"] for name, data in told if name == "content_block_stop"] == list(range(len(blocks)))
+    names = request_.tool_names
+    assert [block["name"] for block in blocks if block["type"] == "tool_use"] == (names[:1] + names[-1:])
+    assert all(block["input"] == {} for block in blocks if block["type"] == "tool_use")
+    assert end["delta"]["stop_reason"] == ("tool_use" if names else "end_turn")
+    assert (blocks[0]["type"] == "thinking") == ("thinking" in request_.body)
+
+
+@pytest.mark.parametrize("request_", CHAT_STREAMS, ids=by_name)
+def test_a_stream_of_a_chat_has_every_part_that_its_clients_need(request_: Recorded) -> None:
+    response, _ = send(request_)
+    assert response.text.endswith("data: [DONE]\n\n")
+    told = [data for _, data in events(response)]
+    assert {data["object"] for data in told} == {"chat.completion.chunk"}
+    assert len({data["id"] for data in told}) == 1
+    if request_.body.get("stream_options"):
+        last = told.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == len(list(script(request_)))
+    assert all("usage" not in data for data in told)
+    choices = [data["choices"][0] for data in told]
+    assert choices[0]["delta"]["role"] == "assistant"
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    starts = [call for call in calls if "id" in call]
+    names = request_.tool_names
+    assert [call["function"]["name"] for call in starts] == (names[:1] + names[-1:])
+    assert [call["index"] for call in starts] == list(range(len(starts)))
+    assert all(call["type"] == "function" for call in starts)
+    assert len({call["id"] for call in starts}) == len(starts)
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls" if names else "stop"]
+    assert "".join(choice["delta"].get("reasoning_content", "") for choice in choices) == "The file first."
+
+
+@pytest.mark.parametrize("request_", [each for each in ASKING if each.route == MESSAGES], ids=by_name)
+def test_counted_tokens_are_those_of_the_prompt(request_: Recorded) -> None:
+    usage = send(request_, stream=False)[0].json()["usage"]
+    counted, _ = send(replace(request_, path=COUNT))
+    assert counted.json() == {"input_tokens": usage["input_tokens"]}
+
+
+def test_side_requests_are_answered() -> None:
+    assert send(recorded("claude-count"))[0].json()["input_tokens"] > 0
+    assert send(recorded("claude-hello"))[0].status_code == 404
+    for name in ("claude-models", "sdkpy-8"):
+        (model,) = send(recorded(name))[0].json()["data"]
+        assert model["id"] == "fake-model"
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    return next((i for i, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), len(first))
+
+
+def prompt(request: Recorded, **changes: Any) -> tuple[int, ...]:
+    (made,) = send(request, **changes)[1]
+    return made.prompt
+
+
+def test_a_billing_line_that_differs_changes_nothing() -> None:
+    first = recorded("claude-defaults")
+    system = [{**first.body["system"][0], "text": "x-anthropic-billing-header: another"}, *first.body["system"][1:]]
+    assert prompt(first) == prompt(first, system=system)
+
+
+def test_a_tool_that_was_found_changes_nothing_before_the_reference_to_it() -> None:
+    found = recorded("claude-toolsearch")
+    tools, messages = found.body["tools"], found.body["messages"]
+    before = prompt(found, tools=[tool for tool in tools if tool["name"] != "WebFetch"], messages=messages[:-2])
+    after = prompt(found)
+    shared = common(before, after)
+    # The recorded turn has no thought, so it does not go on where a thought was opened for it.
+    assert words().tokenizer.decode(before[shared:], keep_special=frozenset({"<think>"})) == "<think>\n"
+    later = words().tokenizer.decode(after[shared:])
+    assert later.count('"name":"WebFetch"') == 1
+
+
+def test_marks_and_the_form_of_a_last_message_change_nothing() -> None:
+    turns = recorded("claude-thinking-2turns")
+    *earlier, last = turns.body["messages"]
+    bare = {**last, "content": [{k: v for k, v in block.items() if k != "cache_control"} for block in last["content"]]}
+    assert prompt(turns) == prompt(turns, messages=[*earlier, bare])
+
+
+def test_each_turn_is_a_beginning_of_the_next() -> None:
+    turns = recorded("claude-thinking-2turns")
+    messages = turns.body["messages"]
+    ends = [index for index, message in enumerate(messages) if message["role"] == "user"][1:]
+    prompts = [prompt(turns, messages=messages[: end + 1]) for end in ends]
+    for shorter, longer in zip(prompts, prompts[1:], strict=False):
+        # The prompt for an answer opens a thought; the answer's own thought goes on from there.
+        assert common(shorter, longer) == len(shorter)
