@@ -11,8 +11,11 @@ from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel
 from headrace.models.source import ModelFiles
+from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
+from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import Speculator
+from headrace.speculate.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +58,8 @@ def prepare_drafting(config: Config, files: ModelFiles, packed: PackedModel, dev
         raise ConfigError("mtp is on, but max_draft_tokens is 0", param="mtp")
     drafter = HeadDrafter(head)
     report = f"drafts: up to {knobs.max_draft_tokens} at once, by the prediction head in {head.report}"
-    return Drafting(drafter, Speculator(drafter, knobs.max_draft_tokens), report, head.report)
+    return Drafting(drafter, _speculator(drafter, knobs.max_draft_tokens), report, head.report)
+
+
+def _speculator(head: HeadDrafter, max_drafts: int) -> Speculator:
+    return Speculator(head, max_drafts, Ranking(), DepthPlanner(StepCosts()))

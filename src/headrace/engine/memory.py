@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel, Row
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SlabPool
 
@@ -17,14 +17,15 @@ CONTEXT_STEP = 256
 
 
 def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
-    """What a sequence's state takes by its length, read off a state of one token, and a prediction head's with it."""
+    """What a sequence's state takes by its length, read off a state of two tokens, and a prediction head's with it."""
     state = SequenceState(SlabPool())
-    state.begin(1)
-    logits = model.forward([Row(state, [0])], [0])
+    state.begin(2)
+    logits = model.forward([Row(state, [0, 0])], [1])
     mx.eval(logits, state.arrays())
-    state.commit(1)
+    state.commit(2)
     if head is not None:
-        mx.eval(head.draft([HeadRow(state, (0, 0), num_drafts=1)]), state.arrays())
+        head.catch_up(state, (0, 0))
+        mx.eval(state.arrays())
     return state.cost()
 
 

@@ -3,102 +3,38 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from headrace.engine.draws import Drawn, Draws, Place, PromptScores
+from headrace.engine.draws import Drawn, Draws
 from headrace.engine.pool import PrefixPool
+from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
 from headrace.errors import GenerationFailed
-from headrace.grammar.constraint import Constraint, Window
+from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.packed import PackedModel, Row
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
-from headrace.sampling.sampler import SamplingRow
-from headrace.speculate.speculator import DraftedRow, Drafting, Guesses, Speculator, packed_ids
-from headrace.speculate.verify import gained_tokens, window_rows
+from headrace.speculate.guesses import packed_ids
+from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GenerationRequest
 from headrace.types.status import DraftStatus
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Live:
-    """What the runner holds of a sequence.
-
-    token_ids: every known token, as many as the state has seen and more. drafted: None if nothing is ever drafted.
-    """
-
-    state: SequenceState
-    params: SamplingParams
-    history: History | None
-    request: GenerationRequest
-    token_ids: list[int]
-    constraint: Constraint | None = None
-    drafted: DraftedRow | None = None
-    is_sound: bool = True
-    """Whether the state is what the tokens say; not so after a failure."""
-    record: SequenceRecord | None = None
-    """In place of the state, as long as the sequence is preempted."""
-
-    @property
-    def num_output_left(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.request.max_tokens - (len(self.token_ids) - len(self.request.prompt))
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A chunk whose window is open.
-
-    lo: its first row among the logits that the step computes. guesses: the drafts behind its tokens, None for none.
-    drafts: their ids, None as long as only the device knows them. legal: what may come at each place; None if
-    anything may.
-    """
-
-    chunk: Chunk
-    live: _Live
-    lo: int = 0
-    guesses: Guesses | None = None
-    drafts: tuple[int, ...] | None = ()
-    legal: Window | None = None
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts in the window."""
-        return 0 if self.guesses is None else self.guesses.num_drafts
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the window."""
-        return len(self.chunk.token_ids) + self.num_drafts
-
-    @property
-    def following(self) -> tuple[int, ...]:
-        """Prompt tokens whose log-probabilities are due: those that the chunk's own predict; then each needs logits."""
-        request, start = self.live.request, self.chunk.start
-        if request.num_prompt_logprobs is None or self.chunk.choice > 0:
-            return ()
-        return request.prompt[start + 1 : start + 1 + len(self.chunk.token_ids)]
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits that the chunk wants, its last tokens'."""
-        return self.num_tokens if self.following else int(self.chunk.samples) * (1 + self.num_drafts)
-
-
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the step drew for a chunk: at each place of its window, then for each of its forks."""
+    """What the step drew for a chunk: what its window gained, and a token for each of its forks."""
 
-    window: Sequence[Drawn] = ()
+    gained: Sequence[Drawn] = ()
     forks: Sequence[Drawn] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -124,7 +60,7 @@ class Runner:
         self._constraints = constraints
         self._speculator = speculator
         self._pool = SlabPool()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveSequence] = {}
 
     @property
     def state_bytes(self) -> int:
@@ -150,19 +86,21 @@ class Runner:
         """
         self._preempt(plan.preempted)
         failures: list[ChunkFailure] = []
-        work = self._open(plan.chunks, requests, failures)
-        if not work:
+        started = time.monotonic()
+        windows = self._open(plan.chunks, requests, failures)
+        if not windows:
             return StepResult((), tuple(failures))
         try:
-            outcomes = self._compute(work)
+            outcomes = self._compute(windows)
         except Exception as error:  # the step's outer wall: its rows fail, the engine goes on
-            logger.exception("a step of %d rows failed", len(work))
-            for one in work:
+            logger.exception("a step of %d rows failed", len(windows))
+            for one in windows:
                 one.live.is_sound = False
-            failures += [failure for one in work for failure in _failures(one.chunk, error)]
+            failures += [failure for one in windows for failure in _failures(one.chunk, error)]
             return StepResult((), tuple(failures))
+        self._report(windows, outcomes, time.monotonic() - started)
         results: list[ChunkResult] = []
-        for one, outcome in zip(work, outcomes, strict=True):
+        for one, outcome in zip(windows, outcomes, strict=True):
             try:
                 results += self._take_over(one, outcome, failures)
             except Exception as error:  # a row's outer wall
@@ -182,7 +120,7 @@ class Runner:
                 live.is_sound = False
             live.state.release()
 
-    def _resume(self, live: _Live, record: SequenceRecord) -> None:
+    def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
         """Make a state of a checkpoint; each of its layers goes as soon as the step has copied it."""
         live.state = SequenceState(self._pool, record.length + 1)
         live.state.restore(record)
@@ -190,9 +128,9 @@ class Runner:
 
     def _open(
         self, chunks: Sequence[Chunk], requests: Mapping[str, GenerationRequest], failures: list[ChunkFailure]
-    ) -> list[_Work]:
+    ) -> list[Window]:
         """Open each chunk's window; a row that can't (no memory for a larger slot, say) fails alone."""
-        work: list[_Work] = []
+        windows: list[Window] = []
         lo = 0
         for chunk in chunks:
             try:
@@ -201,11 +139,11 @@ class Runner:
                 logger.exception("the row of %s failed", chunk.sequence_id)
                 failures += _failures(chunk, error)
                 continue
-            work.append(one)
+            windows.append(one)
             lo += one.num_logits
-        return work
+        return windows
 
-    def _begin(self, chunk: Chunk, request: GenerationRequest) -> _Work:
+    def _begin(self, chunk: Chunk, request: GenerationRequest) -> Window:
         live = self._live.get(chunk.sequence_id)
         if live is None:
             live = self._live[chunk.sequence_id] = self._new(request)
@@ -217,18 +155,18 @@ class Runner:
             self._resume(live, live.record)
         if live.state.length != chunk.start:
             raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
-        work = _with_drafts(_Work(chunk, live))
+        window = open_window(chunk, live)
         num_certain = len(chunk.token_ids)
         marks = tuple(mark for mark in self._marks(chunk) if mark < chunk.start + num_certain)
-        live.state.begin(work.num_tokens, num_certain, marks)
-        return work
+        live.state.begin(window.num_tokens, num_certain, marks)
+        return window
 
-    def _new(self, request: GenerationRequest) -> _Live:
+    def _new(self, request: GenerationRequest) -> LiveSequence:
         history = History(request.prompt, self._vocab_size) if needs_history(request.sampling) else None
         state = SequenceState(self._pool, len(request.prompt) + 1)
         drafted = None if self._speculator is None else self._speculator.open(request.max_draft_tokens)
         known = list(request.prompt)
-        return _Live(state, request.sampling, history, request, known, self._constraint(request), drafted)
+        return LiveSequence(state, request.sampling, history, request, known, self._constraint(request), drafted)
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:
         if request.constraint is None:
@@ -242,64 +180,57 @@ class Runner:
             return ()
         return self._prefixes.marks(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
-    def _compute(self, work: Sequence[_Work]) -> list[_Outcome]:
+    def _compute(self, windows: Sequence[Window]) -> list[_Outcome]:
         """One forward and one wait for the device."""
         picks: list[int] = []
         num_tokens = 0
-        for one in work:
+        for one in windows:
             num_tokens += one.num_tokens
             picks += range(num_tokens - one.num_logits, num_tokens)
-        rows = [Row(one.live.state, (*one.chunk.token_ids, *(0,) * one.num_drafts)) for one in work]
-        ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in work])
+        rows = [Row(one.live.state, (*one.chunk.token_ids, *(one.drafts or (0,) * one.num_drafts))) for one in windows]
+        ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
         # logits that nobody wants are never computed: only what is evaluated below is
         logits = self._model.forward(rows, picks or [num_tokens - 1], ids)
-        places = [_places(one) for one in work]
+        places = [one.places() for one in windows]
         draws = Draws(logits, [place for of_one in places for place in of_one])
-        scores = {one.lo: _prompt_scores(logits, one) for one in work if one.following}
-        batches = {id(one.guesses.batch): one.guesses.batch for one in work if one.guesses is not None}
+        scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
             draws.arrays(),
             [found.arrays() for found in scores.values()],
-            [one.live.state.arrays() for one in work],
-            list(batches.values()),
+            [one.live.state.arrays() for one in windows],
+            [one.guesses.batch for one in windows if one.guesses.batch is not None],
         )
         drawn = iter(draws.read())
         outcomes = []
-        for one, of_one in zip(work, places, strict=True):
+        for one, of_one in zip(windows, places, strict=True):
             own = [next(drawn) for _ in of_one]
-            num_window = len(own) - len(one.chunk.forks)
+            num_own = len(own) - len(one.chunk.forks)
             told = scores[one.lo].read() if one.following else ()
-            outcomes.append(_Outcome(own[:num_window], own[num_window:], told))
+            outcomes.append(_Outcome(one.gained(own[:num_own]), own[num_own:], told))
         return outcomes
 
-    def _take_over(self, work: _Work, outcome: _Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
-        """Close the chunk's window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
-        chunk, live = work.chunk, work.live
-        gained = _gained(work, outcome.window)
+    def _take_over(self, window: Window, outcome: _Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
+        """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
+        chunk, live, gained = window.chunk, window.live, outcome.gained
         num_committed = len(chunk.token_ids) + max(0, len(gained) - 1)
         snapshots = live.state.take_snapshots()
         live.state.commit(num_committed)
-        live.token_ids += [one.token_id for one in gained if one.token_id != NO_TOKEN]
         if chunk.output_index == 0:
-            self._keep_prompt(work, snapshots)
-        if chunk.forks:
-            self._fork(work, outcome.forks)
+            self._keep_prompt(chunk, live, snapshots)
         results = []
         if not chunk.samples:
             results.append(ChunkResult(chunk.sequence_id, num_committed, prompt_logprobs=outcome.prompt_logprobs))
         elif _is_drawn(chunk.sequence_id, gained, failures):
-            results.append(_result(chunk.sequence_id, num_committed, gained, outcome.prompt_logprobs, work.num_drafts))
-            _note(live, [one.token_id for one in gained])
-        for sequence_id, fork in zip(chunk.forks, outcome.forks, strict=bool(outcome.forks)):
-            if _is_drawn(sequence_id, [fork], failures):
-                results.append(_result(sequence_id, 0, [fork]))
+            results.append(_result(window, num_committed, outcome))
+        if chunk.forks:
+            results += self._fork(window, outcome.forks, failures)
+        if all(one.token_id != NO_TOKEN for one in gained):
+            live.grow([one.token_id for one in gained])
         return results
 
-    def _keep_prompt(self, work: _Work, snapshots: dict[int, SequenceRecord]) -> None:
+    def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
         """Hand over what a chunk of a prompt has computed, once the prediction head has read it."""
-        chunk, live = work.chunk, work.live
-        if self._speculator is not None and live.drafted is not None:
-            self._speculator.catch_up(live.drafted, live.state, live.token_ids)
+        self._catch_up(live)
         if self._prefixes is None:
             return
         if live.state.length in self._marks(chunk):
@@ -308,35 +239,55 @@ class Runner:
         if chunk.samples:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
 
-    def _fork(self, work: _Work, forks: Sequence[Drawn]) -> None:
+    def _catch_up(self, live: LiveSequence) -> None:
+        if self._speculator is not None and live.drafted is not None:
+            self._speculator.catch_up(live.drafted, live.state, live.token_ids)
+
+    def _fork(self, window: Window, forks: Sequence[Drawn], failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Begin the forks' sequences with copies of the state that the chunk has just reached."""
-        record = work.live.state.checkpoint()
-        for choice, (sequence_id, drawn) in enumerate(zip(work.chunk.forks, forks, strict=True), start=1):
-            fork = self._new(work.live.request)
-            fork.params = _params(work.live, choice)
+        record = window.live.state.checkpoint()
+        results = []
+        for choice, (sequence_id, drawn) in enumerate(zip(window.chunk.forks, forks, strict=True), start=1):
+            fork = self._live[sequence_id] = self._new(window.live.request)
+            fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
-            if drawn.token_id != NO_TOKEN:
-                fork.token_ids.append(drawn.token_id)
-                _note(fork, [drawn.token_id])
-            self._live[sequence_id] = fork
+            if _is_drawn(sequence_id, [drawn], failures):
+                fork.grow([drawn.token_id])
+                scores = () if drawn.logprobs is None else (drawn.logprobs,)
+                results.append(ChunkResult(sequence_id, 0, (drawn.token_id,), scores))
+        return results
 
     def _draft(self, results: Sequence[ChunkResult]) -> list[ChunkResult]:
         """Let guesses be made for the sequences that go on, and tell how many there are."""
         if self._speculator is None:
             return list(results)
-        drafting = []
-        for result in results:
-            live = self._live[result.sequence_id]
-            if live.drafted is not None and result.token_ids:
-                live.drafted.guesses = None
-                room = 0 if result.token_ids[-1] in live.request.stop_token_ids else live.num_output_left - 1
-                drafting.append(Drafting(live.drafted, live.state, live.token_ids, room))
+        drafting = [
+            live.drafting(live.drafted)
+            for result in results
+            if result.token_ids and (live := self._live[result.sequence_id]).drafted is not None
+        ]
         self._speculator.draft(drafting)
-        return [replace(result, num_ready=self._num_ready(result.sequence_id)) for result in results]
+        return [replace(result, num_ready=self._num_ready(result)) for result in results]
 
-    def _num_ready(self, sequence_id: str) -> int:
-        drafted = self._live[sequence_id].drafted
-        return 0 if drafted is None or drafted.guesses is None else drafted.guesses.num_drafts
+    def _num_ready(self, result: ChunkResult) -> int:
+        drafted = self._live[result.sequence_id].drafted
+        return drafted.guesses.num_drafts if drafted is not None and result.token_ids else 0
+
+    def _report(self, windows: Sequence[Window], outcomes: Sequence[_Outcome], seconds: float) -> None:
+        """Tell what became of the drafts of a step that took `seconds`."""
+        if self._speculator is None:
+            return
+        verified = [
+            Verified(
+                one.live.drafted,
+                one.num_drafts,
+                max(0, len(outcome.gained) - 1),
+                outcome.gained[-1].token_id in one.live.request.stop_token_ids,
+            )
+            for one, outcome in zip(windows, outcomes, strict=True)
+            if one.chunk.output_index > 0 and one.live.drafted is not None and outcome.gained
+        ]
+        self._speculator.report(verified, seconds, is_mixed=len(verified) < len(windows))
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         """Drop the states of sequences that ended; what they have computed stays in the prefix cache."""
@@ -345,80 +296,13 @@ class Runner:
             if live is None or live.record is not None:
                 continue
             if self._prefixes is not None and live.is_sound and live.state.length:
-                if self._speculator is not None and live.drafted is not None:
-                    self._speculator.catch_up(live.drafted, live.state, live.token_ids)
+                self._catch_up(live)
                 self._prefixes.store(live.request.request_id, live.token_ids, live.state)
             live.state.release()
 
 
 def _failures(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
     return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
-
-
-def _with_drafts(work: _Work) -> _Work:
-    """The chunk with as many of the guesses behind it as the plan allows and a constraint finds legal.
-
-    Penalties and constraints look at the text before each place, so such rows have to know the ids.
-    """
-    live, guesses = work.live, None
-    if live.drafted is not None and live.drafted.guesses is not None and work.chunk.num_drafts:
-        guesses = live.drafted.guesses.first(work.chunk.num_drafts)
-    must_know = live.history is not None or live.constraint is not None
-    drafts = () if guesses is None else guesses.read() if must_know else None
-    if live.constraint is None or not work.chunk.samples:
-        return replace(work, guesses=guesses, drafts=drafts)
-    assert drafts is not None
-    legal = live.constraint.window(drafts)
-    if guesses is not None:
-        guesses = guesses.first(legal.num_legal) if legal.num_legal else None
-    return replace(work, guesses=guesses, drafts=drafts[: legal.num_legal], legal=legal)
-
-
-def _places(work: _Work) -> list[Place]:
-    """The places of the chunk's window, one before each draft and one behind the last, then one for each of its forks.
-
-    None if the chunk ends inside a prompt. Forks are drawn from the logits of the chunk's last token, as it is itself.
-    """
-    chunk, live = work.chunk, work.live
-    if not chunk.samples:
-        return []
-    settings = SamplingRow(live.params, chunk.output_index, live.history, live.request.stop_token_ids)
-    drafts = (0,) * work.num_drafts if work.drafts is None else work.drafts
-    first = work.lo + work.num_logits - 1 - work.num_drafts
-    num_top = live.request.num_logprobs
-    masks = work.legal.masks if work.legal is not None else (None,) * (1 + work.num_drafts)
-    rows = [replace(row, mask=mask) for row, mask in zip(window_rows(settings, drafts), masks, strict=False)]
-    forks = [replace(rows[0], params=_params(live, choice)) for choice in range(1, len(chunk.forks) + 1)]
-    places = [Place(first + offset, row, num_top) for offset, row in enumerate(rows)]
-    return places + [Place(first, fork, num_top) for fork in forks]
-
-
-def _params(live: _Live, choice: int) -> SamplingParams:
-    return replace(live.params, seed=live.params.seed + choice)
-
-
-def _prompt_scores(logits: mx.array, work: _Work) -> PromptScores:
-    own = logits[work.lo : work.lo + work.num_logits]
-    return PromptScores(own, work.following, work.live.request.num_prompt_logprobs or 0)
-
-
-def _gained(work: _Work, window: Sequence[Drawn]) -> Sequence[Drawn]:
-    """What the window adds to the output, up to the first stop token: nothing behind it is of use."""
-    if not window:
-        return ()
-    drafts = work.drafts if work.drafts is not None else work.guesses.read() if work.guesses is not None else ()
-    gained = window[: len(gained_tokens(drafts, [one.token_id for one in window]))]
-    stops = work.live.request.stop_token_ids
-    end = next((place for place, one in enumerate(gained) if one.token_id in stops), len(gained))
-    return gained[: end + 1]
-
-
-def _note(live: _Live, token_ids: Sequence[int]) -> None:
-    """Tell what follows the text that it has grown."""
-    if live.history is not None:
-        live.history.append(token_ids)
-    if live.constraint is not None:
-        live.constraint.accept(token_ids)
 
 
 def _is_drawn(sequence_id: str, gained: Sequence[Drawn], failures: list[ChunkFailure]) -> bool:
@@ -430,18 +314,12 @@ def _is_drawn(sequence_id: str, gained: Sequence[Drawn], failures: list[ChunkFai
     return False
 
 
-def _result(
-    sequence_id: str,
-    num_committed: int,
-    gained: Sequence[Drawn],
-    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-    num_verified: int = 0,
-) -> ChunkResult:
+def _result(window: Window, num_committed: int, outcome: _Outcome) -> ChunkResult:
     return ChunkResult(
-        sequence_id,
+        window.chunk.sequence_id,
         num_committed,
-        tuple(one.token_id for one in gained),
-        tuple(one.logprobs for one in gained if one.logprobs is not None),
-        prompt_logprobs,
-        num_verified,
+        tuple(one.token_id for one in outcome.gained),
+        tuple(one.logprobs for one in outcome.gained if one.logprobs is not None),
+        outcome.prompt_logprobs,
+        window.num_drafts,
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from headrace.models.mtp_head import HeadEntries, MtpHead
+from headrace.sampling.rows import pick
+from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.head_drafts import draw_drafts
 from headrace.state.sequence import SequenceState
 
 
@@ -16,11 +19,13 @@ class HeadRow:
     """A sequence between two steps.
 
     token_ids: all that are known, at least one more than the state has computed. num_drafts: how many are wanted.
+    settings: how the token behind the known ones will be drawn.
     """
 
     state: SequenceState
     token_ids: Sequence[int]
-    num_drafts: int = 0
+    num_drafts: int
+    settings: SamplingRow
 
 
 class HeadDrafter:
@@ -29,56 +34,63 @@ class HeadDrafter:
     def __init__(self, head: MtpHead) -> None:
         self._head = head
 
+    def num_unread(self, state: SequenceState) -> int:
+        """Computed tokens that the head has not read."""
+        return state.length - self._head.hidden_of(state).num_folded
+
     def catch_up(self, state: SequenceState, token_ids: Sequence[int]) -> None:
         """Let the head read the computed tokens that it has not read; the one behind them is left for `draft`."""
-        if self._head.hidden_of(state).num_folded < state.length:
-            self._read([HeadRow(state, token_ids)], [state.length])
+        if self.num_unread(state) > 0:
+            self._read([(state, token_ids, state.length)])
 
     def draft(self, rows: Sequence[HeadRow]) -> mx.array:
-        """The head's best guesses of the tokens behind the known ones, `[R, most drafts]` int32, not evaluated.
+        """The head's guesses of the tokens behind the known ones, `[R, most drafts]` int32, not evaluated.
 
         The head first reads all it has not up to the known token behind each state. A row that wants fewer drafts than
         others has anything in its further columns.
         """
         for row in rows:
             row.state.reserve(row.num_drafts)
-        outputs = self._read(rows, [row.state.length + 1 for row in rows])
-        guesses = [_most_likely(self._head.logits(outputs))]
+        outputs = self._read([(row.state, row.token_ids, row.state.length + 1) for row in rows])
+        guesses = [self._guess(outputs, rows, 0)]
         for place in range(1, max(row.num_drafts for row in rows)):
-            going_on = [number for number, row in enumerate(rows) if row.num_drafts > place]
+            numbers = [number for number, row in enumerate(rows) if row.num_drafts > place]
+            going_on = [rows[number] for number in numbers]
             entries = [
-                HeadEntries(rows[number].state, rows[number].state.length + place, (0,), outputs[number][None, None])
-                for number in going_on
+                HeadEntries(row.state, row.state.length + place, (0,), outputs[number][None, None])
+                for number, row in zip(numbers, going_on, strict=True)
             ]
-            step = self._head.read(entries, guesses[-1][mx.array(going_on)])
-            guess = _most_likely(self._head.logits(step))
+            step = self._head.read(entries, pick(guesses[-1], numbers))
             # rows that have enough keep their last guess and output: nobody reads on from them
-            numbers = mx.array(going_on)
+            guesses.append(_with_rows(guesses[-1], numbers, self._guess(step, going_on, place)))
             outputs = _with_rows(outputs, numbers, step)
-            guesses.append(_with_rows(guesses[-1], numbers, guess))
         return mx.stack(guesses, axis=1)
 
-    def _read(self, rows: Sequence[HeadRow], ends: Sequence[int]) -> mx.array:
-        """One packed call for all rows, up to `ends`; gives the outputs `[R, hidden]` for each row's last token."""
+    def _guess(self, outputs: mx.array, rows: Sequence[HeadRow], place: int) -> mx.array:
+        """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
+        settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
+        return draw_drafts(self._head.logits(outputs), settings)[0]
+
+    def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int]]) -> mx.array:
+        """One packed call for all rows; each a state, its sequence's tokens and the one before which to end.
+
+        Gives the outputs `[R, hidden]` for each row's last token.
+        """
         entries = []
-        for row, end in zip(rows, ends, strict=True):
-            hidden = self._head.hidden_of(row.state)
+        for state, token_ids, end in rows:
+            hidden = self._head.hidden_of(state)
             start = hidden.num_folded
-            entries.append(HeadEntries(row.state, start, row.token_ids[start:end], hidden.part(start - 1, end - 1)))
+            entries.append(HeadEntries(state, start, token_ids[start:end], hidden.part(start - 1, end - 1)))
         outputs = self._head.read(entries)
-        for row, end in zip(rows, ends, strict=True):
-            self._head.hidden_of(row.state).fold(end)
+        for state, _, end in rows:
+            self._head.hidden_of(state).fold(end)
         return outputs
 
 
-def _most_likely(logits: mx.array) -> mx.array:
-    return mx.argmax(logits, axis=-1).astype(mx.int32)
-
-
-def _with_rows(all_rows: mx.array, numbers: mx.array, rows: mx.array) -> mx.array:
+def _with_rows(all_rows: mx.array, numbers: Sequence[int], rows: mx.array) -> mx.array:
     """All rows with some of them replaced."""
-    if rows.shape[0] == all_rows.shape[0]:
+    if len(numbers) == all_rows.shape[0]:
         return rows
     replaced = mx.array(all_rows)
-    replaced[numbers] = rows
+    replaced[mx.array(list(numbers))] = rows
     return replaced

@@ -4,47 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.draft import Source
+from headrace.speculate.guesses import NOTHING, Guesses
 from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.ngram import NgramDrafter
+from headrace.speculate.ranking import Candidate, Ranking, RowRecord
 from headrace.state.sequence import SequenceState
 
 logger = logging.getLogger(__name__)
 
+MAX_UNREAD = 64
+"""Tokens of a sequence that may wait for the head: as long as it isn't asked for drafts, it reads them together."""
 
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """Drafts of one sequence for its next window: a row of what the head guessed for several sequences at once.
-
-    batch: `[R, n]` int32, n at least `num_drafts`; still on the device until somebody reads it.
-    """
-
-    batch: mx.array
-    row: int
-    num_drafts: int
-
-    def read(self) -> tuple[int, ...]:
-        """The ids; waits for the device."""
-        ids: list[int] = self.batch[self.row, : self.num_drafts].tolist()  # type: ignore[assignment]
-        return tuple(ids)
-
-    def first(self, num_drafts: int) -> Guesses:
-        """At most the first `num_drafts` of them."""
-        return replace(self, num_drafts=min(num_drafts, self.num_drafts))
+_NO_OUTLOOK = RowOutlook((), False, 0)
 
 
 @dataclass(slots=True, eq=False)
 class DraftedRow:
     """How a sequence is drafted for.
 
-    max_drafts: at once, as its request and the server allow. guesses: for its next window.
-    has_failed: drafting went wrong once; the sequence goes on without.
+    max_drafts: at once, as its request and the server allow. guesses: for its next window; outlook: what they were
+    chosen from. has_failed: drafting went wrong once; the sequence goes on without.
     """
 
     max_drafts: int
-    guesses: Guesses | None = None
+    guesses: Guesses = NOTHING
+    outlook: RowOutlook = _NO_OUTLOOK
+    record: RowRecord = field(default_factory=RowRecord)
+    copies: NgramDrafter | None = None
     has_failed: bool = False
 
 
@@ -53,20 +46,35 @@ class Drafting:
     """A sequence that may be drafted for now.
 
     token_ids: all known ones, the last of them not yet computed. max_drafts: what its output has room for.
+    settings: how the token behind the known ones will be drawn. forced: what must come next, as far as that is known.
     """
 
     row: DraftedRow
     state: SequenceState
     token_ids: Sequence[int]
     max_drafts: int
+    settings: SamplingRow
+    forced: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A row's window of a step: how many drafts were in it, how many right, and whether it ended at a stop token."""
+
+    row: DraftedRow
+    num_verified: int
+    num_right: int
+    is_stopped: bool
 
 
 class Speculator:
     """Drafts for the rows of an engine. Whatever goes wrong in it costs drafts, never a request."""
 
-    def __init__(self, head: HeadDrafter, max_drafts: int) -> None:
-        """max_drafts: for any sequence at once."""
+    def __init__(self, head: HeadDrafter | None, max_drafts: int, ranking: Ranking, planner: DepthPlanner) -> None:
+        """head: None for a model without one. max_drafts: for any sequence at once."""
         self._head = head
+        self._ranking = ranking
+        self._planner = planner
         self.max_drafts = max_drafts
         self.num_failures = 0
 
@@ -74,30 +82,85 @@ class Speculator:
         """Begin a sequence. max_drafts: what its request allows, None for the server's own."""
         return DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
 
-    def draft(self, candidates: Sequence[Drafting]) -> None:
+    def draft(self, decoding: Sequence[Drafting]) -> None:
         """Give each row the guesses for its next window, none where it is not worth while."""
-        chosen = [
-            (one, num_drafts)
-            for one in candidates
-            if (num_drafts := min(one.row.max_drafts, one.max_drafts)) > 0 and not one.row.has_failed
-        ]
-        if not chosen:
+        for one in decoding:
+            one.row.guesses, one.row.outlook = NOTHING, _NO_OUTLOOK
+        going_on = [one for one in decoding if not one.row.has_failed]
+        if not going_on:
             return
         try:
-            batch = self._head.draft([HeadRow(one.state, one.token_ids, num_drafts) for one, num_drafts in chosen])
-            mx.async_eval(batch)
+            self._draft(going_on)
         except Exception:  # an outer wall: a request must not fail of what only makes it faster
-            self._fail([one.row for one, _ in chosen])
+            self._fail([one.row for one in going_on])
+
+    def _draft(self, decoding: Sequence[Drafting]) -> None:
+        candidates = [self._candidate(one) for one in decoding]
+        for one, candidate in zip(decoding, candidates, strict=True):
+            one.row.outlook = RowOutlook(candidate.survival, candidate.uses_head, len(one.token_ids))
+        depths = self._planner.plan([one.row.outlook for one in decoding])
+        by_head: list[tuple[Drafting, Candidate]] = []
+        for one, candidate, depth in zip(decoding, candidates, depths, strict=True):
+            chosen = candidate.first(depth)
+            if chosen.uses_head:
+                by_head.append((one, chosen))
+            else:
+                one.row.guesses = Guesses(chosen, chosen.token_ids)
+                self._let_read(one)
+        if by_head:
+            assert self._head is not None
+            rows = [HeadRow(one.state, one.token_ids, len(chosen.places), one.settings) for one, chosen in by_head]
+            batch = self._head.draft(rows)
+            mx.async_eval(batch)
+            for number, (one, chosen) in enumerate(by_head):
+                one.row.guesses = Guesses(chosen, batch=batch, row=number)
+
+    def _candidate(self, one: Drafting) -> Candidate:
+        limit = min(one.row.max_drafts, one.max_drafts)
+        if limit < 1:
+            return NOTHING.candidate
+        if one.row.copies is None:
+            one.row.copies = NgramDrafter(one.token_ids)
+        else:
+            one.row.copies.append(one.token_ids[len(one.row.copies) :])
+        return self._ranking.best(
+            one.row.record,
+            limit,
+            forced=one.forced,
+            copied=one.row.copies.propose(limit),
+            num_head=limit if self._head is not None else 0,
+        )
+
+    def _let_read(self, one: Drafting) -> None:
+        if self._head is not None and self._head.num_unread(one.state) > MAX_UNREAD:
+            self._head.catch_up(one.state, one.token_ids)
+
+    def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
+        """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
+        if not windows:
             return
-        for number, (one, num_drafts) in enumerate(chosen):
-            one.row.guesses = Guesses(batch, number, num_drafts)
+        for one in windows:
+            # what stands behind a stop token was neither right nor wrong
+            num_judged = one.num_right if one.is_stopped else one.num_verified
+            judged = one.row.guesses.candidate.first(num_judged)
+            self._ranking.report(one.row.record, judged, one.num_right)
+            copied = [place.source is Source.COPY for place in judged.places]
+            if one.row.copies is not None and any(copied):
+                one.row.copies.report(sum(copied), sum(copied[: one.num_right]))
+        self._planner.observe(
+            [one.row.outlook for one in windows],
+            [one.num_verified for one in windows],
+            sum(one.num_right + 1 for one in windows),
+            seconds,
+            is_mixed=is_mixed,
+        )
 
     def catch_up(self, row: DraftedRow, state: SequenceState, token_ids: Sequence[int]) -> None:
         """Let the head read all that it has not of a sequence whose computed state is to be kept.
 
         token_ids: all known ones.
         """
-        if row.has_failed:
+        if self._head is None or row.has_failed:
             return
         try:
             self._head.catch_up(state, token_ids)
@@ -108,30 +171,4 @@ class Speculator:
         logger.exception("drafting failed for %d sequences, which go on without", len(rows))
         self.num_failures += len(rows)
         for row in rows:
-            row.guesses, row.has_failed = None, True
-
-
-def packed_ids(windows: Sequence[tuple[Sequence[int], Guesses | None]]) -> mx.array | None:
-    """The tokens `[T]` of a step's windows, each its certain ones and its guesses; None if there are no guesses.
-
-    Built on the device, so that nobody waits for the guesses to be known.
-    """
-    known: list[int] = []
-    places: dict[int, list[tuple[int, int]]] = {}
-    batches: dict[int, mx.array] = {}
-    for token_ids, guesses in windows:
-        known += token_ids
-        if guesses is None:
-            continue
-        batches[id(guesses.batch)] = guesses.batch
-        start = guesses.row * guesses.batch.shape[1]
-        of_batch = places.setdefault(id(guesses.batch), [])
-        of_batch += [(len(known) + column, start + column) for column in range(guesses.num_drafts)]
-        known += [0] * guesses.num_drafts
-    if not batches:
-        return None
-    ids = mx.array(known, dtype=mx.int32)
-    for key, of_batch in places.items():
-        to, at = (mx.array(list(numbers)) for numbers in zip(*of_batch, strict=True))
-        ids[to] = batches[key].reshape(-1)[at]
-    return ids
+            row.guesses, row.outlook, row.has_failed = NOTHING, _NO_OUTLOOK, True

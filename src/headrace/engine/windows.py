@@ -1,0 +1,161 @@
+"""A sequence between steps, its window in a step, and what the window gains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from headrace.engine.draws import Drawn, Place, PromptScores
+from headrace.grammar.constraint import Constraint, Mask
+from headrace.sampling.history import History
+from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.guesses import NOTHING, Guesses
+from headrace.speculate.speculator import DraftedRow, Drafting
+from headrace.speculate.verify import gained_tokens, window_rows
+from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.step import Chunk
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """What the runner holds of a sequence.
+
+    token_ids: every known token, as many as the state has seen and more. drafted: None if nothing is ever drafted.
+    """
+
+    state: SequenceState
+    params: SamplingParams
+    history: History | None
+    request: GenerationRequest
+    token_ids: list[int]
+    constraint: Constraint | None = None
+    drafted: DraftedRow | None = None
+    is_sound: bool = True
+    """Whether the state is what the tokens say; not so after a failure."""
+    record: SequenceRecord | None = None
+    """In place of the state, as long as the sequence is preempted."""
+
+    @property
+    def num_output(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - len(self.request.prompt)
+
+    @property
+    def settings(self) -> SamplingRow:
+        """How the next token is drawn, but for a constraint."""
+        return SamplingRow(self.params, self.num_output, self.history, self.request.stop_token_ids)
+
+    def grow(self, token_ids: Sequence[int]) -> None:
+        """Add sampled tokens, and tell what follows the text."""
+        self.token_ids += token_ids
+        if self.history is not None:
+            self.history.append(token_ids)
+        if self.constraint is not None:
+            self.constraint.accept(token_ids)
+
+    def drafting(self, row: DraftedRow) -> Drafting:
+        """What drafts for the next window are made from. No more of them than the output has room for beside one."""
+        has_ended = self.token_ids[-1] in self.request.stop_token_ids
+        room = 0 if has_ended else self.request.max_tokens - self.num_output - 1
+        wanted = min(room, row.max_drafts)
+        forced = self.constraint.forced_tokens(wanted) if self.constraint is not None and wanted > 0 else ()
+        return Drafting(row, self.state, self.token_ids, room, self.settings, forced)
+
+
+def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Sampling of one of several choices: each has a seed of its own. params: those of choice 0."""
+    return replace(params, seed=params.seed + choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A chunk whose tokens are being computed, with the drafts behind them.
+
+    lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
+    device knows them. masks: what may come at each place; None if anything may.
+    """
+
+    chunk: Chunk
+    live: LiveSequence
+    lo: int = 0
+    guesses: Guesses = NOTHING
+    drafts: tuple[int, ...] | None = ()
+    masks: tuple[Mask | None, ...] | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts in the window."""
+        return self.guesses.num_drafts
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the window."""
+        return len(self.chunk.token_ids) + self.num_drafts
+
+    @property
+    def following(self) -> tuple[int, ...]:
+        """Prompt tokens whose log-probabilities are due: those that the chunk's own predict; then each needs logits."""
+        request, start = self.live.request, self.chunk.start
+        if request.num_prompt_logprobs is None or self.chunk.choice > 0:
+            return ()
+        return request.prompt[start + 1 : start + 1 + len(self.chunk.token_ids)]
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the chunk wants, its last tokens'."""
+        return self.num_tokens if self.following else int(self.chunk.samples) * (1 + self.num_drafts)
+
+    def places(self) -> list[Place]:
+        """What is drawn: at each place of the window, before each draft and behind the last, then for each fork.
+
+        Nothing if the chunk ends inside a prompt. Forks are drawn from the logits that the chunk itself is drawn from.
+        """
+        if not self.chunk.samples:
+            return []
+        drafts = (0,) * self.num_drafts if self.drafts is None else self.drafts
+        rows = window_rows(self.live.settings, drafts, self.masks)
+        first = self.lo + self.num_logits - len(rows)
+        num_top = self.live.request.num_logprobs
+        choices = range(1, len(self.chunk.forks) + 1)
+        forks = [replace(rows[0], params=params_of_choice(self.live.params, choice)) for choice in choices]
+        return [
+            *(Place(first + offset, row, num_top) for offset, row in enumerate(rows)),
+            *(Place(first, fork, num_top) for fork in forks),
+        ]
+
+    def prompt_scores(self, logits: mx.array) -> PromptScores:
+        """Log-probabilities of `following`, out of the step's logits."""
+        own = logits[self.lo : self.lo + self.num_logits]
+        return PromptScores(own, self.following, self.live.request.num_prompt_logprobs or 0)
+
+    def gained(self, drawn: Sequence[Drawn]) -> Sequence[Drawn]:
+        """What the window adds to the output of what was drawn at its places, up to the first stop token.
+
+        Right drafts behind a stop token are of no use, and the state is not to run past the answer's end.
+        """
+        if not drawn:
+            return ()
+        drafts = self.guesses.read() if self.drafts is None else self.drafts
+        gained = drawn[: len(gained_tokens(drafts, [one.token_id for one in drawn]))]
+        stops = self.live.request.stop_token_ids
+        end = next((place for place, one in enumerate(gained) if one.token_id in stops), len(gained))
+        return gained[: end + 1]
+
+
+def open_window(chunk: Chunk, live: LiveSequence) -> Window:
+    """The chunk with as many of the guesses behind it as the plan allows and a constraint finds legal.
+
+    Penalties and constraints look at the text before each place, so such rows have to know the guesses' ids.
+    """
+    guesses = live.drafted.guesses.first(chunk.num_drafts) if live.drafted is not None else NOTHING
+    must_know = live.history is not None or live.constraint is not None or guesses.batch is None
+    drafts = guesses.read() if must_know else None
+    if live.constraint is None or not chunk.samples:
+        return Window(chunk, live, guesses=guesses, drafts=drafts)
+    assert drafts is not None
+    legal = live.constraint.window(drafts)
+    masks = legal.masks[: legal.num_legal + 1]
+    return Window(chunk, live, guesses=guesses.first(legal.num_legal), drafts=drafts[: legal.num_legal], masks=masks)
