@@ -237,7 +237,7 @@ class FakeEngine:
             num_running=len(self._live()),
             num_waiting=0,
             requests=tuple(_status_of(stream.request) for stream in self._live()),
-            memory=MemoryStatus(1000, 500, 20, 10, 0, 5, 515),
+            memory=MemoryStatus(1000, 500, 20, 10, 0, 5, 0, 515, 0),
             counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), DraftCounters(), *[histogram] * 4),
             cache=self.held,
         )

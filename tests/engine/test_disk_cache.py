@@ -23,8 +23,10 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.state.disk_folder import DiskFolder
+from headrace.state.disk_save import HEAD_BYTES
 from headrace.state.record_file import read_file
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.status import DiskStatus
 
 pytestmark = pytest.mark.anyio
 
@@ -108,6 +110,13 @@ async def cold(model: Path, *args, **fields) -> list[int]:
         return (await ask(engine, *args, **fields))[0]
 
 
+async def disk_status(engine: Engine) -> DiskStatus:
+    status = await engine.cache()
+    assert status is not None
+    assert status.disk is not None
+    return status.disk
+
+
 async def num_bytes_left(engine: Engine) -> int:
     """What can't be cleared: nothing, unless somebody has forgotten to let go."""
     await engine.clear_cache()
@@ -176,6 +185,10 @@ async def test_requests_for_one_prefix_wait_for_one_read(
     caplog.set_level(logging.INFO, "headrace.state.disk")
     async with engine_of(folders("gpt_oss"), tmp_path) as engine:
         results = await asyncio.gather(*(ask(engine, prompt, (390,)) for _ in range(4)))
+        disk = await disk_status(engine)
+    # one has read and three went on from what that left in memory
+    assert (disk.num_hits, disk.num_hit_tokens, disk.num_reads, disk.num_dropped) == (1, 390, 2, 0)
+    assert 0 < disk.num_read_bytes <= disk.num_bytes <= disk.quota_bytes
     assert results == [(first, 390)] * 4
     assert len([record for record in caplog.records if record.message.startswith("read ")]) == 1
 
@@ -327,6 +340,10 @@ async def test_a_full_disk_fails_no_request_and_is_told_once(
     async with engine_of(folders("llama"), tmp_path) as engine:
         for number in range(3):
             await ask(engine, tokens(10 + number, 270))
+        while (disk := await disk_status(engine)).num_pending_bytes:
+            pass
+        # of each a block and the rest at least
+        assert (disk.num_dropped >= 6, disk.num_writes, disk.num_files) == (True, 0, 0)
     assert len([record for record in caplog.records if "No space left" in record.getMessage()]) == 1
     assert names(tmp_path) == set()
     monkeypatch.setattr(DiskFolder, "write", real)
@@ -353,6 +370,10 @@ async def test_a_write_that_hangs_holds_up_no_request(
         results = [await ask(engine, tokens(21 + number, 270)) for number in range(3)]
         assert [len(output) for output, _ in results] == [6] * 3
         assert names(tmp_path) == set()
+        status = await engine.status()
+        assert status.cache is not None
+        assert status.cache.disk is not None
+        assert status.memory.disk_bytes == status.cache.disk.num_pending_bytes > 4 * 270 * 256
         release.set()
     assert len(names(tmp_path)) == 4 * 2
 
@@ -415,6 +436,30 @@ async def test_nothing_is_read_where_computing_is_faster(
         assert (await ask(engine, prompt))[1] == 0
 
 
+async def test_what_waits_to_be_written_takes_memory_from_the_cache_and_not_from_running_requests(
+    folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    real = DiskFolder.write
+
+    def hang(self: DiskFolder, name: str, write: Callable) -> int:
+        release.wait()
+        return real(self, name, write)
+
+    monkeypatch.setattr(DiskFolder, "write", hang)
+    monkeypatch.setattr("headrace.engine.engine.state_budget", lambda memory_bytes, utilization: 3_000_000)
+    async with engine_of(folders("llama"), tmp_path) as engine:
+        for number in range(12):
+            assert len((await ask(engine, tokens(200 + number, 400)))[0]) == 6
+            memory = (await engine.status()).memory
+            in_use = memory.reserved_bytes + memory.records_bytes + memory.disk_bytes
+            assert in_use <= memory.budget_bytes
+        # a quarter of the memory may wait
+        assert memory.budget_bytes // 8 < memory.disk_bytes <= memory.budget_bytes // 4 + HEAD_BYTES
+        assert (await disk_status(engine)).num_dropped > 0
+        release.set()
+
+
 async def test_the_quota_holds_over_all_models(folders: Callable[..., Path], tmp_path: Path) -> None:
     async with engine_of(folders("llama"), tmp_path) as engine:
         await ask(engine, tokens(60, 600))
@@ -425,6 +470,7 @@ async def test_the_quota_holds_over_all_models(folders: Callable[..., Path], tmp
             for other in range(2):
                 await ask(engine, tokens(70 + 10 * number + other, 600), (590,))
             assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= quota
+            assert (await disk_status(engine)).quota_bytes == quota
     async with engine_of(folders("llama"), tmp_path, cache_disk_quota=quota) as engine:
         assert (await ask(engine, tokens(101, 600)))[1] == 599
         assert (await ask(engine, tokens(60, 600)))[1] == 0

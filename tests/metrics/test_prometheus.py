@@ -11,6 +11,7 @@ from headrace.metrics.prometheus import render
 from headrace.types.status import (
     CacheStatus,
     Counters,
+    DiskStatus,
     DraftCounters,
     DraftStatus,
     EngineStatus,
@@ -25,7 +26,7 @@ STATUS = EngineStatus(
     num_running=3,
     num_waiting=2,
     requests=(),
-    memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 640),
+    memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 15, 640, 35),
     counters=Counters(
         11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), DraftCounters(12, 31, (9, 4)),
         FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5), OTHER, OTHER,
@@ -106,7 +107,9 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("headrace:memory_state_bytes", 200),
         ("headrace:memory_preempted_bytes", 25),
         ("headrace:memory_records_bytes", 50),
+        ("headrace:memory_disk_bytes", 15),
         ("headrace:memory_device_bytes", 640),
+        ("headrace:memory_buffers_bytes", 35),
         ("vllm:prefix_cache_queries_total", 700),
         ("vllm:prefix_cache_hits_total", 600),
         ("headrace:cache_bytes", 50),
@@ -168,3 +171,18 @@ def test_a_models_name_may_be_any_text() -> None:
     families = read(render(STATUS, 'a "b"\\\nc', PROCESS))
     (_, labels, _) = families["vllm:num_requests_running"].samples[0]
     assert labels["model_name"] == r"a \"b\"\\\nc"
+
+
+def test_the_disk_tier_has_gauges_and_counters_of_its_own() -> None:
+    disk = DiskStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+    assert STATUS.cache is not None
+    families = read(render(replace(STATUS, cache=replace(STATUS.cache, disk=disk)), "m", PROCESS))
+    kinds = {labels["kind"]: value for _, labels, value in families["headrace:cache_bytes"].samples}
+    assert kinds == {"memory": 50, "disk": 2}
+    shown = {name: family.samples[0][2] for name, family in families.items() if "cache_disk" in name}
+    names = ("files", "quota_bytes", "pending_bytes")
+    totals = ("hits", "hit_tokens", "reads", "read_bytes", "writes", "written_bytes", "dropped")
+    assert shown == {
+        **dict(zip((f"headrace:cache_disk_{name}" for name in names), (1, 3, 4), strict=True)),
+        **dict(zip((f"headrace:cache_disk_{name}_total" for name in totals), range(5, 12), strict=True)),
+    }

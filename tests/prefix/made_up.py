@@ -105,7 +105,10 @@ class Shelf:
         return self.find(key, namespace).num_tokens
 
     def find(self, key: Sequence[int], namespace: Namespace = HERE) -> Match:
-        return self.tree.match(namespace, tuple(key), len(key) - 1)
+        """What a prompt goes on from."""
+        match = self.tree.match(namespace, tuple(key), len(key) - 1)
+        self.tree.use(match)
+        return match
 
     def best_length(self, key: Sequence[int], limit: int, namespace: Namespace = HERE) -> int:
         """The deepest usable length by the pieces that are alive, looked at one by one."""

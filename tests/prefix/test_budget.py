@@ -66,7 +66,7 @@ def test_there_is_no_room_for_what_can_never_fit() -> None:
 def test_an_overdrawn_account_gets_its_debt_back_first() -> None:
     ledger = Ledger(100)
     cache = Cache(ledger, 5, 10)
-    ledger.charge(Kind.TRANSIENTS, 80)
+    ledger.charge(Kind.STATE, 80)
     assert ledger.room() == -30
     assert ledger.make_room(5, cache.evict)
     assert (cache.asked_for, ledger.room()) == (35, 10)
@@ -88,7 +88,7 @@ def test_a_cache_that_frees_piece_by_piece_is_asked_again() -> None:
 def test_more_than_was_charged_cannot_be_released() -> None:
     ledger = Ledger(100)
     ledger.charge(Kind.STATE, 5)
-    ledger.charge(Kind.STASH, 50)
+    ledger.charge(Kind.DISK, 50)
     with pytest.raises(ValueError, match="only 5 are in use"):
         ledger.release(Kind.STATE, 6)
     assert ledger.used(Kind.STATE) == 5

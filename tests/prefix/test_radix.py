@@ -156,15 +156,6 @@ def test_only_what_is_missing_is_cut() -> None:
     assert shelf.tree.summary().num_nodes == num_nodes  # no span was split for it
 
 
-def test_missing_tokens_are_counted_before_they_are_cut() -> None:
-    shelf = dense()
-    assert shelf.tree.num_missing_tokens(HERE, A) == 1000
-    shelf.put(A)
-    assert shelf.tree.num_missing_tokens(HERE, A[:600] + B) == 1000
-    assert shelf.tree.num_missing_tokens(HERE, A[:600]) == 0
-    assert opaque().tree.num_missing_tokens(HERE, A) == 0
-
-
 def test_nothing_is_stored_beyond_the_last_snapshot() -> None:
     shelf = hybrid()
     shelf.put(A, [600])
@@ -185,7 +176,7 @@ def test_a_hole_is_of_no_use_until_it_is_filled() -> None:
     shelf = hybrid()
     shelf.put(A, [200, 1000], start=400)
     assert shelf.length(A + B) == 0
-    assert shelf.tree.num_missing_tokens(HERE, A) == 400
+    assert shelf.store.num_cut_tokens == 600
     shelf.put(A, [1000])
     assert shelf.length(A + B) == 1000
     assert shelf.store.num_cut_tokens == 1000
@@ -196,7 +187,7 @@ def test_a_hole_is_filled_no_further_than_the_key_goes() -> None:
     shelf.put(A, start=500)
     shelf.put(A[:300])
     assert shelf.length(A) == 300
-    assert shelf.tree.num_missing_tokens(HERE, A) == 200
+    assert shelf.store.num_cut_tokens == 800
 
 
 def test_an_insertion_that_fails_leaves_the_tree_as_it_was() -> None:
@@ -368,6 +359,22 @@ def test_the_summary_counts_what_there_is_and_what_was_asked() -> None:
     assert summary.evicted_bytes == freed > 0
 
 
+def test_only_what_is_used_and_counts_is_counted() -> None:
+    shelf = hybrid()
+    shelf.put(A, [1000])
+    match = shelf.tree.match(HERE, A + B, 1999)
+    shelf.tree.use(match, counts=False)
+    assert shelf.tree.summary().num_lookups == 0
+    shelf.tree.use(match)
+    summary = shelf.tree.summary()
+    assert (summary.num_lookups, summary.num_hits, summary.num_lookup_tokens, summary.num_hit_tokens) == (
+        1,
+        1,
+        2000,
+        1000,
+    )
+
+
 def test_a_conversation_of_two_thousand_turns_is_found_and_forgotten() -> None:
     shelf = hybrid()
     turns = 2000
@@ -385,7 +392,6 @@ def test_a_caller_may_give_the_key_as_a_list() -> None:
     shelf = dense()
     shelf.put(list(A))
     assert shelf.tree.match(HERE, list(A), 999).num_tokens == 999
-    assert shelf.tree.num_missing_tokens(HERE, list(A)) == 0
 
 
 def test_impossible_arguments_are_refused() -> None:

@@ -134,6 +134,7 @@ class Course:
         self.shelf.check_held(self.shelf.tree.read(match), look.key, look.namespace)
         if not self.has_lost:
             assert match.num_tokens == self._ever_inserted(look, limit)
+        self.shelf.tree.use(match)
         if look.keeps:
             self.shelf.tree.lock(match)
             self.locked.append((match, look))

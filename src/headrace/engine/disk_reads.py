@@ -37,6 +37,11 @@ class DiskReads:
         """Whether a read is still with the disk."""
         return any(not read.load.is_over.is_set() for read in self._reads.values())
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have been or are being read and that nobody has taken over yet."""
+        return sum(read.load.num_bytes for read in self._reads.values())
+
     def begin(self, request_id: str, namespace: Namespace, key: tuple[int, ...], match: Match) -> bool:
         """Begin a read if the disk has more than the match and reading it pays; whether one has begun."""
         if request_id in self._asked:

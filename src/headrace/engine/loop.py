@@ -177,11 +177,19 @@ class Loop:
         if self._prefixes is not None:
             self._prefixes.hand_over()
             self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes)
+            self._ledger.restate(Kind.DISK, self._prefixes.disk_bytes)
             self._ledger.restate(Kind.RECORDS, self._prefixes.num_bytes)
             self._ledger.make_room(0, partial(self._evict, self._prefixes))
+            # records give way to what is to be written, live states don't
+            self._prefixes.limit_disk(
+                self._ledger.capacity_bytes - self._ledger.used(Kind.WEIGHTS) - self._ledger.used(Kind.STATE)
+            )
 
     def _evict(self, prefixes: PrefixPool, num_bytes: int) -> int:
         num_freed = prefixes.evict(num_bytes)
+        if mx.get_active_memory() + mx.get_cache_memory() > self._ledger.capacity_bytes:
+            # what was evicted would otherwise stay with MLX, in buffers of sizes that may not be asked for again
+            mx.clear_cache()
         self._ledger.restate(Kind.RECORDS, prefixes.num_bytes)
         return num_freed
 
@@ -228,7 +236,9 @@ class Loop:
             state_bytes=self._runner.state_bytes,
             preempted_bytes=self._runner.preempted_bytes,
             records_bytes=0 if self._prefixes is None else self._prefixes.num_bytes,
+            disk_bytes=0 if self._prefixes is None else self._prefixes.disk_bytes,
             device_bytes=mx.get_active_memory(),
+            buffers_bytes=mx.get_cache_memory(),
         )
         return EngineStatus(
             num_running=self._scheduler.num_running,

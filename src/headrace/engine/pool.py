@@ -19,7 +19,7 @@ from headrace.prefix.restore import plan_restore
 from headrace.scheduler.prefixes import CachedPrefix
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
-from headrace.types.request import GenerationRequest
+from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import CacheStatus
 
 WAIT_TOKENS = 64
@@ -75,6 +75,17 @@ class PrefixPool:
         """Bytes of all records."""
         return self._tree.num_bytes
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on their way to or from the disk."""
+        pending = 0 if self._disk is None else self._disk.pending_bytes
+        return pending + (0 if self._reads is None else self._reads.num_bytes)
+
+    def limit_disk(self, num_bytes: int) -> None:
+        """No more than so many bytes may be on their way to and from the disk."""
+        if self._disk is not None and self._reads is not None:
+            self._disk.memory_bytes = num_bytes - self._reads.num_bytes
+
     def status(self) -> CacheStatus:
         """What is held and how often it helped."""
         summary = self._tree.summary()
@@ -87,6 +98,7 @@ class PrefixPool:
             num_hits=summary.num_hits,
             num_lookup_tokens=summary.num_lookup_tokens,
             num_hit_tokens=summary.num_hit_tokens,
+            disk=None if self._disk is None else self._disk.status(),
         )
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
@@ -110,6 +122,7 @@ class PrefixPool:
         if self._reads is not None and self._is_worth_reading(self._reads, request.request_id, namespace, key, match):
             return None
         plan = plan_restore(match, request.boundaries, needs_snapshots=self._needs_snapshots, grid=self._grid)
+        self._tree.use(match, counts=request.priority < IDLE_PRIORITY)
         self._tree.lock(match)
         self._prompts[request.request_id] = _Prompt(namespace, key, match, set(plan.marks), match.num_tokens)
         return CachedPrefix(match.num_tokens, plan.divergence.text)
@@ -149,6 +162,8 @@ class PrefixPool:
         loaded = read.load.loaded
         if loaded is None:
             return
+        assert self._disk is not None
+        self._disk.count_hit(loaded.num_tokens - read.match.num_tokens)
         span, length = loaded.span, loaded.num_tokens
 
         def cut(start: int, end: int) -> Piece:

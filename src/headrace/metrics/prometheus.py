@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from headrace.types.events import FinishReason
-from headrace.types.status import EngineStatus, Histogram, ProcessStatus
+from headrace.types.status import DiskStatus, EngineStatus, Histogram, ProcessStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -68,7 +68,30 @@ def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
     help = "Of these, tokens that needed no computing."
     yield from _counter("vllm:prefix_cache_hits", help, cache.num_hit_tokens, labels)
     help = "Held by the prefix cache, by where."
-    yield from _gauge("headrace:cache_bytes", help, cache.num_bytes, {**labels, "kind": "memory"})
+    yield from _heading("headrace:cache_bytes", "gauge", help)
+    yield _sample("headrace:cache_bytes", {**labels, "kind": "memory"}, cache.num_bytes)
+    if cache.disk is not None:
+        yield _sample("headrace:cache_bytes", {**labels, "kind": "disk"}, cache.disk.num_bytes)
+        yield from _disk(cache.disk, labels)
+
+
+def _disk(disk: DiskStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    for name, help, value in (
+        ("files", "Files of the disk cache.", disk.num_files),
+        ("quota_bytes", "What these may take.", disk.quota_bytes),
+        ("pending_bytes", "Waiting to be written.", disk.num_pending_bytes),
+    ):
+        yield from _gauge(f"headrace:cache_disk_{name}", help, value, labels)
+    for name, help, value in (
+        ("hits", "Prompts that went on from what was read.", disk.num_hits),
+        ("hit_tokens", "Tokens that these were spared.", disk.num_hit_tokens),
+        ("reads", "Files read.", disk.num_reads),
+        ("read_bytes", "Bytes read.", disk.num_read_bytes),
+        ("writes", "Files written.", disk.num_writes),
+        ("written_bytes", "Bytes written.", disk.num_written_bytes),
+        ("dropped", "Files that were not written.", disk.num_dropped),
+    ):
+        yield from _counter(f"headrace:cache_disk_{name}", help, value, labels)
 
 
 def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
@@ -102,7 +125,9 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
         ("state", "Held by the states of running sequences.", memory.state_bytes),
         ("preempted", "Held by checkpoints of sequences that made room.", memory.preempted_bytes),
         ("records", "Held by the prefix cache.", memory.records_bytes),
+        ("disk", "On its way to or from the disk.", memory.disk_bytes),
         ("device", "In use by MLX, all counted.", memory.device_bytes),
+        ("buffers", "Freed, and kept by MLX for reuse.", memory.buffers_bytes),
     ):
         yield from _gauge(f"headrace:memory_{name}_bytes", help, num_bytes, labels)
     yield from _counter("headrace:process_cpu_seconds", "Processor time of the process.", process.cpu_s, labels)

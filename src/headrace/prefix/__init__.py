@@ -4,7 +4,7 @@ A day in the life of a prompt (one thread, the engine's):
 
     key = cache_key(token_ids, media)
     match = tree.match(namespace, key, limit=len(key) - 1)
-    tree.lock(match)
+    tree.use(match), tree.lock(match)
     plan = plan_restore(match, boundaries, ...)          # where the prefill begins, where to take snapshots
     held = tree.read(match)                              # the pieces to restore from
     tree.unlock(match)

@@ -11,13 +11,11 @@ class Kind(StrEnum):
 
     WEIGHTS = "weights"
     STATE = "state"
-    """Live state of running sequences."""
+    """State of sequences that run, and checkpoints of those that have made room."""
     RECORDS = "records"
     """Stored pieces of the prefix cache; these can give way."""
-    STASH = "stash"
-    """Inputs of drafted tokens that may have to be replayed."""
-    TRANSIENTS = "transients"
-    """What a step needs while it runs."""
+    DISK = "disk"
+    """On its way to or from the disk."""
 
 
 class Ledger:

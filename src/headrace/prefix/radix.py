@@ -2,9 +2,9 @@
 
     tree = PrefixTree(store, has_spans=True, needs_snapshots=False)
     tree.match(namespace, key, limit) -> Match
+    tree.use(match, counts=True)
     tree.lock(match), tree.unlock(match)
     tree.read(match) -> HeldPieces
-    tree.num_missing_tokens(namespace, key) -> int
     tree.insert(namespace, key, cut=..., snapshots={length: piece}, start=0)
     tree.evict(num_bytes) -> int
     tree.clear(namespace=None) -> int
@@ -33,7 +33,7 @@ class TreeSummary:
     """What a tree holds now, and what became of lookups since it was made.
 
     num_tokens: over all edges. locked_bytes: of pieces that can't be evicted now.
-    num_lookup_tokens: of all prompts looked up; num_hit_tokens: of those, what state was held for.
+    num_lookups: prompts that went on from a match, num_lookup_tokens: of those; num_hit_tokens: of what was held.
     """
 
     num_namespaces: int
@@ -67,6 +67,7 @@ class PrefixTree:
         self._roots: dict[Namespace, Node] = {}
         self._locked: set[Match] = set()
         self._clock = 0
+        self._num_lookups = 0
         self._num_hits = 0
         self._num_lookup_tokens = 0
         self._num_hit_tokens = 0
@@ -81,18 +82,13 @@ class PrefixTree:
         """The deepest state held for a prompt, at most `limit` tokens long: the prompt's length less 1, so that the
         logits of its last token are still computed.
 
-        Counts as a lookup and as a use of what is found. Raises ValueError for a limit outside of the key.
+        Changes nothing, however often it is asked: see `use`. Raises ValueError for a limit outside of the key.
         """
         key = tuple(key)
         if not 0 <= limit <= len(key):
             raise ValueError(f"the limit {limit} lies outside of the prompt's {len(key)} tokens")
         way, num_agreed, parting = self._follow(namespace, key)
         node, num_tokens = self._deepest(way, min(limit, num_agreed))
-        self._clock += 1
-        self._num_hits += num_tokens > 0
-        self._num_lookup_tokens += len(key)
-        self._num_hit_tokens += num_tokens
-        self._touch(node)
         return Match(
             namespace=namespace,
             num_prompt_tokens=len(key),
@@ -137,10 +133,19 @@ class PrefixTree:
                 best, num_tokens = node, node.end
         return best, num_tokens
 
-    def _touch(self, node: Node) -> None:
-        """What a restore uses: the spans on the way and one snapshot. Those above it served nothing this time."""
-        node.snapshot_used = self._clock
-        for above in node.way_up():
+    def use(self, match: Match, *, counts: bool = True) -> None:
+        """A prompt goes on from a match: what a restore needs is young again, the spans on the way and one snapshot.
+
+        counts: as a lookup, by whose number all else grows older.
+        """
+        if counts:
+            self._clock += 1
+            self._num_lookups += 1
+            self._num_hits += match.num_tokens > 0
+            self._num_lookup_tokens += match.num_prompt_tokens
+            self._num_hit_tokens += match.num_tokens
+        match.node.snapshot_used = self._clock
+        for above in match.node.way_up():
             above.span_used = self._clock
 
     def lock(self, match: Match) -> None:
@@ -191,13 +196,6 @@ class PrefixTree:
             is_held &= match.node.snapshot is not None
         if not is_held:
             raise ValueError(f"the state of {match.num_tokens} tokens has been evicted since it was matched")
-
-    def num_missing_tokens(self, namespace: Namespace, key: Sequence[int]) -> int:
-        """How many of a key's tokens have no span: what `insert` would have cut, if a state is to end at the key's."""
-        if not self._has_spans:
-            return 0
-        way, num_agreed, _ = self._follow(namespace, tuple(key))
-        return len(key) - sum(min(node.end, num_agreed) - node.start for node in way if node.span is not None)
 
     def insert(
         self,
@@ -317,7 +315,7 @@ class PrefixTree:
             span_bytes=self._holdings.span_bytes,
             snapshot_bytes=self._holdings.snapshot_bytes,
             locked_bytes=sum(node.locked_bytes for node in nodes),
-            num_lookups=self._clock,
+            num_lookups=self._num_lookups,
             num_hits=self._num_hits,
             num_lookup_tokens=self._num_lookup_tokens,
             num_hit_tokens=self._num_hit_tokens,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,13 @@ from headrace.state.record_file import BadFile, read_head, write_file
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.state.stored_layers import NotStorable
 from headrace.state.worker import Worker
+from headrace.types.status import DiskStatus
 
 logger = logging.getLogger(__name__)
+
+_COUNTED = (
+    *("num_hits", "num_hit_tokens", "num_reads", "num_read_bytes", "num_writes", "num_written_bytes", "num_dropped"),
+)
 
 FLUSH_S = 10.0
 """How long closing waits for what is still to be written."""
@@ -66,6 +71,9 @@ class DiskTier:
         self._pace = DiskPace(prefill_tokens_per_s)
         self._max_pending_bytes = max_pending_bytes
         self._max_load_bytes = max_load_bytes
+        self.memory_bytes = max_pending_bytes + max_load_bytes
+        """What may be on its way to and from the disk together; whoever keeps account of memory may lower it."""
+        self._counts: Counter[str] = Counter()
         self._staging: deque[tuple[Save, Iterator[HostSave | None]]] = deque()
         self._pending: dict[str, int] = {}
         """Bytes of files on their way to the disk, by name. Items are set and removed whole, by any thread."""
@@ -76,18 +84,45 @@ class DiskTier:
         self._folder.create()
         self._folder.remove_abandoned()
         self._scan()
+        self._held = self._folder.held()
         self._writer = Worker("headrace-disk-writer")
         self._reader = Worker("headrace-disk-reader")
 
     @property
     def report(self) -> str:
         """A line for start-up."""
-        files = self._folder.files()
-        num_bytes = sum(file.num_bytes for file in files)
+        num_files, num_bytes = self._held
         return (
-            f"disk cache: {self._folder.path}, {len(self._index)} files of this model, {len(files)} of all with "
+            f"disk cache: {self._folder.path}, {len(self._index)} files of this model, {num_files} of all with "
             f"{num_bytes / 1e9:.1f} of {self._folder.quota_bytes / 1e9:.1f} GB"
         )
+
+    def status(self) -> DiskStatus:
+        """What there is and what was done. Asks no disk."""
+        num_files, num_bytes = self._held
+        with self._lock:
+            counts = dict(self._counts)
+        return DiskStatus(
+            num_files=num_files,
+            num_bytes=num_bytes,
+            quota_bytes=self._folder.quota_bytes,
+            num_pending_bytes=self.pending_bytes,
+            **{name: counts.get(name, 0) for name in _COUNTED},
+        )
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return sum(list(self._pending.values()))
+
+    def count_hit(self, num_tokens: int) -> None:
+        """What was read has spared a prompt so many tokens."""
+        self._count(num_hits=1, num_hit_tokens=num_tokens)
+
+    def _count(self, **amounts: int) -> None:
+        """On any thread."""
+        with self._lock:
+            self._counts.update(amounts)
 
     def _scan(self) -> None:
         """Find this model's files; those that are torn or changed are removed."""
@@ -125,7 +160,8 @@ class DiskTier:
             self._tell_once("sort", "the disk cache is of no use for this model: %s", error)
             return
         if save.num_dropped:
-            self._tell_once("slow", "the disk is too slow for all that could be cached on it")
+            self._tell_once("slow", "not all is cached on disk: too much of it waits to be written, or memory is short")
+            self._count(num_dropped=save.num_dropped)
         if save.plans or known:
             self._pending.update((plan.name, plan.num_bytes) for plan in save.plans)
             self._staging.append((save, stage(save)))
@@ -134,7 +170,7 @@ class DiskTier:
         return name in self._index or name in self._pending
 
     def _room_bytes(self) -> int:
-        return self._max_pending_bytes - sum(list(self._pending.values()))
+        return min(self._max_pending_bytes, self.memory_bytes) - self.pending_bytes
 
     def advance(self, seconds: float) -> bool:
         """Hand arrays over to the thread that writes, for about so long; whether there are more."""
@@ -159,6 +195,7 @@ class DiskTier:
         except OSError as error:
             self._tell_once("write", "the disk cache can't be written: %s", error)
         finally:
+            self._held = self._folder.held()
             for plan in save.plans:
                 self._pending.pop(plan.name, None)
 
@@ -166,13 +203,19 @@ class DiskTier:
         num_bytes = sum(plan.num_bytes for plan in save.plans)
         if num_bytes > self._folder.quota_bytes:
             self._tell_once("quota", "what a prompt left takes %d bytes, more than the disk cache's quota", num_bytes)
+            self._count(num_dropped=len(save.plans))
             return
         self._forget_missing()
         self._folder.touch(save.known, time.time_ns())
-        for plan in save.plans:
+        for number, plan in enumerate(save.plans):
             self._index.discard(self._folder.make_room(plan.num_bytes))
             about, arrays = contents(save, plan)
-            num_written = self._folder.write(plan.name, partial(write_file, about=about, arrays=arrays))
+            try:
+                num_written = self._folder.write(plan.name, partial(write_file, about=about, arrays=arrays))
+            except OSError:
+                self._count(num_dropped=len(save.plans) - number)
+                raise
+            self._count(num_writes=1, num_written_bytes=num_written)
             with self._lock:
                 is_wanted = generation == self._generation
                 if is_wanted:
@@ -200,7 +243,7 @@ class DiskTier:
         num_bytes = sum(entry.num_bytes for entry in entries)
         num_tokens = match.num_tokens - num_held
         is_faster = self._pace.read_s(num_bytes, len(entries)) < self._pace.compute_s(num_tokens)
-        if not is_faster or num_bytes > self._max_load_bytes:
+        if not is_faster or num_bytes > min(self._max_load_bytes, self.memory_bytes - self.pending_bytes):
             return None
         patience_s = self._pace.patience_s(num_tokens, num_bytes, len(entries))
         load = Load(entries, match.num_tokens, time.monotonic() + patience_s)
@@ -213,8 +256,9 @@ class DiskTier:
         try:
             if read_load(load, self._folder.path):
                 duration_s = time.monotonic() - started
-                num_bytes = sum(entry.num_bytes for entry in load.entries)
+                num_bytes = load.num_bytes
                 self._pace.observe_read(num_bytes, duration_s)
+                self._count(num_reads=len(load.entries), num_read_bytes=num_bytes)
                 logger.info("read %d tokens (%d bytes) from disk in %.3f s", load.num_tokens, num_bytes, duration_s)
                 self._folder.touch([entry.name for entry in used], time.time_ns())
         except BadFile as error:
@@ -241,7 +285,13 @@ class DiskTier:
             for plan in save.plans:
                 self._pending.pop(plan.name, None)
         self._staging.clear()
-        self._writer.put(lambda: [self._folder.remove(name) for name in names])
+        self._writer.put(partial(self._remove, names))
+
+    def _remove(self, names: Sequence[str]) -> None:
+        """On the writer's thread."""
+        for name in names:
+            self._folder.remove(name)
+        self._held = self._folder.held()
 
     def close(self) -> None:
         """Write what is still to be written, but wait for it no longer than FLUSH_S."""

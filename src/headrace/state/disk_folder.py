@@ -50,6 +50,11 @@ class DiskFolder:
                         found.append(StoredFile(entry.name, stat.st_size, stat.st_mtime_ns))
         return sorted(found, key=lambda file: (file.used_ns, file.name))
 
+    def held(self) -> tuple[int, int]:
+        """How many files there are, and how many bytes in them."""
+        files = self.files()
+        return len(files), sum(file.num_bytes for file in files)
+
     def make_room(self, num_bytes: int) -> list[str]:
         """Remove what is oldest until `num_bytes` more fit the quota; gives the names of what was removed."""
         files = self.files()

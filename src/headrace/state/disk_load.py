@@ -60,6 +60,11 @@ class Load:
         """The records, once `advance` has made them."""
         self._steps: Iterator[LoadedState | None] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files, and about those that it holds once they are read."""
+        return sum(entry.num_bytes for entry in self.entries)
+
     def advance(self, seconds: float) -> bool:
         """Make arrays out of what was read, for about so long; whether there is more to do or to wait for."""
         if self.loaded is not None:

@@ -42,8 +42,8 @@ class RequestStatus:
 class MemoryStatus:
     """Bytes. reserved: what admission has promised to sequences. state: what states of running sequences hold now.
 
-    preempted: checkpoints of sequences that have made room. records: what the prefix cache holds. device: what MLX
-    reports as in use, all counted.
+    preempted: checkpoints of sequences that have made room. records: what the prefix cache holds. disk: on its way to
+    or from the disk. device: what MLX reports as in use, all counted; buffers: what it keeps for reuse besides.
     """
 
     budget_bytes: int
@@ -52,7 +52,9 @@ class MemoryStatus:
     state_bytes: int
     preempted_bytes: int
     records_bytes: int
+    disk_bytes: int
     device_bytes: int
+    buffers_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,33 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStatus:
+    """The disk tier of the prefix cache now, and what it did since the start.
+
+    num_files, num_bytes: in the folder, of all models, as last looked at; quota_bytes is for these. num_pending_bytes:
+    to be written. num_hits: prompts that went on from what was read, num_hit_tokens: of those, what they were spared.
+    num_reads, num_writes: files. num_dropped: files that were not written.
+    """
+
+    num_files: int
+    num_bytes: int
+    quota_bytes: int
+    num_pending_bytes: int
+    num_hits: int
+    num_hit_tokens: int
+    num_reads: int
+    num_read_bytes: int
+    num_writes: int
+    num_written_bytes: int
+    num_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatus:
     """What the prefix cache holds now, and how its lookups went since the start.
 
-    num_lookup_tokens: of all prompts looked up. num_hit_tokens: of these, what needed no computing.
+    num_lookup_tokens: of all prompts looked up. num_hit_tokens: of these, what needed no computing. disk: None without
+    a disk tier.
     """
 
     num_bytes: int
@@ -113,6 +138,7 @@ class CacheStatus:
     num_hits: int
     num_lookup_tokens: int
     num_hit_tokens: int
+    disk: DiskStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,93 @@
+"""The account of memory against what the device reports, with the bundled model and all that takes bytes at once."""
+
+import asyncio
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine import engine as engine_module
+from headrace.engine.engine import Engine
+from headrace.scheduler import preemption
+from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.status import MemoryStatus, Phase
+
+pytestmark = pytest.mark.anyio
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def request(name: str, seed: int, length: int, max_tokens: int, priority: int = 0) -> GenerationRequest:
+    prompt = tuple(int(token) for token in np.random.default_rng(seed).integers(0, 4000, length))
+    return GenerationRequest(name, prompt, GREEDY, max_tokens, priority=priority)
+
+
+def agrees(memory: MemoryStatus) -> bool:
+    """Within 5 %."""
+    accounted = memory.weights_bytes + memory.state_bytes + memory.preempted_bytes + memory.records_bytes
+    return abs(memory.device_bytes - accounted) <= 0.05 * memory.device_bytes
+
+
+async def test_weights_states_checkpoints_and_records_are_all_that_the_device_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preemption, "SLICE_TOKENS", 1)
+    monkeypatch.setattr(engine_module, "state_budget", lambda memory_bytes, utilization: 60_000_000)
+    engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
+
+    async def run(asked: GenerationRequest) -> None:
+        async for _ in await engine.submit(asked):
+            pass
+
+    try:
+        low = [asyncio.create_task(run(request(f"low {n}", n, 300, 200, priority=1))) for n in range(2)]
+        while [each.phase for each in (await engine.status()).requests] != [Phase.DECODE, Phase.DECODE]:
+            pass
+        high = asyncio.create_task(run(request("high", 9, 200, 30)))
+        status = await engine.status()
+        while not any(each.phase is Phase.PREEMPTED for each in status.requests):
+            status = await engine.status()
+        assert status.memory.preempted_bytes > 1_000_000
+        assert agrees(status.memory)
+        await high
+        for task in low:
+            task.cancel()
+        await asyncio.gather(*low, return_exceptions=True)
+        for number in range(12):
+            await run(request(f"more {number}", 20 + number, 700, 2))
+        memory = (await engine.status()).memory
+        assert memory.preempted_bytes == memory.state_bytes == 0
+        assert memory.budget_bytes // 2 < memory.records_bytes <= memory.budget_bytes
+        assert agrees(memory)
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+@pytest.mark.parametrize("budget_bytes", [8_000_000, 10**9])
+async def test_buffers_that_evicted_states_leave_behind_are_given_back(
+    budget_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that MLX would keep them up to its own limit, which knows nothing of the budget."""
+    left: list[int] = []
+
+    def clear() -> None:
+        real()
+        left.append(mx.get_cache_memory())
+
+    real = mx.clear_cache
+    monkeypatch.setattr(mx, "clear_cache", clear)
+    monkeypatch.setattr(engine_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
+    engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
+    try:
+        for number in range(8):
+            async for _ in await engine.submit(request(f"r{number}", 40 + number, 500, 1)):
+                pass
+    finally:
+        await asyncio.to_thread(engine.stop)
+    assert set(left) == ({0} if budget_bytes < 10**9 else set())
