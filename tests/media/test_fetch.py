@@ -250,6 +250,17 @@ def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
     refusal(lambda: read(f"http://{host}/x", MediaPolicy(hosts=("*", host))))
 
 
+def test_the_next_address_is_tried_when_one_can_t_be_reached() -> None:
+    def half(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "2606:4700::1":
+            raise httpx.ConnectError("no route to host", request=request)
+        return ok(request)
+
+    net = Net({"a.example": half}, {"a.example": ("2606:4700::1", PUBLIC)})
+    assert net.read("http://a.example/x", "a.example") == PNG
+    assert [url for url, *_ in net.seen] == ["http://[2606:4700::1]/x", f"http://{PUBLIC}/x"]
+
+
 def test_an_unknown_host_is_refused() -> None:
     assert "unknown.example is unknown" in refusal(lambda: Net({}).read("http://unknown.example/", "*"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,6 +13,8 @@ import httpx
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.media.addresses import is_public
 from headrace.types.media import MediaPolicy
+
+log = logging.getLogger(__name__)
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Host and port to addresses."""
@@ -70,14 +73,7 @@ class RemoteMedia:
     async def _follow(self, client: httpx.AsyncClient, url: str, param: str) -> bytes:
         for _ in range(self._policy.max_redirects + 1):
             target = self._check_url(url, param)
-            address = await self._address(target, param)
-            request = client.build_request(
-                "GET",
-                target.copy_with(host=address, fragment=None),
-                headers={"Host": target.netloc.decode("ascii")},
-                extensions={"sni_hostname": target.raw_host.decode("ascii")},
-            )
-            response = await client.send(request, stream=True)
+            response = await _connect(client, target, await self._addresses(target, param))
             try:
                 if response.status_code not in _REDIRECTS:
                     return await self._body(response, param)
@@ -108,8 +104,8 @@ class RemoteMedia:
             )
         return target
 
-    async def _address(self, target: httpx.URL, param: str) -> str:
-        """The address to connect to. Raises InvalidRequest if the host is unknown or leads into a private network."""
+    async def _addresses(self, target: httpx.URL, param: str) -> Sequence[str]:
+        """Addresses to connect to. Raises InvalidRequest if the host is unknown or leads into a private network."""
         host = target.raw_host.decode("ascii")
         try:
             addresses = await self._resolve(host, _port(target))
@@ -117,7 +113,7 @@ class RemoteMedia:
             raise InvalidRequest(f"{param}: the host {host} is unknown", param=param) from error
         if not addresses or not all(map(is_public, addresses)):
             raise InvalidRequest(f"{param}: the host {host} is not on the public internet", param=param)
-        return addresses[0]
+        return addresses
 
     async def _body(self, response: httpx.Response, param: str) -> bytes:
         most = self._policy.max_bytes
@@ -135,6 +131,27 @@ class RemoteMedia:
             if len(data) > most:
                 raise too_long
         return bytes(data)
+
+
+async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: Sequence[str]) -> httpx.Response:
+    """The answer, its body unread, from the first of the host's addresses that can be reached."""
+    *others, last = addresses
+    for address in others:
+        try:
+            return await _get(client, target, address)
+        except httpx.ConnectError as error:
+            log.debug("%s can't be reached at %s: %s", target.host, address, error)
+    return await _get(client, target, last)
+
+
+async def _get(client: httpx.AsyncClient, target: httpx.URL, address: str) -> httpx.Response:
+    request = client.build_request(
+        "GET",
+        target.copy_with(host=address, fragment=None),
+        headers={"Host": target.netloc.decode("ascii")},
+        extensions={"sni_hostname": target.raw_host.decode("ascii")},
+    )
+    return await client.send(request, stream=True)
 
 
 def _port(target: httpx.URL) -> int:
