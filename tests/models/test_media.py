@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from headrace.backend import blas, device
 from headrace.backend.kernels import Kernels
@@ -240,3 +241,52 @@ def test_models_with_one_axis_have_no_sections() -> None:
 
     assert find_sections(Plain()) is None
     assert find_sections(loaded(FOLDERS[0])[0].packed.model) == MropeSections((3, 3, 2), True)
+
+
+TEXT: dict[str, Any] = {
+    "model_type": "qwen2_5_vl", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 200,
+    "max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "model_type": "qwen2_5_vl", "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4,
+    "patch_size": 14, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "fullatt_block_indexes": [1], "out_hidden_size": 64, "tokens_per_second": 2,
+}  # fmt: skip
+IDS: dict[str, Any] = {"image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 188, "eos_token_id": 2}
+
+
+def test_qwen_2_5_gives_the_logits_of_mlx_vlm_s_own_model(tmp_path: Path) -> None:
+    from mlx_vlm.models.qwen2_5_vl import Model, ModelConfig
+    from mlx_vlm.models.qwen2_5_vl.config import TextConfig, VisionConfig
+
+    config = {**TEXT, **IDS, "text_config": TEXT, "vision_config": TOWER}
+    described = ModelConfig.from_dict(json.loads(json.dumps(config)))
+    described.text_config, described.vision_config = TextConfig.from_dict(TEXT), VisionConfig.from_dict(TOWER)
+    mx.random.seed(1)
+    whole = Model(described)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(whole.parameters())))
+
+    ids = [5, 6, 188, *[190] * 24, 189, 7, 8, 9]
+    patches = np.random.default_rng(0).integers(0, 256, (96, 1176), dtype=np.uint8)
+    pixels, grid = mx.array(patches.astype(np.float32) / 127.5 - 1), (1, 8, 12)
+    expected_logits = whole(mx.array([ids]), pixel_values=pixels, image_grid_thw=mx.array([grid]), mask=None).logits[0]
+
+    files = read_files("tiny", tmp_path)
+    model = load(files, dtype="float32", numerics="fast", self_check=True, device=device.current()).packed
+    tower = load_tower(files, dtype="float32", device=device.current())
+    assert model.takes_media and tower is not None
+    image = MediaInput(3, 27, patches.data, grid, HALF, HALF, b"0")
+    positions, delta = media_positions(len(ids), [Block(3, (0,), 4, 6)])
+    media = PromptMedia((image,), positions.data, delta)
+    embedded = {image.digest: tower[0].embed([image])[0]}
+    state, logits = SequenceState(SlabPool()), []
+    for start, end in itertools.pairwise((0, 10, 11, len(ids))):
+        state.begin(end - start)
+        row = Row(state, ids[start:end], row_media(media, start, end, embedded))
+        logits.append(model.forward([row], range(end - start)))
+        mx.eval(logits[-1], state.arrays())
+        state.commit(end - start)
+    assert np.abs(np.array(mx.concatenate(logits)) - np.array(expected_logits)).max() <= 1e-4
