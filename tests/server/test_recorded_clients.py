@@ -20,12 +20,17 @@ from fakes import FakeEngine, describe
 
 import headrace
 from headrace.config import ServerConfig
+from headrace.media.profile import read_profile
 from headrace.server.app import build_app
+from headrace.session.media import MediaReader
 from headrace.session.session import Session
 from headrace.session.words import Words, load_words
+from headrace.types.media import MediaLimits, MediaPolicy
 from headrace.types.request import GenerationRequest
 
 FOLDER = Path(__file__).parent.parent / "data" / "clients"
+MINIATURE = Path(headrace.__file__).parent / "miniature"
+PROFILE = read_profile(MINIATURE, json.loads((MINIATURE / "config.json").read_text()))
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -53,10 +58,6 @@ class Recorded:
         return self.path.partition("?")[0]
 
     @property
-    def has_image(self) -> bool:
-        return '"image"' in json.dumps(self.body) or '"image_url"' in json.dumps(self.body)
-
-    @property
     def tool_names(self) -> list[str]:
         """Of the tools that the model may call."""
         own = [tool for tool in self.body.get("tools", ()) if tool.get("type") in (None, "custom", "function")]
@@ -71,7 +72,7 @@ def recorded(name: str) -> Recorded:
 
 
 ALL = [recorded(path.stem) for path in sorted(FOLDER.glob("*.json"))]
-ASKING = [each for each in ALL if each.route in (CHAT, MESSAGES) and not each.has_image]
+ASKING = [each for each in ALL if each.route in (CHAT, MESSAGES)]
 MESSAGE_STREAMS = [each for each in ASKING if each.route == MESSAGES and each.body.get("stream")]
 CHAT_STREAMS = [each for each in ASKING if each.route == CHAT and each.body.get("stream")]
 
@@ -82,7 +83,7 @@ def by_name(each: Recorded) -> str:
 
 @cache
 def words() -> Words:
-    return load_words(Path(headrace.__file__).parent / "miniature", "qwen3_5")
+    return load_words(MINIATURE, "qwen3_5")
 
 
 def script(request: Recorded) -> Iterator[tuple[int, ...]]:
@@ -99,9 +100,10 @@ def script(request: Recorded) -> Iterator[tuple[int, ...]]:
 def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[GenerationRequest]]:
     model = replace(describe(max_model_len=200_000), vocab_size=4096, eos_token_ids=())
     engine = FakeEngine(*script(request), model=model)
-    session = Session(engine, words().tokenizer, words().template, words().family)
 
     async def exchange() -> httpx.Response:
+        media = MediaReader(PROFILE, MediaPolicy(), MediaLimits(), words().tokenizer.encode)
+        session = Session(engine, words().tokenizer, words().template, words().family, media=media)
         transport = httpx.ASGITransport(build_app(session, ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             content = json.dumps({**request.body, **changes}).encode() if request.method == "POST" else None
@@ -233,3 +235,11 @@ def test_each_turn_is_a_beginning_of_the_next() -> None:
     for shorter, longer in zip(prompts, prompts[1:], strict=False):
         # The prompt for an answer opens a thought; the answer's own thought goes on from there.
         assert common(shorter, longer) == len(shorter)
+
+
+@pytest.mark.parametrize("name", ["claude-image", "cline-chat-image", "cline-messages-image"])
+def test_an_image_in_a_turn_or_a_result_stands_in_the_prompt(name: str) -> None:
+    (made,) = send(recorded(name))[1]
+    assert made.media is not None
+    (image,) = made.media.inputs
+    assert image.end <= len(made.prompt)
