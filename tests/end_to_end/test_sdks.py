@@ -211,6 +211,15 @@ def test_a_messages_answer_fits_its_form(messages: anthropic.Anthropic) -> None:
     assert isinstance(told.parsed_output, Verdict)
 
 
+def test_a_budget_for_thinking_is_kept_and_an_answer_follows(messages: anthropic.Anthropic) -> None:
+    asked: dict[str, Any] = {"model": "any", "messages": HELLO, "max_tokens": 200, "extra_body": {"temperature": 0}}
+    free = messages.messages.create(**asked, thinking={"type": "adaptive"})
+    held = messages.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 3})
+    assert free.content[0].thinking.startswith(held.content[0].thinking)
+    assert held.usage.output_tokens_details.thinking_tokens < free.usage.output_tokens_details.thinking_tokens
+    assert [block.type for block in held.content] == ["thinking", "text"]
+
+
 def test_counted_tokens_are_those_of_the_prompt(messages: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": "any", "messages": QUESTION, "tools": MESSAGE_TOOLS, "system": "Be brief."}
     counted = messages.messages.count_tokens(**asked)
