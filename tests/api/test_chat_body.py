@@ -105,6 +105,13 @@ def test_a_prompts_log_probabilities_are_told_with_whole_answers_only() -> None:
     assert refusal(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
 
 
+def test_how_far_ahead_may_be_guessed_is_taken_over() -> None:
+    assert read(draft_tokens=0).request.answers.max_draft_tokens == 0
+    assert read(draft_tokens=16).request.answers.max_draft_tokens == 16
+    for value in (-1, 17, True, "4", 1.0):
+        assert refusal(draft_tokens=value).param == "draft_tokens"
+
+
 def test_several_choices_and_a_priority_are_taken_over() -> None:
     request = read(n=128, priority=-5).request
     assert (request.answers.num_choices, request.priority) == (128, -5)

@@ -91,13 +91,13 @@ def test_every_field_is_taken_over() -> None:
     request = read(
         temperature=0.5, seed=3, repetition_penalty=1.5, logit_bias={"1": 2}, bad_words=["x"], min_tokens=1,
         max_tokens=0, stop="END", stop_token_ids=[4], ignore_eos=True, n=3, best_of=3, logprobs=5, prompt_logprobs=2,
-        echo=True, user="eve", priority=1, cache_salt="tenant 7",
+        draft_tokens=7, echo=True, user="eve", priority=1, cache_salt="tenant 7",
     ).request  # fmt: skip
     assert request.sampling == RequestedSampling(
         temperature=0.5, seed=3, repetition_penalty=1.5, logit_bias=((1, 2.0),), bad_words=("x",), min_tokens=1
     )
     assert request.stop == RequestedStop(0, ("END",), (4,), True)
-    assert request.answers == RequestedAnswers(3, 5, 2)
+    assert request.answers == RequestedAnswers(3, 5, 2, 7)
     assert (request.echo, request.session, request.priority) == (True, "eve", 1)
     assert request.cache_salt == "tenant 7"
 

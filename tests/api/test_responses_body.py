@@ -52,6 +52,7 @@ def test_sampling_and_ends_are_those_of_a_chat() -> None:
     assert asked.stop == RequestedStop(max_tokens=9, strings=("x",))
     assert read(prompt_cache_key="a", user="b").request.session == "a"
     assert read(priority=3, cache_salt="s").request.priority == 3
+    assert read(draft_tokens=2).request.answers.max_draft_tokens == 2
     assert read(cache_salt="s").request.cache_salt == "s"
 
 

@@ -54,13 +54,14 @@ def test_settings_reach_the_engine() -> None:
     engine = FakeEngine("abc")
     asked = complete(
         "x", sampling=RequestedSampling(seed=3, min_tokens=1), stop=RequestedStop(max_tokens=2, token_ids=(9,)),
-        answers=RequestedAnswers(2, 3, 4), session="s", priority=7,
+        answers=RequestedAnswers(2, 3, 4, 6), session="s", priority=7,
     )  # fmt: skip
     events_of(fake_session(engine), asked)
     (request,) = engine.requests
     assert (request.request_id, request.max_tokens, request.stop_token_ids) == ("cmpl-1", 2, {END, 9})
     assert (request.sampling.seed, request.sampling.min_tokens) == (3, 1)
     assert (request.num_choices, request.num_logprobs, request.num_prompt_logprobs) == (2, 3, 4)
+    assert request.max_draft_tokens == 6
     assert (request.session, request.priority) == ("s", 7)
 
 

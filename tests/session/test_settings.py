@@ -138,6 +138,7 @@ def test_a_control_out_of_its_range_or_outside_the_vocabulary_is_refused_by_name
         (RequestedAnswers(num_choices=129), 0, "n"),
         (RequestedAnswers(num_logprobs=21), 0, "logprobs"),
         (RequestedAnswers(num_prompt_logprobs=-1), 0, "prompt_logprobs"),
+        (RequestedAnswers(max_draft_tokens=17), 0, "draft_tokens"),
         (RequestedAnswers(), 2**31, "priority"),
     ],
 )

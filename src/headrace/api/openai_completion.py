@@ -63,7 +63,7 @@ def read_completion(body: bytes) -> Call[CompletionRequest]:
         prompts=prompts,
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, max_tokens),
-        answers=RequestedAnswers(num_choices, parsed.logprobs, parsed.prompt_logprobs),
+        answers=RequestedAnswers(num_choices, parsed.logprobs, parsed.prompt_logprobs, parsed.draft_tokens),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",

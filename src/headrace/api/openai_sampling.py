@@ -19,6 +19,7 @@ from headrace.types.chat import RequestedSampling, RequestedStop
 Asked = TypeVar("Asked")
 
 MAX_LOGPROBS = 20
+MAX_DRAFT_TOKENS = 16
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -63,6 +64,7 @@ class SamplingBody(BaseModel):
     ignore_eos: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    draft_tokens: Annotated[int | None, Field(ge=0, le=MAX_DRAFT_TOKENS)] = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = None

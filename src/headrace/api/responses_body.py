@@ -134,7 +134,7 @@ def _request(
         structure=requested_structure(parsed.text),
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, parsed.max_output_tokens),
-        answers=RequestedAnswers(1, num_logprobs),
+        answers=RequestedAnswers(1, num_logprobs, max_draft_tokens=parsed.draft_tokens),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",

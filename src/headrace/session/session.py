@@ -420,6 +420,7 @@ class Session:
             session=request.session,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            max_draft_tokens=request.answers.max_draft_tokens,
             media=media,
         )
 

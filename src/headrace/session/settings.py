@@ -20,6 +20,8 @@ Number = TypeVar("Number", int, float)
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 """Alternatives that may be asked for at each token."""
+MAX_DRAFT_TOKENS = 16
+"""Tokens that a request may let be guessed ahead at once; the server's own limit comes on top."""
 
 _DEFAULTED = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -144,6 +146,7 @@ def check_answers(answers: RequestedAnswers, priority: int) -> None:
     _check("n", answers.num_choices, 1, MAX_CHOICES)
     _check("logprobs", answers.num_logprobs, 0, MAX_LOGPROBS)
     _check("prompt_logprobs", answers.num_prompt_logprobs, 0, MAX_LOGPROBS)
+    _check("draft_tokens", answers.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
     _check("priority", priority, -_LARGEST_PRIORITY, _LARGEST_PRIORITY)
 
 

@@ -125,11 +125,12 @@ class RequestedStop:
 
 @dataclass(frozen=True, slots=True)
 class RequestedAnswers:
-    """How many answers, and what is told about their tokens; see GenerationRequest."""
+    """How many answers, what is told about their tokens, and how far ahead they are guessed; see GenerationRequest."""
 
     num_choices: int = 1
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    max_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
