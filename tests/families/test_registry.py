@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.families.detect import THINK_MARKERS, TOOL_MARKERS
+from headrace.families.detect import THINK_MARKERS, TOOL_MARKERS, detect_reasoning_keys
 from headrace.families.registry import FAMILIES, explain, find_family
 
 
@@ -88,10 +88,25 @@ def test_a_syntax_that_was_asked_for_is_stronger_than_record_and_template() -> N
     assert "hermes: as the server was told" in "\n".join(explain(family))
 
 
-def test_a_template_without_calls_means_that_no_syntax_is_known() -> None:
+def test_a_template_without_calls_means_that_the_prompt_has_to_ask_for_a_syntax() -> None:
     family = find_family("qwen3", "{{ messages[0].content }}")
-    assert family.tool_format is None
-    assert "tool calls: text, no syntax is known" in "\n".join(explain(family))
+    assert family.tool_format == "hermes"
+    assert "tool calls: hermes: the chat template shows none" in "\n".join(explain(family))
+    assert "tool calls: text, no syntax is known" in "\n".join(explain(find_family("qwen3")))
+
+
+@pytest.mark.parametrize(
+    ("template", "keys"),
+    [
+        ("{{ message.reasoning_content }}", ("reasoning_content",)),
+        ("{% if 'thinking' in message %}{{ message['thinking'] }}{% endif %}", ("thinking",)),
+        ("{{ m.reasoning or m.reasoning_content }}", ("reasoning_content", "reasoning")),
+        ("{{ message.get('thinking') }}", ("thinking",)),
+        ("{% if thinking %}<think>{% endif %}{{ message.content }}", ("reasoning_content",)),
+    ],
+)
+def test_the_field_of_thoughts_is_read_from_the_template(template: str, keys: tuple[str, ...]) -> None:
+    assert detect_reasoning_keys(template) == keys
 
 
 def test_explain_names_each_choice_and_its_reason() -> None:

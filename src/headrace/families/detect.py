@@ -39,6 +39,9 @@ TOOL_MARKERS: tuple[tuple[str, str], ...] = (
 )
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 
+# Fields of a message that hold what the assistant thought, by template.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
 # Variables that templates read as a switch for thinking.
 SWITCHES = ("enable_thinking", "thinking")
 
@@ -62,6 +65,13 @@ def detect_tool_format(chat_template: str) -> str | None:
     if _DEEPSEEK_CALL in chat_template:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
     return next((name for marker, name in TOOL_MARKERS if marker in chat_template), None)
+
+
+def detect_reasoning_keys(chat_template: str) -> tuple[str, ...]:
+    """Names of the fields of a message in which the template looks for thoughts; the usual one if it looks in none."""
+    field = r"""(?:\w\.|\[['"]|['"](?=\w+['"]\s+in\b)|\.get\(['"])"""
+    found = (key for key in REASONING_KEYS if re.search(rf"{field}{key}\b", chat_template))
+    return tuple(found) or REASONING_KEYS[:1]
 
 
 def detect_thinking_key(chat_template: str) -> str | None:

@@ -114,6 +114,9 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
     if family.tool_format is None and (tool_format := detect_tool_format(chat_template)) is not None:
         found["tool_format"] = tool_format
     why.update(dict.fromkeys(found, "found in the chat template"))
+    if family.tool_format is None and "tool_format" not in found:
+        found["tool_format"] = "hermes"
+        why["tool_format"] = "the chat template shows none, so models are asked for this one"
     return replace(family, **found, why=why)
 
 

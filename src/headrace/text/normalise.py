@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.errors import InvalidRequest, UnsupportedField
+from headrace.text.tool_turns import ToolTraits, call_arguments, fit_tool_turns
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
 SystemNotes = Literal["keep", "hoist"]
@@ -23,12 +23,18 @@ class TemplateTraits:
     """What a chat template takes.
 
     takes_system: a system message at the top is rendered. single_system: one there and none later.
-    alternates_roles: user and assistant must take turns.
+    alternates_roles: user and assistant must take turns. tools: how it takes calls.
+    reasoning_keys: under which names it looks for an assistant's thoughts.
     """
 
     takes_system: bool = True
     single_system: bool = False
     alternates_roles: bool = False
+    tools: ToolTraits = ToolTraits()
+    reasoning_keys: tuple[str, ...] = ("reasoning_content",)
+
+
+_PLAIN = TemplateTraits()
 
 
 def normalise(
@@ -42,7 +48,7 @@ def normalise(
     said = _without_volatile_line(joined)
     if not said:
         raise InvalidRequest("messages must not be empty", param="messages")
-    placed = _place_system_messages(said, traits, system_notes)
+    placed = fit_tool_turns(_place_system_messages(said, traits, system_notes), traits.tools)
     return _merge_turns(placed) if traits.alternates_roles else placed
 
 
@@ -62,13 +68,13 @@ def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
     return next((index for index, role in enumerate(roles) if role != "system"), len(roles))
 
 
-def template_message(message: ChatMessage) -> dict[str, Any]:
+def template_message(message: ChatMessage, traits: TemplateTraits = _PLAIN) -> dict[str, Any]:
     """A message as templates know them: a mapping in the shape of OpenAI's chat API."""
     fields: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.reasoning is not None:
-        fields["reasoning_content"] = message.reasoning
+        fields.update(dict.fromkeys(traits.reasoning_keys, message.reasoning))
     if message.tool_calls:
-        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        fields["tool_calls"] = [_template_call(call, traits) for call in message.tool_calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -95,20 +101,9 @@ def _template_content(message: ChatMessage) -> str | list[dict[str, str]]:
     ]
 
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _arguments(call.arguments)}
+def _template_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call_arguments(call.arguments, traits.tools)}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _arguments(text: str) -> Any:
-    """Arguments as a mapping; as the text itself when they are no JSON object. No text is no arguments."""
-    if not text.strip():
-        return {}
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text
 
 
 def _normal_content(message: ChatMessage) -> tuple[ContentPart, ...]:

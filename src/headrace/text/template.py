@@ -14,6 +14,7 @@ from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnF
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
+from headrace.text.tool_turns import tools_note
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import Boundary, BoundaryKind
 
@@ -104,6 +105,7 @@ class ChatTemplate:
         """
         messages, renderer = self._begin(request)
         if request.continue_final_message:
+            _refuse_unfinished(request.messages[-1])
             settled = messages[:-1]
             rendered = _render_unfinished(renderer, messages)
         else:
@@ -140,7 +142,10 @@ class ChatTemplate:
         source = self._source
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
-        messages = normalise(request.messages, source.traits, self._system_notes)
+        said = request.messages
+        if said and not source.traits.tools.shows_tools and (tools := _shown_tools(request)):
+            said = (tools_note(tools, self._family.tool_format), *said)
+        messages = normalise(said, source.traits, self._system_notes)
         variables = self._variables(request)
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
             forms = TurnForms(source, variables, self._family)
@@ -155,7 +160,7 @@ class ChatTemplate:
             if name in _RESERVED_OPTIONS:
                 raise InvalidRequest(f"{name} can't be set by a template option", param="chat_template_kwargs")
         variables: dict[str, Any] = dict(self._control_text.wrap(request.template_options))
-        if shown := [template_tool(tool) for tool in request.tools if not tool.is_deferred]:
+        if shown := _shown_tools(request):
             variables["tools"] = self._control_text.wrap(shown)
         if request.reasoning_effort is not None:
             variables["reasoning_effort"] = self._control_text.wrap(request.reasoning_effort)
@@ -220,13 +225,21 @@ class ChatTemplate:
         return tail.rfind(opener) > tail.rfind(self._family.think_close)
 
 
-def _render_unfinished(renderer: Renderer, messages: tuple[ChatMessage, ...]) -> str:
-    """The text up to the end of the last message's content, or of its thinking if it has no content."""
-    last = messages[-1]
+def _shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the prompt tells of at its head."""
+    return [template_tool(tool) for tool in request.tools if not tool.is_deferred]
+
+
+def _refuse_unfinished(last: ChatMessage) -> None:
     if last.role != "assistant" or last.tool_calls or not (last.content or last.reasoning):
         raise InvalidRequest(
             "only an assistant's message that has text can be continued", param="continue_final_message"
         )
+
+
+def _render_unfinished(renderer: Renderer, messages: tuple[ChatMessage, ...]) -> str:
+    """The text up to the end of the last message's content, or of its thinking if it has no content."""
+    last = messages[-1]
     if last.content:
         marked = replace(last, content=(TextPart(content_text(last) + CUT),))
     else:

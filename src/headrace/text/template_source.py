@@ -9,9 +9,11 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.errors import InvalidRequest, ModelError
+from headrace.families.detect import REASONING_KEYS, detect_reasoning_keys
 from headrace.families.family import ModelFamily
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import TemplateTraits, template_message
+from headrace.text.tool_turns import PROBE_TOOLS, find_tool_traits
 from headrace.types.chat import ChatMessage, Role, TextPart
 
 _PROBE_NOTE = "probe of a system message"
@@ -32,6 +34,7 @@ class TemplateSource:
         self._control_text = control_text
         self._think_markers = frozenset(marker for marker in (family.think_open, family.think_close) if marker)
         self._refuse_broken()
+        self.traits = TemplateTraits()
         self.traits = self._find_traits(family)
 
     def prepare(self, message: ChatMessage, *, keeps_edges: bool = False) -> dict[str, Any]:
@@ -39,7 +42,7 @@ class TemplateSource:
 
         keeps_edges: white space around what the assistant thought and said is not for the template to trim.
         """
-        fields = template_message(message)
+        fields = template_message(message, self.traits)
         wrapped: dict[str, Any] = self._control_text.wrap(fields)
         if message.role == "assistant":
             # In its own history a model's think markers are what they were, even inside the content.
@@ -82,7 +85,17 @@ class TemplateSource:
         alternates_roles = family.alternates_roles
         if alternates_roles is None:
             alternates_roles = self._takes(("user",)) and not self._takes(("user", "user"))
-        return TemplateTraits(takes_system, single_system, alternates_roles)
+        reasoning_keys = detect_reasoning_keys(self._source)
+        tools = find_tool_traits(
+            self._try_with_tools, counts_ids=family.tool_format == "kimi_k2", reasoning_keys=reasoning_keys
+        )
+        return TemplateTraits(takes_system, single_system, alternates_roles, tools, reasoning_keys)
+
+    def _try_with_tools(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return self.run(messages, {"tools": list(PROBE_TOOLS)}, add_generation_prompt=False)
+        except InvalidRequest:
+            return None
 
     def _takes(self, roles: tuple[Role, ...]) -> bool:
         return RequestRenderer(self, {}).try_render(_probes(roles)) is not None
@@ -138,7 +151,7 @@ def _with_edges(fields: Mapping[str, Any]) -> dict[str, str]:
 
     Content before a call is left alone: the white space between the two is the template's.
     """
-    names = ["reasoning_content"] if fields.get("tool_calls") else ["reasoning_content", "content"]
+    names = [*REASONING_KEYS] if fields.get("tool_calls") else [*REASONING_KEYS, "content"]
     texts = {name: fields[name] for name in names if fields.get(name)}
     return {name: f"{EDGE}{text}{EDGE}" for name, text in texts.items() if text.strip() not in ("", text)}
 

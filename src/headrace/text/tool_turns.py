@@ -1,0 +1,250 @@
+"""Bring tool calls in a conversation, and their results, into a form that a chat template takes.
+
+Clients send calls in one shape, templates differ: some concatenate arguments as text, some take one call in a turn,
+some refuse ids of another form than their own, some know no calls or no tools at all. What a template takes is found
+out by trying; what it doesn't show is written into the text of messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headrace.types.chat import ChatMessage, TextPart, ToolCall
+
+IdForm = Literal["any", "short", "counted"]
+
+Try = Callable[[list[dict[str, Any]]], str | None]
+"""Renders messages of the template's shape with a tool declared; None if the template refuses."""
+
+_TOOLS = "You may call these tools:\n{tools}\n\nTo call some, write nothing but {form}"
+_LIST = "a list of calls on one line: [name(argument='value'), other_name()]"
+_ELEMENTS = """this, once for each call:
+<tool_call>
+{"name": "the tool", "arguments": {"its argument": "value"}}
+</tool_call>"""
+_CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+_SHORT_LENGTH = 9
+_ALPHANUMERICS = string.digits + string.ascii_letters
+
+_QUESTION = {"role": "user", "content": "?"}
+_VALUES = ("probe of a value", "probe of another")
+_MAPPINGS = tuple({"probe_key": value} for value in _VALUES)
+_TEXTS = tuple(map(json.dumps, _MAPPINGS))
+_IDS: tuple[tuple[IdForm, tuple[str, str]], ...] = (
+    ("any", ("call_0123456789abcdef01234567", "call_123456789abcdef012345678")),
+    ("short", ("abcdefgh1", "abcdefgh2")),
+)
+_NAMES = ("probe_tool", "other_tool")
+_ANSWER = "probe of a result"
+
+PROBE_TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": "?", "parameters": {"type": "object"}}}
+    for name in _NAMES
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolTraits:
+    """How a chat template takes calls.
+
+    shows_tools, shows_calls, shows_results: it renders them at all. arguments: the form in which it wants them.
+    takes_broken: arguments that are no JSON object are taken as text. takes_several: several calls in one turn.
+    takes_lone_results: a result without a call. ids: the form that ids must have.
+    takes_thoughts: a call may have thoughts and content beside it.
+    """
+
+    shows_tools: bool = True
+    shows_calls: bool = True
+    shows_results: bool = True
+    arguments: Literal["mapping", "text"] = "mapping"
+    takes_broken: bool = True
+    takes_several: bool = True
+    takes_lone_results: bool = True
+    ids: IdForm = "any"
+    takes_thoughts: bool = True
+
+
+def find_tool_traits(attempt: Try, *, counts_ids: bool, reasoning_keys: Sequence[str]) -> ToolTraits:
+    """Ask a template by rendering conversations of a few words. counts_ids: the family's ids count its calls."""
+    shows_tools = _NAMES[0] in (attempt([_QUESTION]) or "")
+    shows_lone_results = any(_ANSWER in (attempt(_lone_result(ids)) or "") for _, ids in _IDS)
+    for form, ids in _IDS:
+        mapping, text = (attempt(_conversation(ids, arguments)) for arguments in (_MAPPINGS[:1], _TEXTS[:1]))
+        if not any(_VALUES[0] in (rendered or "") for rendered in (mapping, text)):
+            continue
+        wants_text = mapping is None or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in (text or ""))
+        arguments = _TEXTS if wants_text else _MAPPINGS
+        return ToolTraits(
+            shows_tools=shows_tools,
+            shows_results=_ANSWER in (mapping or "") + (text or ""),
+            arguments="text" if wants_text else "mapping",
+            takes_broken=attempt(_conversation(ids, ("no JSON",))) is not None,
+            takes_several=_VALUES[1] in (attempt(_conversation(ids, arguments)) or ""),
+            takes_lone_results=shows_lone_results,
+            ids="counted" if counts_ids else form,
+            takes_thoughts=attempt(_conversation(ids, arguments[:1], reasoning_keys)) is not None,
+        )
+    return ToolTraits(
+        shows_tools=shows_tools,
+        shows_calls=False,
+        shows_results=shows_lone_results,
+        takes_lone_results=shows_lone_results,
+    )
+
+
+def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tuple[ChatMessage, ...]:
+    """The conversation with its calls and results as the template takes them. Every content is one text or empty."""
+    fitted = _with_ids(_paired(messages), traits.ids)
+    if not traits.takes_thoughts:
+        fitted = tuple(_with_thoughts_joined(message) for message in fitted)
+    if not traits.shows_calls:
+        fitted = tuple(_with_calls_as_text(message) for message in fitted)
+    fitted = _with_results_as_text(fitted, traits)
+    return fitted if traits.takes_several else tuple(_one_call_a_turn(fitted))
+
+
+def tools_note(tools: Sequence[dict[str, Any]], tool_format: str | None) -> ChatMessage:
+    """A system message that tells of the tools, and how to call them."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    form = _LIST if tool_format in ("pythonic", "lfm2") else _ELEMENTS
+    return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=form)),))
+
+
+def call_arguments(text: str, traits: ToolTraits) -> Any:
+    """A call's arguments as the template wants them; no text is no arguments."""
+    text = text if text.strip() else "{}"
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed if traits.arguments == "mapping" else text
+    return text if traits.takes_broken or traits.arguments == "text" else {"arguments": text}
+
+
+def _conversation(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """A question, one call for each arguments, and their results. thoughts: fields that hold some."""
+    said: dict[str, Any] = {"content": "?", **dict.fromkeys(thoughts, "So.")} if thoughts else {"content": ""}
+    calls, results = [], []
+    for call_id, name, each in zip(ids, _NAMES, arguments, strict=False):
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": each}})
+        results.append({"role": "tool", "content": _ANSWER, "tool_call_id": call_id, "name": name})
+    return [_QUESTION, {"role": "assistant", **said, "tool_calls": calls}, *results]
+
+
+def _lone_result(ids: Sequence[str]) -> list[dict[str, Any]]:
+    result = {"role": "tool", "content": _ANSWER, "tool_call_id": ids[0], "name": _NAMES[0]}
+    return [_QUESTION, {"role": "assistant", "content": "?"}, result]
+
+
+def _paired(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    """Results with the id and the name of their calls; one without an id answers the next open call."""
+    paired: list[ChatMessage] = []
+    names: dict[str, str] = {}
+    open_ids: list[str] = []
+    for message in messages:
+        if message.tool_calls:
+            names.update((call.id, call.name) for call in message.tool_calls)
+            open_ids = [call.id for call in message.tool_calls]
+        elif message.role == "tool":
+            call_id = message.tool_call_id or (open_ids[0] if open_ids else None)
+            open_ids = [each for each in open_ids if each != call_id]
+            message = replace(message, tool_call_id=call_id, name=names.get(call_id or "", message.name))
+        paired.append(message)
+    return tuple(paired)
+
+
+def _with_ids(messages: tuple[ChatMessage, ...], form: IdForm) -> tuple[ChatMessage, ...]:
+    if form == "any":
+        return messages
+    new_ids: dict[str, str] = {}
+    count = 0
+    changed = []
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            new_ids[call.id] = _counted_id(call, count) if form == "counted" else _short_id(call.id)
+            calls.append(replace(call, id=new_ids[call.id]))
+            count += 1
+        result_id = message.tool_call_id
+        if result_id is not None:
+            result_id = new_ids.get(result_id) or (_short_id(result_id) if form == "short" else result_id)
+        changed.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_id))
+    return tuple(changed)
+
+
+def _counted_id(call: ToolCall, count: int) -> str:
+    name, _, index = call.id.rpartition(":")
+    return call.id if name.endswith(call.name) and index.isdigit() else f"functions.{call.name}:{count}"
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits that depend on the id alone, so that a turn always looks the same."""
+    if len(call_id) == _SHORT_LENGTH and set(call_id) <= set(_ALPHANUMERICS):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode(errors="replace")).digest())
+    digits = []
+    for _ in range(_SHORT_LENGTH):
+        number, digit = divmod(number, len(_ALPHANUMERICS))
+        digits.append(_ALPHANUMERICS[digit])
+    return "".join(digits)
+
+
+def _with_thoughts_joined(message: ChatMessage) -> ChatMessage:
+    """A call's content as the end of the thoughts before it, where the template takes only one of them."""
+    text = _text(message)
+    if not message.tool_calls or not message.reasoning or not text:
+        return message
+    return replace(message, content=(), reasoning=f"{message.reasoning}\n\n{text}")
+
+
+def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
+    if not message.tool_calls:
+        return message
+    written = (
+        _CALL.format(name=json.dumps(call.name, ensure_ascii=False), arguments=call.arguments.strip() or "{}")
+        for call in message.tool_calls
+    )
+    text = "\n".join(part for part in (_text(message), *written) if part)
+    return replace(message, content=(TextPart(text),), tool_calls=())
+
+
+def _with_results_as_text(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tuple[ChatMessage, ...]:
+    called = {call.id for message in messages for call in message.tool_calls}
+    changed = []
+    for message in messages:
+        is_lone = message.tool_call_id not in called
+        if message.role == "tool" and (not traits.shows_results or (is_lone and not traits.takes_lone_results)):
+            content = (TextPart("<tool_response>"), *message.content, TextPart("</tool_response>"))
+            message = ChatMessage("user", content)
+        changed.append(message)
+    return tuple(changed)
+
+
+def _one_call_a_turn(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Every call in a turn of its own, with its results right behind it."""
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
+        if len(message.tool_calls) < 2:
+            yield message
+            continue
+        results: list[ChatMessage] = []
+        while index < len(messages) and messages[index].role == "tool":
+            results.append(messages[index])
+            index += 1
+        for number, call in enumerate(message.tool_calls):
+            yield replace(message, tool_calls=(call,)) if not number else ChatMessage("assistant", tool_calls=(call,))
+            yield from (each for each in results if each.tool_call_id == call.id)
+        known = {call.id for call in message.tool_calls}
+        yield from (each for each in results if each.tool_call_id not in known)
+
+
+def _text(message: ChatMessage) -> str:
+    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
