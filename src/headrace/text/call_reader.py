@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.text.formats.calls import BrokenCall, Call, CallSink, Tools
-from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
 from headrace.text.outlet import Outlet
 
@@ -128,6 +128,7 @@ class CallReader:
             if isinstance(item, Call):
                 self._outlet.call(item)
             else:
+                self._said = max(self._said, item.start)
                 self._say_until(self._reader.safe_pos if item.end is None else item.end)
             if item is sink.current:
                 return
@@ -142,7 +143,8 @@ class CallReader:
             self._pass_on(sink)
             is_over = isinstance(current, Call) and reader.ended
             reader.pos = len(reader.text) if is_over else reader.safe_pos
-        elif sink.done > start and not sink.is_tentative:
+        elif sink.done > start and (not sink.is_tentative or isinstance(problem, OutOfText)):
+            sink.is_tentative = False
             sink.items = [item for item in sink.items if item is not current]
             self._pass_on(sink)
             reader.pos = sink.done

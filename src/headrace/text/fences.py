@@ -83,7 +83,7 @@ class LineTracker:
             if not (marks[0] == "`" and "`" in info):  # ```code``` on one line is inline code
                 self._fence = marks
                 self._open_ticks.clear()
-        elif marks.startswith(self._fence) and not info.strip():
+        elif marks.startswith(self._fence) and info.lstrip()[:1] in ("", "<"):  # DeepSeek's markup follows a fence
             self._fence = ""
 
 

@@ -207,10 +207,9 @@ class PlainOutput:
 
     def _read_calls(self, opener: str) -> Reading[None]:
         assert self._calls is not None
-        num_before = self._outlet.num_calls
         yield from self._calls.read(opener)
         self._at_output_start = False
-        if self._outlet.num_calls > num_before:
+        if self._reader.pos > len(opener):  # a construct has been read, and what it says are no lines of prose
             self._lines = LineTracker()
 
     def _consume(self, length: int) -> None:
