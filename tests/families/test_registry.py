@@ -16,7 +16,7 @@ def test_no_model_type_belongs_to_two_families() -> None:
 def test_every_odd_field_has_a_reason() -> None:
     for family in FAMILIES:
         odd = ("tool_format", "think_open", "think_variants", "single_system", "alternates_roles", "answer_frames")
-        for name in (*odd, "special_markers"):
+        for name in (*odd, "special_markers", "thinking_off", "efforts"):
             if getattr(family, name):
                 assert family.why.get(name), f"{family.name}.{name}"
 
@@ -68,6 +68,21 @@ def test_a_record_is_stronger_than_the_template() -> None:
 )
 def test_the_thinking_switch_is_read_from_the_template(template: str, key: str | None) -> None:
     assert find_family("never_heard_of", template).thinking_key == key
+
+
+def test_words_that_switch_thinking_are_read_from_a_template_without_a_variable() -> None:
+    template = "{% if '/no_think' in messages[0].content %}<think></think>{% endif %}"
+    family = find_family("never_heard_of", template)
+    assert family.thinking_words == ("/think", "/no_think")
+    assert "thinking switch: /think or /no_think in the system message: found" in "\n".join(explain(family))
+    assert find_family("never_heard_of", template + "{{ enable_thinking }}").thinking_words is None
+
+
+def test_a_family_may_switch_thinking_off_in_a_way_of_its_own() -> None:
+    family = find_family("seed_oss", "</seed:think>")
+    assert family.switches_thinking
+    assert "thinking switch: off by {'thinking_budget': 0}: its template" in "\n".join(explain(family))
+    assert not find_family("never_heard_of", "</think>").switches_thinking
 
 
 def test_every_marker_of_harmony_survives_the_skipping_of_special_tokens() -> None:

@@ -174,6 +174,11 @@ def test_thinking_opened_by_the_prompt_ends_at_the_closer() -> None:
     assert parse("</think>yes", thinking_open=True) == [("text", "yes")]
 
 
+def test_an_opener_that_the_prompt_had_written_already_is_dropped() -> None:
+    assert parse(list("<think>hm</think>yes"), thinking_open=True) == [("thought", "hm"), ("text", "yes")]
+    assert parse(list("<thin air"), thinking_open=True) == [("thought", "<thin air")]
+
+
 def test_several_things_in_one_delta_are_all_seen() -> None:
     parser = StreamParser(THINKER, thinking_open=True)
     assert parser.push("tail</think>\n\nanswer") == (Reasoning("tail"), Text("answer"))

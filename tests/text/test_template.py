@@ -356,3 +356,41 @@ def test_an_answer_that_the_template_does_not_show_can_not_be_continued() -> Non
     with pytest.raises(InvalidRequest, match="does not show") as refused:
         rendered("chatml", said("user", "hi"), said("assistant", reasoning="so"), continue_final_message=True)
     assert refused.value.param == "continue_final_message"
+
+
+def with_template(source: str, model_type: str = "generic") -> ChatTemplate:
+    tokenizer = Tokenizer(chat_tokenizer("chatml")._backend, chat_template=source)
+    return ChatTemplate(tokenizer, find_family(model_type, source))
+
+
+SAYS_SYSTEM = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{# /no_think </think> #}"
+
+
+@pytest.mark.parametrize(("thinking", "word"), [(True, "/think"), (False, "/no_think")])
+def test_thinking_is_switched_by_a_word_where_the_template_looks_for_one(thinking: bool, word: str) -> None:
+    template = with_template(SAYS_SYSTEM)
+    asked = said("user", "hi")
+    assert template.render(request(asked, enable_thinking=thinking)).text == f"system: {word}\nuser: hi\n"
+    text = template.render(request(said("system", "Be brief."), asked, enable_thinking=thinking)).text
+    assert text == f"system: Be brief.\n{word}\nuser: hi\n"
+    assert template.render(request(asked)).text == "user: hi\n"
+
+
+def test_thinking_is_switched_off_by_what_the_family_has_for_that() -> None:
+    template = with_template(
+        "{{ thinking_budget }}{% for m in messages %}{{ m.content }}{% endfor %}</seed:think>", "seed_oss"
+    )
+    assert template.render(request(said("user", "hi"), enable_thinking=False)).text.startswith("0hi")
+    assert template.render(request(said("user", "hi"), enable_thinking=True)).text.startswith("hi")
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"), [("minimal", "low"), ("low", "low"), ("xhigh", "high"), ("medium", "medium")]
+)
+def test_effort_is_said_in_a_word_that_the_model_knows(asked: str, shown: str) -> None:
+    source = "{{ reasoning_effort }}: {% for m in messages %}{{ m.content }}{% endfor %}"
+    assert (
+        with_template(source, "gpt_oss").render(request(said("user", "x"), reasoning_effort=asked)).text
+        == f"{shown}: x"
+    )
+    assert with_template(source).render(request(said("user", "x"), reasoning_effort=asked)).text == f"{asked}: x"

@@ -39,6 +39,8 @@ TOOL_MARKERS: tuple[tuple[str, str], ...] = (
 )
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 
+THINKING_WORDS = ("/think", "/no_think")
+
 # Fields of a message that hold what the assistant thought, by template.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -78,6 +80,11 @@ def detect_thinking_key(chat_template: str) -> str | None:
     """The variable that switches thinking, None if the template reads none that is known."""
     code = _STRING.sub("''", " ".join(_CODE.findall(chat_template)))
     return next((name for name in SWITCHES if _reads_variable(code, name)), None)
+
+
+def detect_thinking_words(chat_template: str) -> tuple[str, str] | None:
+    """Words in the system message that switch thinking on and off, None if the template looks for none."""
+    return THINKING_WORDS if THINKING_WORDS[1] in chat_template else None
 
 
 def _reads_variable(code: str, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,9 @@ class ModelFamily:
     think_open, think_close: text around thinking in the output; both None if the family doesn't think.
     think_variants: further pairs that mean the same.
     thinking_key: template variable that switches thinking, None if the template has no such switch.
+    thinking_words: words in the system message that switch it on and off, None if the template looks for none.
+    thinking_off: template variables that come to no thinking, where there is no switch.
+    efforts: values that `reasoning_effort` may have, from least to most; empty if any.
     alternates_roles: the template demands that user and assistant take turns; None: ask the template.
     single_system: the template takes one system message, at the top; None: ask the template.
     answer_frames: pairs of markup that the model writes around its answer; it belongs to no text.
@@ -29,11 +33,19 @@ class ModelFamily:
     think_close: str | None = None
     think_variants: tuple[tuple[str, str], ...] = ()
     thinking_key: str | None = None
+    thinking_words: tuple[str, str] | None = None
+    thinking_off: Mapping[str, Any] = field(default_factory=dict)
+    efforts: tuple[str, ...] = ()
     alternates_roles: bool | None = None
     single_system: bool | None = None
     answer_frames: tuple[tuple[str, str], ...] = ()
     special_markers: tuple[str, ...] = ()
     why: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def switches_thinking(self) -> bool:
+        """Whether a prompt can tell the model to think or not to."""
+        return bool(self.thinking_key or self.thinking_words or self.thinking_off)
 
     @property
     def speaks_harmony(self) -> bool:

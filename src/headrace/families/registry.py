@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.families.detect import detect_think_markers, detect_thinking_key, detect_tool_format
+from headrace.families.detect import (
+    detect_think_markers,
+    detect_thinking_key,
+    detect_thinking_words,
+    detect_tool_format,
+)
 from headrace.families.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (
@@ -49,7 +54,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
         think_open="<|channel|>analysis<|message|>",
         think_close="<|end|>",
         special_markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
+        efforts=("low", "medium", "high"),
         why={
+            "efforts": "the model was trained on these three words",
             "tool_format": "an answer is a row of messages with headers; a call is a message to a tool",
             "think_open": "each message has a channel; analysis is thinking",
             "special_markers": "headers are written with special tokens that would be skipped",
@@ -71,7 +78,12 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(name="lfm2", model_types=("lfm2", "lfm2_moe")),
     ModelFamily(name="deepseek", model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32")),
     ModelFamily(name="kimi", model_types=("kimi_k2", "kimi_k25", "kimi_linear")),
-    ModelFamily(name="seed", model_types=("seed_oss",)),
+    ModelFamily(
+        name="seed",
+        model_types=("seed_oss",),
+        thinking_off={"thinking_budget": 0},
+        why={"thinking_off": "its template knows a budget only; without one the prompt closes the thinking itself"},
+    ),
     ModelFamily(
         name="hunyuan",
         model_types=("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
@@ -109,8 +121,11 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
     found: dict[str, Any] = {}
     if family.think_close is None and (markers := detect_think_markers(chat_template)) is not None:
         found["think_open"], found["think_close"] = markers
-    if family.thinking_key is None and (key := detect_thinking_key(chat_template)) is not None:
+    key = detect_thinking_key(chat_template)
+    if family.thinking_key is None and key is not None:
         found["thinking_key"] = key
+    if not (family.thinking_key or key or family.thinking_off) and (words := detect_thinking_words(chat_template)):
+        found["thinking_words"] = words
     if family.tool_format is None and (tool_format := detect_tool_format(chat_template)) is not None:
         found["tool_format"] = tool_format
     why.update(dict.fromkeys(found, "found in the chat template"))
@@ -128,8 +143,7 @@ def explain(family: ModelFamily) -> list[str]:
         lines.append("  thinking: none")
     else:
         lines.append(f"  thinking: {family.think_open!r} to {family.think_close!r}{_because(family, 'think_open')}")
-        switch = family.thinking_key or "none"
-        lines.append(f"  thinking switch: {switch}{_because(family, 'thinking_key')}")
+        lines.append(f"  thinking switch: {_switch(family)}")
     for opener, closer in family.think_variants:
         lines.append(f"  thinking also: {opener!r} to {closer!r}{_because(family, 'think_variants')}")
     lines.append(f"  tool calls: {family.tool_format or 'text, no syntax is known'}{_because(family, 'tool_format')}")
@@ -138,6 +152,16 @@ def explain(family: ModelFamily) -> list[str]:
     for opener, closer in family.answer_frames:
         lines.append(f"  answer: {opener!r} to {closer!r}{_because(family, 'answer_frames')}")
     return lines
+
+
+def _switch(family: ModelFamily) -> str:
+    if family.thinking_key is not None:
+        return f"{family.thinking_key}{_because(family, 'thinking_key')}"
+    if family.thinking_words is not None:
+        return f"{' or '.join(family.thinking_words)} in the system message{_because(family, 'thinking_words')}"
+    if family.thinking_off:
+        return f"off by {dict(family.thinking_off)}{_because(family, 'thinking_off')}"
+    return "none"
 
 
 def _because(family: ModelFamily, name: str) -> str:

@@ -145,7 +145,7 @@ class Session:
     @property
     def switches_thinking(self) -> bool:
         """Whether a request can tell the model to think or not to."""
-        return self._family.thinking_key is not None
+        return self._family.switches_thinking
 
     def health(self) -> str | None:
         """None while the engine is well, else what is wrong."""

@@ -62,6 +62,13 @@ def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
     return tuple(part for message in messages for part in message.content if isinstance(part, MediaPart))
 
 
+def with_system_line(messages: tuple[ChatMessage, ...], line: str) -> tuple[ChatMessage, ...]:
+    """The conversation with a further line in the system message at its head, or with such a message."""
+    if messages[0].role != "system":
+        return (ChatMessage("system", (TextPart(line),)), *messages)
+    return (replace(messages[0], content=(*messages[0].content, TextPart(line))), *messages[1:])
+
+
 def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
     """How many system messages stand at the top."""
     roles = [message.role for message in messages]

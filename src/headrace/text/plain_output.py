@@ -47,6 +47,7 @@ class PlainOutput:
         self._closers: tuple[str, ...] = ()
         if thinking_open and family.think_close is not None:
             self._closers = (family.think_close,)
+        self._repeated_openers = () if family.think_open is None else (family.think_open, f"\n{family.think_open}")
         self._stray_closer = () if family.think_close is None else (family.think_close,)
         self._at_output_start = not thinking_open
         self._answer_begun = False
@@ -60,6 +61,9 @@ class PlainOutput:
         """Read everything."""
         if self._calls is not None:
             self._calls.say = self._say
+        if self._closers and self._repeated_openers:
+            # The prompt has opened the block, and some models do it again.
+            yield from self._reader.take_any(self._repeated_openers)
         while not self._outlet.stopped and not (yield from self._reader.is_done()):
             self._reader.trim()
             yield from (self._read_thinking() if self._closers else self._read_answer())

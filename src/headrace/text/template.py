@@ -11,7 +11,7 @@ from headrace.families.family import ModelFamily
 from headrace.text.boundaries import TextBoundary, common_length, find_boundaries, shared_length
 from headrace.text.control_text import CUT, ControlText, find_control_tokens
 from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnForms, with_thinking_apart
-from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool
+from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.text.tool_turns import tools_note
@@ -145,6 +145,9 @@ class ChatTemplate:
         said = request.messages
         if said and not source.traits.tools.shows_tools and (tools := _shown_tools(request)):
             said = (tools_note(tools, self._family.tool_format), *said)
+        words, thinking = self._family.thinking_words, self._thinking_switch(request)
+        if said and words is not None and thinking is not None:
+            said = with_system_line(said, words[0] if thinking else words[1])
         messages = normalise(said, source.traits, self._system_notes)
         variables = self._variables(request)
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
@@ -163,10 +166,13 @@ class ChatTemplate:
         if shown := _shown_tools(request):
             variables["tools"] = self._control_text.wrap(shown)
         if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = self._control_text.wrap(request.reasoning_effort)
+            effort = _known_effort(request.reasoning_effort, self._family.efforts)
+            variables["reasoning_effort"] = self._control_text.wrap(effort)
         thinking = self._thinking_switch(request)
         if thinking is not None and self._family.thinking_key is not None:
             variables[self._family.thinking_key] = thinking
+        elif thinking is False:
+            variables.update(self._family.thinking_off)
         return variables
 
     def _thinking_switch(self, request: ChatRequest) -> bool | None:
@@ -176,7 +182,7 @@ class ChatTemplate:
             # Effort is a hint, and "none" is only more than that where there is something to switch off.
             return False if request.reasoning_effort == "none" else None
         thinks = self._family.think_close is not None
-        if self._family.thinking_key is None and thinking != thinks:
+        if not self._family.switches_thinking and thinking != thinks:
             why = "always thinks" if thinks else "does not think"
             raise UnsupportedField(f"the model {why}, its chat template has no switch", param="enable_thinking")
         return thinking
@@ -223,6 +229,13 @@ class ChatTemplate:
         history = renderer.try_render(settled) if settled else None
         tail = rendered[common_length(rendered, history or "") :]
         return tail.rfind(opener) > tail.rfind(self._family.think_close)
+
+
+def _known_effort(effort: str, efforts: tuple[str, ...]) -> str:
+    """The effort in a word that the model knows: dialects have words below and above those of models."""
+    if not efforts or effort in efforts:
+        return effort
+    return {"minimal": efforts[0], "none": efforts[0], "xhigh": efforts[-1], "max": efforts[-1]}.get(effort, effort)
 
 
 def _shown_tools(request: ChatRequest) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ _ALPHANUMERICS = string.digits + string.ascii_letters
 _QUESTION = {"role": "user", "content": "?"}
 _VALUES = ("probe of a value", "probe of another")
 _MAPPINGS = tuple({"probe_key": value} for value in _VALUES)
+_BROKEN = "probe that is no JSON"
 _TEXTS = tuple(map(json.dumps, _MAPPINGS))
 _IDS: tuple[tuple[IdForm, tuple[str, str]], ...] = (
     ("any", ("call_0123456789abcdef01234567", "call_123456789abcdef012345678")),
@@ -53,7 +54,7 @@ class ToolTraits:
     """How a chat template takes calls.
 
     shows_tools, shows_calls, shows_results: it renders them at all. arguments: the form in which it wants them.
-    takes_broken: arguments that are no JSON object are taken as text. takes_several: several calls in one turn.
+    takes_broken: arguments that are no JSON object are shown as text. takes_several: several calls in one turn.
     takes_lone_results: a result without a call. ids: the form that ids must have.
     takes_thoughts: a call may have thoughts and content beside it.
     """
@@ -83,7 +84,7 @@ def find_tool_traits(attempt: Try, *, counts_ids: bool, reasoning_keys: Sequence
             shows_tools=shows_tools,
             shows_results=_ANSWER in (mapping or "") + (text or ""),
             arguments="text" if wants_text else "mapping",
-            takes_broken=attempt(_conversation(ids, ("no JSON",))) is not None,
+            takes_broken=_BROKEN in (attempt(_conversation(ids, (_BROKEN,))) or ""),
             takes_several=_VALUES[1] in (attempt(_conversation(ids, arguments)) or ""),
             takes_lone_results=shows_lone_results,
             ids="counted" if counts_ids else form,

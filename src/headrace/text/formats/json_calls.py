@@ -118,6 +118,9 @@ class _CallObject:
             if self.is_complete and (yield from reader.peek()) in "<[":
                 return False
             yield from reader.expect(",")
+            yield from reader.skip_space()
+            if (yield from reader.take("}")):
+                return True
 
     def finish(self) -> Reading[None]:
         """The object is over. Raises NotACall if something of it is missing."""

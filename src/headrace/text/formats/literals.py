@@ -223,6 +223,8 @@ def convert(text: str, schema: Schema) -> str | None:
     A text is a string only where the schema allows one and nothing else fits: `null` where null may stand is null.
     """
     types, bare = schema.types, text.strip()
+    if types is not None and "string" not in types and len(bare) > 1 and bare[0] == bare[-1] == '"':
+        bare = bare[1:-1]
     if types is None:
         parsed = parsed_literal(bare, schema) if bare[:1] in ("[", "{") else _WORDS.get(bare) or _number(bare)
         return parsed or json.dumps(text, ensure_ascii=False)

@@ -64,7 +64,7 @@ class TagCursor:
         syntax, reader = self.syntax, self.reader
         if not (yield from reader.take(syntax.key_open)):
             return None
-        key = yield from reader.take_until(syntax.key_end, _MAX_NAME)
+        key = (yield from reader.take_until(syntax.key_end, _MAX_NAME)).strip()
         if syntax.value_open:
             between = yield from reader.take_until(syntax.value_open, _MAX_NAME)
             if not _BEHIND_KEY.fullmatch(between):
