@@ -223,3 +223,51 @@ def test_a_call_that_breaks_off_is_text_and_a_missing_closer_is_none(name: str) 
                 assert got.content == ""
             else:
                 assert tool_format == "harmony" or got.content.strip() == text[:end].strip()
+
+
+def fragments(tool_format: str) -> st.SearchStrategy[str]:
+    """Calls of a syntax, pieces of them, its markers, and what quotes, interrupts or outlasts them."""
+    written = [
+        encode([("store", {"text": "x"}), ("now", {})]) for name, encode in ENCODERS.values() if name == tool_format
+    ]
+    written += [encode([("other", {"a": 1})]) for name, encode in ENCODERS.values() if name == tool_format]
+    pieces = [piece for text in written for piece in re.findall(r"<[^<>]*>|\w+|\s+|[^\w\s]", text)]
+    markers = [*FORMATS[tool_format].openers, *FORMATS[tool_format].markers, "<think>", "</think>"]
+    others = ["`", "```\n", "\n\n", " ", "word", "x" * (MAX_HELD - 20), '"', "{", "}", "[", "]"]
+    whole = st.sampled_from(written)
+    cut = st.tuples(whole, st.integers(0, 80)).map(lambda pair: pair[0][: pair[1]])
+    return st.one_of(whole, cut, st.sampled_from(pieces), st.sampled_from([*markers, *others]))
+
+
+@pytest.mark.parametrize("tool_format", sorted(FORMATS))
+@given(st.data(), st.booleans(), st.booleans())
+@settings(max_examples=40)
+def test_any_split_of_anything_comes_to_the_same(
+    tool_format: str, data: st.DataObject, thinking_open: bool, is_cut: bool
+) -> None:
+    text = "".join(data.draw(st.lists(fragments(tool_format), max_size=7)))
+    how = {"thinking_open": thinking_open, "is_cut": is_cut}
+    whole = parse([text], family(tool_format), TOOLS, **how)
+    assert parse(text, family(tool_format), TOOLS, **how).told == whole.told
+    size = data.draw(st.integers(2, 40))
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    assert parse(pieces, family(tool_format), TOOLS, **how).told == whole.told
+    for _, told in whole.calls:
+        if not (is_cut or whole.is_broken):
+            json.loads(told)
+
+
+@pytest.mark.parametrize("tool_format", sorted(FORMATS))
+@given(st.data())
+@settings(max_examples=25)
+def test_no_beginning_takes_what_follows_hostage(tool_format: str, data: st.DataObject) -> None:
+    beginning = "".join(data.draw(st.lists(fragments(tool_format), max_size=4))).replace("<think>", "")
+    parser = StreamParser(family(tool_format), thinking_open=False, tools=TOOLS)
+    parser.push(beginning)
+    told = sum(
+        len(event.text)
+        for _ in range(400)
+        for event in parser.push("and so on, ever further. ")
+        if not isinstance(event, ToolCallStart)
+    )
+    assert told > 400 * 25 - 2 * (MAX_HELD + MAX_DOUBT)

@@ -15,6 +15,7 @@ from headrace.text.formats.schema import ANY, Schema
 
 NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_MAX_NAME = 256
 _OTHER_KEYS = frozenset({"id", "type", "index"})
 
 
@@ -138,7 +139,8 @@ class _CallObject:
         quote = yield from reader.take_any(JSON.quotes)
         if quote is None:
             raise NotACall
-        self._schema = self._sink.begin((yield from LiteralReader(reader, _nowhere).string_text(quote)))
+        name = yield from LiteralReader(reader, _nowhere).string_text(quote, _MAX_NAME)
+        self._schema = self._sink.begin(name)
         if self._early is not None:
             early = Reader(self._early, ended=True)
             run_to_end(_arguments_value(early, self._schema, self._sink))

@@ -30,6 +30,9 @@ _PYTHON_ESCAPES = {
 }  # fmt: skip
 _NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
+MAX_UNTOLD = 1 << 16
+"""Characters of a string that can't be passed on before it ends, because what it means is known only then."""
+
 _MAX_SCALAR = 400
 _MAX_KEY = 400
 
@@ -95,7 +98,7 @@ class LiteralReader:
     def key(self) -> Reading[str]:
         """A key and the colon behind it."""
         if (quote := (yield from self._reader.take_any(self._spelling.quotes))) is not None:
-            key = yield from self.string_text(quote)
+            key = yield from self.string_text(quote, _MAX_KEY)
             yield from self._reader.skip_space()
             yield from self._reader.expect(":")
         elif self._spelling.bare:
@@ -104,10 +107,10 @@ class LiteralReader:
             raise NotACall("a key without quotes")
         return key
 
-    def string_text(self, quote: str) -> Reading[str]:
-        """The text of a string whose opening quote has been read."""
+    def string_text(self, quote: str, max_length: int = MAX_UNTOLD) -> Reading[str]:
+        """The text of a string whose opening quote has been read. Raises NotACall for one that is longer."""
         pieces: list[str] = []
-        yield from self._string_pieces(quote, pieces.append)
+        yield from self._string_pieces(quote, pieces.append, self._reader.pos + max_length)
         text: str = json.loads(f'"{"".join(pieces)}"')
         return text
 
@@ -143,14 +146,19 @@ class LiteralReader:
         converted = convert(text, schema)
         self._write(json.dumps(text, ensure_ascii=False) if converted is None else converted)
 
-    def _string_pieces(self, quote: str, write: Write) -> Reading[None]:
-        """What stands between quotes, as it is written inside a JSON string."""
+    def _string_pieces(self, quote: str, write: Write, limit: int | None = None) -> Reading[None]:
+        """What stands between quotes, as it is written inside a JSON string.
+
+        Raises NotACall for a string that has not ended at the index `limit`.
+        """
         # Apostrophes are no quotes of JSON: what is quoted so was meant as Python.
         escapes = "python" if quote == "'" else self._spelling.escapes
         stops = re.compile(re.escape(quote[0]) if escapes is None else re.escape(quote[0]) + r"|\\")
         while True:
             yield from self._reader.peek()
             match = stops.search(self._reader.text, self._reader.pos)
+            if limit is not None and (len(self._reader.text) if match is None else match.start()) > limit:
+                raise NotACall("a string without an end")
             end = len(self._reader.text) if match is None else match.start()
             if end > self._reader.pos:
                 write(escaped(self._reader.text[self._reader.pos : end]))
