@@ -15,7 +15,7 @@ def test_no_model_type_belongs_to_two_families() -> None:
 
 def test_every_odd_field_has_a_reason() -> None:
     for family in FAMILIES:
-        odd = ("tool_format", "think_open", "think_variants", "single_system", "alternates_roles", "answer_frames")
+        odd = ("think_open", "think_variants", "single_system", "alternates_roles", "answer_frames")
         for name in (*odd, "special_markers", "thinking_off", "efforts"):
             if getattr(family, name):
                 assert family.why.get(name), f"{family.name}.{name}"
@@ -106,8 +106,17 @@ def test_a_syntax_that_was_asked_for_is_stronger_than_record_and_template() -> N
 def test_a_template_without_calls_means_that_the_prompt_has_to_ask_for_a_syntax() -> None:
     family = find_family("qwen3", "{{ messages[0].content }}")
     assert family.tool_format == "hermes"
-    assert "tool calls: hermes: the chat template shows none" in "\n".join(explain(family))
-    assert "tool calls: text, no syntax is known" in "\n".join(explain(find_family("qwen3")))
+    text = "\n".join(explain(find_family("glm4_moe", "{{ messages[0].content }}")))
+    assert "tool calls: hermes: the chat template shows none" in text
+    assert find_family("gemma3", "{{ messages[0].content }}").tool_format == "pythonic"
+    assert find_family("gpt_oss", "{{ messages[0].content }}").tool_format == "harmony"
+
+
+def test_a_record_names_a_syntax_and_what_the_template_shows_is_stronger() -> None:
+    assert find_family("qwen3_moe").tool_format == "hermes"
+    assert find_family("qwen3_moe", "<tool_call> <function=").tool_format == "qwen_xml"
+    assert "tool calls: text, no syntax is known" in "\n".join(explain(find_family("never_heard_of")))
+    assert all(family.tool_format is not None for family in FAMILIES)
 
 
 @pytest.mark.parametrize(

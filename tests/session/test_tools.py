@@ -79,6 +79,10 @@ def test_a_stop_string_behind_a_call_ends_the_answer() -> None:
     assert events_of(CALL, (END,), stop=RequestedStop(strings=("arguments",)))[-1].reason is FinishReason.TOOL_CALLS
 
 
+def test_white_space_before_a_stop_string_is_text() -> None:
+    assert text(events_of("Well, \nSTOP", (END,), stop=RequestedStop(strings=("STOP",)))) == "Well, \n"
+
+
 @pytest.mark.parametrize("choice", [ToolChoice("none"), ToolChoice(names=("write",))])
 def test_a_tool_that_may_not_be_called_is_not(choice: ToolChoice) -> None:
     events = events_of(CALL, (END,), tool_choice=choice)

@@ -26,7 +26,7 @@ FAMILIES = {
     "deepseek-v4": ("deepseek_v4", "</think> <｜DSML｜tool_calls>"),
     "devstral": ("mistral", "[TOOL_CALLS] [ARGS]"),
     "gemma3": ("gemma3", ""),
-    "gemma4": ("gemma4", ""),
+    "gemma4": ("gemma4", "<|tool_call>"),
     "glm4.5": ("glm4_moe", "</think> <tool_call> <arg_key>"),
     "glm4.6": ("glm4_moe", "</think> <tool_call> <arg_key>"),
     "glm4.7": ("glm4_moe", "</think> <tool_call> <arg_key>"),

@@ -26,6 +26,7 @@ TOOL_MARKERS: tuple[tuple[str, str], ...] = (
     ("<TOOLCALL>", "toolcall_list"),
     ("<|tool_call_start|>", "lfm2"),
     ("<|tool_list_start|>", "lfm2"),
+    ("<|channel|>commentary", "harmony"),
     ("<|tool_call>", "gemma4"),
     ("<|tool_call|>", "granite3"),
     ("[ARGS]", "mistral_args"),

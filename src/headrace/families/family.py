@@ -12,7 +12,7 @@ class ModelFamily:
     """How models of one family mark their thinking and what their chat templates demand.
 
     name: of the family, for people. model_types: `model_type` values of config.json that belong to it.
-    tool_format: name of the syntax in which tool calls are written, None: ask the template.
+    tool_format: name of the syntax in which tool calls are written; what the chat template shows is stronger.
     think_open, think_close: text around thinking in the output; both None if the family doesn't think.
     think_variants: further pairs that mean the same.
     thinking_key: template variable that switches thinking, None if the template has no such switch.

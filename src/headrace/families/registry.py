@@ -14,17 +14,24 @@ from headrace.families.detect import (
 from headrace.families.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (
-    ModelFamily(name="llama", model_types=("llama", "llama4", "llama4_text")),
-    ModelFamily(name="smollm3", model_types=("smollm3",)),
-    ModelFamily(name="mistral", model_types=("mistral", "mistral3", "ministral", "ministral3", "mixtral")),
-    ModelFamily(name="qwen2", model_types=("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")),
+    ModelFamily(name="llama", model_types=("llama",), tool_format="llama_json"),
+    ModelFamily(name="llama4", model_types=("llama4", "llama4_text"), tool_format="pythonic"),
+    ModelFamily(name="smollm3", model_types=("smollm3",), tool_format="hermes"),
+    ModelFamily(
+        name="mistral",
+        model_types=("mistral", "mistral3", "ministral", "ministral3", "mixtral"),
+        tool_format="mistral_args",
+    ),
+    ModelFamily(name="qwen2", model_types=("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"), tool_format="hermes"),
     ModelFamily(
         name="qwen3",
         model_types=("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+        tool_format="hermes",
     ),
     ModelFamily(
         name="qwen3.5",
         model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        tool_format="qwen_xml",
         single_system=True,
         why={"single_system": "the published template raises on a system message that isn't the first"},
     ),
@@ -62,12 +69,13 @@ FAMILIES: tuple[ModelFamily, ...] = (
             "special_markers": "headers are written with special tokens that would be skipped",
         },
     ),
-    ModelFamily(name="glm", model_types=("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")),
-    ModelFamily(name="minimax", model_types=("minimax", "minimax_m2")),
-    ModelFamily(name="nemotron", model_types=("nemotron_h", "nemotron")),
+    ModelFamily(name="glm", model_types=("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), tool_format="glm"),
+    ModelFamily(name="minimax", model_types=("minimax", "minimax_m2"), tool_format="minimax_m2"),
+    ModelFamily(name="nemotron", model_types=("nemotron_h", "nemotron"), tool_format="qwen_xml"),
     ModelFamily(
         name="granite",
         model_types=("granite", "granitemoe", "granitemoehybrid"),
+        tool_format="granite3",
         think_variants=tuple((f"{here} my thought process:", f"{here} my response:") for here in ("Here is", "Here's")),
         answer_frames=(("<response>", "</response>"),),
         why={
@@ -75,23 +83,30 @@ FAMILIES: tuple[ModelFamily, ...] = (
             "answer_frames": "Granite 3.3 writes an element around the answer when it thinks",
         },
     ),
-    ModelFamily(name="lfm2", model_types=("lfm2", "lfm2_moe")),
-    ModelFamily(name="deepseek", model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32")),
-    ModelFamily(name="kimi", model_types=("kimi_k2", "kimi_k25", "kimi_linear")),
+    ModelFamily(name="lfm2", model_types=("lfm2", "lfm2_moe"), tool_format="lfm2"),
+    ModelFamily(
+        name="deepseek", model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"), tool_format="deepseek_v31"
+    ),
+    ModelFamily(name="kimi", model_types=("kimi_k2", "kimi_k25", "kimi_linear"), tool_format="kimi_k2"),
     ModelFamily(
         name="seed",
         model_types=("seed_oss",),
+        tool_format="seed_oss",
         thinking_off={"thinking_budget": 0},
         why={"thinking_off": "its template knows a budget only; without one the prompt closes the thinking itself"},
     ),
     ModelFamily(
         name="hunyuan",
         model_types=("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+        tool_format="hunyuan",
         answer_frames=(("<answer>", "</answer>"),),
         why={"answer_frames": "A13B writes an element around the answer when it thinks"},
     ),
-    ModelFamily(name="step", model_types=("step3p5",)),
+    ModelFamily(name="step", model_types=("step3p5",), tool_format="qwen_xml"),
 )
+
+NEEDS_NO_TEMPLATE = frozenset({"harmony", "hermes", "pythonic"})
+"""Syntaxes that a model can be asked for, or that it writes whatever its template shows."""
 
 _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
@@ -99,8 +114,9 @@ _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in fa
 def find_family(model_type: str, chat_template: str | None = None, *, tool_format: str | None = None) -> ModelFamily:
     """The family of a model; an unknown `model_type` gets a generic one.
 
-    Thinking markers, the thinking switch and the syntax of tool calls that a record leaves open are read from the
-    template, because models of one architecture differ: a distilled reasoner is a `qwen2` with markers of its own.
+    Thinking markers and the thinking switch that a record leaves open are read from the template, because models of
+    one architecture differ: a distilled reasoner is a `qwen2` with markers of its own. The syntax of tool calls that a
+    template shows is stronger than the record's.
     tool_format: the syntax that somebody asked for, which is stronger than either.
     """
     family = _found_family(model_type, chat_template)
@@ -126,10 +142,10 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
         found["thinking_key"] = key
     if not (family.thinking_key or key or family.thinking_off) and (words := detect_thinking_words(chat_template)):
         found["thinking_words"] = words
-    if family.tool_format is None and (tool_format := detect_tool_format(chat_template)) is not None:
+    if (tool_format := detect_tool_format(chat_template)) is not None:
         found["tool_format"] = tool_format
     why.update(dict.fromkeys(found, "found in the chat template"))
-    if family.tool_format is None and "tool_format" not in found:
+    if tool_format is None and family.tool_format not in NEEDS_NO_TEMPLATE:
         found["tool_format"] = "hermes"
         why["tool_format"] = "the chat template shows none, so models are asked for this one"
     return replace(family, **found, why=why)

@@ -41,6 +41,8 @@ class Outlet:
     def text(self, text: str) -> None:
         """Answer text."""
         self._add_text(self._cutter.push(text))
+        if self.stopped:
+            self._release_space()
 
     def reasoning(self, text: str) -> None:
         """Thinking text."""
