@@ -68,6 +68,12 @@ def test_arguments_that_are_no_json_are_rendered_all_the_same(shown: str, expect
     assert f"assistant: {expected};" in text
 
 
+def test_arguments_nested_without_an_end_are_text() -> None:
+    deep = "[" * 100_000
+    shown = f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"
+    assert f'assistant: "{deep}";' in render(template(shown), called(("call_0", deep)), RESULT)
+
+
 REFUSES_SEVERAL = (
     "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
     f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"

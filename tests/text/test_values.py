@@ -122,6 +122,7 @@ def test_values_are_read_in_every_spelling(spelling: Spelling, text: str, expect
         (JSON, "[01]"),
         (JSON, "NaN"),
         (JSON, '"open'),
+        (JSON, "[" * 2000 + "]" * 2000),
         (JSON, "[1"),
         (JSON, "[1]]"),
         (PYTHON, "f(x)"),

@@ -121,7 +121,7 @@ def call_arguments(text: str, traits: ToolTraits) -> Any:
     text = text if text.strip() else "{}"
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if isinstance(parsed, dict):
         return parsed if traits.arguments == "mapping" else text

@@ -34,6 +34,7 @@ MAX_UNTOLD = 1 << 16
 """Characters of a string that can't be passed on before it ends, because what it means is known only then."""
 
 _MAX_SCALAR = 400
+_MAX_DEPTH = 64
 _MAX_KEY = 400
 
 
@@ -69,15 +70,18 @@ class LiteralReader:
         self._write = write
         self._spelling = spelling
         self._brackets = dict(spelling.brackets)
+        self._depth = 0
 
     def value(self, schema: Schema) -> Reading[None]:
         """One value. Raises NotACall for anything else, OutOfText."""
         yield from self._reader.skip_space()
         first = yield from self._reader.peek()
-        if first == "{":
-            yield from self.mapping(schema)
-        elif first in self._brackets:
-            yield from self._sequence(schema, self._brackets[first])
+        if first == "{" or first in self._brackets:
+            if self._depth == _MAX_DEPTH:
+                raise NotACall("values nested too deeply")
+            self._depth += 1
+            yield from self.mapping(schema) if first == "{" else self._sequence(schema, self._brackets[first])
+            self._depth -= 1
         elif (quote := (yield from self._reader.take_any(self._spelling.quotes))) is not None:
             yield from self._string(schema, quote)
         else:
