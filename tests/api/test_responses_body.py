@@ -95,6 +95,12 @@ def test_a_response_is_not_kept_if_its_client_says_so() -> None:
     assert read(store=None).store is True
 
 
+def test_thinking_is_sealed_for_clients_that_ask_for_it_or_have_no_stored_response_to_name() -> None:
+    assert read(include=["reasoning.encrypted_content"]).tells_encrypted is True
+    assert read(store=False).tells_encrypted is True
+    assert read(store=True).tells_encrypted is False
+
+
 def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> None:
     call = read(
         zeal=1,

@@ -118,7 +118,8 @@ def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = Non
         tools=tools,
         store=parsed.store is not False,
         tells_logprobs=num_logprobs is not None,
-        tells_encrypted=_ENCRYPTED in (parsed.include or ()),
+        # A client whose responses aren't kept has nothing else to send back: AI SDK's keeps no thinking without it.
+        tells_encrypted=parsed.store is False or _ENCRYPTED in (parsed.include or ()),
     )
 
 
