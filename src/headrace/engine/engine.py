@@ -24,6 +24,7 @@ from headrace.backend import blas, device, limits
 from headrace.config import Config
 from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
+from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, Loop, MemoryPlan, Stop, Submit
 from headrace.engine.memory import fitting_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
@@ -33,6 +34,8 @@ from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
+from headrace.models.vision import load_tower
+from headrace.scheduler.prefixes import NoPrefixes
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.types.events import FinishReason, TokenOutput
@@ -44,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 BUFFER_CACHE_SHARE = 0.05
 """Share of the memory that MLX may keep in freed buffers."""
+
+FEATURES_SHARE = 0.05
+"""Share of the memory for states that embeddings of images and videos may take when no request needs them."""
 
 SNAPSHOT_GRID = 1
 """Snapshots are taken at the very token where conversations branch, not at a multiple of anything."""
@@ -267,6 +273,7 @@ def _prepare(
         device=here,
     )
     drafting = prepare_drafting(config, files, loaded.packed, here)
+    found = load_tower(files, dtype=config.models.dtype, device=here) if loaded.packed.takes_media else None
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)
@@ -283,6 +290,7 @@ def _prepare(
         f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
         f"{budget_bytes / 1e9:.1f} GB for all",
         drafting.report,
+        *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
     )
     prefixes = None
@@ -294,6 +302,11 @@ def _prepare(
             grid=SNAPSHOT_GRID,
             disk=disk,
         )
+    features = None
+    if found is not None:
+        features = FeatureCache(
+            found[0], NoPrefixes() if prefixes is None else prefixes, int(FEATURES_SHARE * budget_bytes)
+        )
     chunk = config.engine.prefill_chunk
     scheduler = Scheduler(
         config.engine.max_num_seqs,
@@ -301,11 +314,11 @@ def _prepare(
         max_model_len,
         memory=memory,
         max_queue=config.engine.max_queue,
-        prefixes=prefixes,
+        prefixes=prefixes if features is None else features,
     )
-    runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints, drafting.speculator)
-    loop = Loop(runner, scheduler, prefixes, MemoryPlan(budget_bytes, weights_bytes), inbox)
-    return loop, _describe(files, loaded, max_model_len, report)
+    runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints, drafting.speculator, features)
+    loop = Loop(runner, scheduler, prefixes, features, MemoryPlan(budget_bytes, weights_bytes), inbox)
+    return loop, _describe(files, loaded, max_model_len, report, takes_media=features is not None)
 
 
 def model_files(config: Config) -> ModelFiles:
@@ -339,7 +352,9 @@ def _context(config: Config, loaded: LoadedModel, memory: MemoryBudget) -> int:
     return wanted
 
 
-def _describe(files: ModelFiles, loaded: LoadedModel, max_model_len: int, report: tuple[str, ...]) -> ModelDescription:
+def _describe(
+    files: ModelFiles, loaded: LoadedModel, max_model_len: int, report: tuple[str, ...], *, takes_media: bool
+) -> ModelDescription:
     return ModelDescription(
         name=files.name,
         directory=files.directory,
@@ -351,4 +366,5 @@ def _describe(files: ModelFiles, loaded: LoadedModel, max_model_len: int, report
         vocab_size=loaded.vocab_size,
         eos_token_ids=files.eos_token_ids,
         report=report,
+        takes_media=takes_media,
     )

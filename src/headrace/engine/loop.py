@@ -12,6 +12,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
@@ -96,12 +97,14 @@ class Loop:
         runner: Runner,
         scheduler: Scheduler,
         prefixes: PrefixPool | None,
+        features: FeatureCache | None,
         memory: MemoryPlan,
         inbox: queue.SimpleQueue[Command],
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._prefixes = prefixes
+        self._features = features
         self._memory = memory
         self._ledger = Ledger(memory.budget_bytes + memory.weights_bytes)
         self._ledger.charge(Kind.WEIGHTS, memory.weights_bytes)
@@ -118,6 +121,8 @@ class Loop:
             self._free()
             if self._is_stopping:
                 break
+            if self._features is not None:
+                self._features.advance()
             plan = self._scheduler.schedule()
             if plan.is_empty:
                 self._wait_for_disk()
@@ -174,6 +179,8 @@ class Loop:
         """Free the rows of what has ended; what it leaves in the prefix cache may take what live states don't need."""
         self._runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
+        if self._features is not None:
+            self._ledger.restate(Kind.FEATURES, self._features.num_bytes)
         if self._prefixes is not None:
             self._prefixes.hand_over()
             self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes)
@@ -202,9 +209,14 @@ class Loop:
             case Inspect(reply):
                 reply(self._status())
             case ClearCache(reply):
-                reply(0 if self._prefixes is None else self._prefixes.clear())
+                reply(self._clear_cache())
             case Stop():
                 self._is_stopping = True
+
+    def _clear_cache(self) -> int:
+        of_prompts = 0 if self._prefixes is None else self._prefixes.clear()
+        of_media = 0 if self._features is None else self._features.evict(self._features.num_bytes)
+        return of_prompts + of_media
 
     def _submit(self, command: Submit) -> None:
         request = command.request
@@ -237,6 +249,7 @@ class Loop:
             preempted_bytes=self._runner.preempted_bytes,
             records_bytes=0 if self._prefixes is None else self._prefixes.num_bytes,
             disk_bytes=0 if self._prefixes is None else self._prefixes.disk_bytes,
+            features_bytes=0 if self._features is None else self._features.num_bytes,
             device_bytes=mx.get_active_memory(),
             buffers_bytes=mx.get_cache_memory(),
         )

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from headrace.engine.draws import Drawn, Draws
+from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
 from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
 from headrace.speculate.guesses import packed_ids
@@ -49,16 +50,18 @@ class Runner:
         prefixes: PrefixPool | None = None,
         constraints: ConstraintFactory | None = None,
         speculator: Speculator | None = None,
+        features: FeatureCache | None = None,
     ) -> None:
         """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint.
 
-        speculator: None if nothing is drafted.
+        speculator: None if nothing is drafted. features: None for a model that sees nothing.
         """
         self._model = model
         self._vocab_size = vocab_size
         self._prefixes = prefixes
         self._constraints = constraints
         self._speculator = speculator
+        self._features = features
         self._pool = SlabPool()
         self._live: dict[str, LiveSequence] = {}
 
@@ -166,7 +169,8 @@ class Runner:
         state = SequenceState(self._pool, len(request.prompt) + 1)
         drafted = None if self._speculator is None else self._speculator.open(request.max_draft_tokens)
         known = list(request.prompt)
-        return LiveSequence(state, request.sampling, history, request, known, self._constraint(request), drafted)
+        media = None if self._features is None else self._features.media_of(request)
+        return LiveSequence(state, request.sampling, history, request, known, self._constraint(request), media, drafted)
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:
         if request.constraint is None:
@@ -187,10 +191,9 @@ class Runner:
         for one in windows:
             num_tokens += one.num_tokens
             picks += range(num_tokens - one.num_logits, num_tokens)
-        rows = [Row(one.live.state, (*one.chunk.token_ids, *(one.drafts or (0,) * one.num_drafts))) for one in windows]
         ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
         # logits that nobody wants are never computed: only what is evaluated below is
-        logits = self._model.forward(rows, picks or [num_tokens - 1], ids)
+        logits = self._model.forward([one.row for one in windows], picks or [num_tokens - 1], ids)
         places = [one.places() for one in windows]
         draws = Draws(logits, [place for of_one in places for place in of_one])
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
@@ -241,7 +244,7 @@ class Runner:
 
     def _catch_up(self, live: LiveSequence) -> None:
         if self._speculator is not None and live.drafted is not None:
-            self._speculator.catch_up(live.drafted, live.state, live.token_ids)
+            self._speculator.catch_up(live.drafted, live.state, live.token_ids, live.entry_media)
 
     def _fork(self, window: Window, forks: Sequence[Drawn], failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Begin the forks' sequences with copies of the state that the chunk has just reached."""

@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from headrace.engine.draws import Drawn, Place, PromptScores
+from headrace.engine.features import LiveMedia
 from headrace.grammar.constraint import Constraint, Mask
+from headrace.models.media import RowMedia
+from headrace.models.packed import Row
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.guesses import NOTHING, Guesses
+from headrace.speculate.head import EntryMedia
 from headrace.speculate.speculator import DraftedRow, Drafting
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.sequence import SequenceRecord, SequenceState
@@ -32,6 +36,7 @@ class LiveSequence:
     request: GenerationRequest
     token_ids: list[int]
     constraint: Constraint | None = None
+    media: LiveMedia | None = None
     drafted: DraftedRow | None = None
     is_sound: bool = True
     """Whether the state is what the tokens say; not so after a failure."""
@@ -48,6 +53,11 @@ class LiveSequence:
         """How the next token is drawn, but for a constraint."""
         return SamplingRow(self.params, self.num_output, self.history, self.request.stop_token_ids)
 
+    @property
+    def entry_media(self) -> EntryMedia | None:
+        """What a prediction head needs of the sequence's media."""
+        return None if self.media is None else self.media.entry
+
     def grow(self, token_ids: Sequence[int]) -> None:
         """Add sampled tokens, and tell what follows the text."""
         self.token_ids += token_ids
@@ -62,7 +72,7 @@ class LiveSequence:
         room = 0 if has_ended else self.request.max_tokens - self.num_output - 1
         wanted = min(room, row.max_drafts)
         forced = self.constraint.forced_tokens(wanted) if self.constraint is not None and wanted > 0 else ()
-        return Drafting(row, self.state, self.token_ids, room, self.settings, forced)
+        return Drafting(row, self.state, self.token_ids, room, self.settings, forced, self.entry_media)
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
@@ -75,7 +85,8 @@ class Window:
     """A chunk whose tokens are being computed, with the drafts behind them.
 
     lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
-    device knows them. masks: what may come at each place; None if anything may.
+    device knows them. masks: what may come at each place; None if anything may. media: among the window's tokens,
+    None in a sequence without.
     """
 
     chunk: Chunk
@@ -84,6 +95,7 @@ class Window:
     guesses: Guesses = NOTHING
     drafts: tuple[int, ...] | None = ()
     masks: tuple[Mask | None, ...] | None = None
+    media: RowMedia | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -94,6 +106,12 @@ class Window:
     def num_tokens(self) -> int:
         """Tokens in the window."""
         return len(self.chunk.token_ids) + self.num_drafts
+
+    @property
+    def row(self) -> Row:
+        """What the model computes; in place of drafts that only the device knows there is any token."""
+        drafts = (0,) * self.num_drafts if self.drafts is None else self.drafts
+        return Row(self.live.state, (*self.chunk.token_ids, *drafts), self.media)
 
     @property
     def following(self) -> tuple[int, ...]:
@@ -153,9 +171,16 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
     guesses = live.drafted.guesses.first(chunk.num_drafts) if live.drafted is not None else NOTHING
     must_know = live.history is not None or live.constraint is not None or guesses.batch is None
     drafts = guesses.read() if must_know else None
-    if live.constraint is None or not chunk.samples:
-        return Window(chunk, live, guesses=guesses, drafts=drafts)
-    assert drafts is not None
-    legal = live.constraint.window(drafts)
-    masks = legal.masks[: legal.num_legal + 1]
-    return Window(chunk, live, guesses=guesses.first(legal.num_legal), drafts=drafts[: legal.num_legal], masks=masks)
+    window = Window(chunk, live, guesses=guesses, drafts=drafts)
+    if live.constraint is not None and chunk.samples:
+        assert drafts is not None
+        legal = live.constraint.window(drafts)
+        window = replace(
+            window,
+            guesses=guesses.first(legal.num_legal),
+            drafts=drafts[: legal.num_legal],
+            masks=legal.masks[: legal.num_legal + 1],
+        )
+    if live.media is None:
+        return window
+    return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))

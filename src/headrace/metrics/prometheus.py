@@ -125,6 +125,7 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
         ("state", "Held by the states of running sequences.", memory.state_bytes),
         ("preempted", "Held by checkpoints of sequences that made room.", memory.preempted_bytes),
         ("records", "Held by the prefix cache.", memory.records_bytes),
+        ("features", "Embeddings of images and videos.", memory.features_bytes),
         ("disk", "On its way to or from the disk.", memory.disk_bytes),
         ("device", "In use by MLX, all counted.", memory.device_bytes),
         ("buffers", "Freed, and kept by MLX for reuse.", memory.buffers_bytes),

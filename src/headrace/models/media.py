@@ -53,10 +53,11 @@ def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes,
         whole = embedded[each.digest]
         part = MediaEmbeddings(whole.rows[rows], tuple(layer[rows] for layer in whole.deep))
         pieces.append(MediaPiece(lo - start, hi - start, part))
-    return RowMedia(_positions(media, start, end), tuple(pieces))
+    return RowMedia(media_positions(media, start, end), tuple(pieces))
 
 
-def _positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:
+def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:
+    """Positions `[3, n]` of a sequence's tokens `start` to `end`, be they prompt or output."""
     later = np.arange(start, end, dtype=np.int32) + np.int32(media.rope_delta)
     positions = np.stack([later] * 3)
     if media.positions is not None:

@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from headrace.errors import ModelError
 from headrace.models.install import Installation, choose_levels
+from headrace.models.media import RowMedia, packed_positions, step_media
 from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
 from headrace.models.step import PackedStep, RowSpan, View
@@ -48,13 +49,15 @@ class HeadModule(nn.Module):
 class HeadEntries:
     """What the head is to read of one sequence: tokens `start` and following, each with the hidden row before it.
 
-    hidden: `[1, n, hidden]`.
+    hidden: `[1, n, hidden]`. media: embeddings among these tokens, and the positions of the hidden rows; None in a
+    sequence without media.
     """
 
     state: SequenceState
     start: int
     token_ids: Sequence[int]
     hidden: mx.array
+    media: RowMedia | None = None
 
 
 class MtpHead:
@@ -80,21 +83,25 @@ class MtpHead:
         ids: the tokens `[T]` where they are on the device only; then the rows' `token_ids` tell no more than how many.
         """
         spans: list[RowSpan] = []
-        positions: list[int] = []
+        lo = 0
         for one in entries:
             one.state.full_attention(self._trunk.head_key, first=1)
-            lo, hi = len(positions), len(positions) + len(one.token_ids)
-            # an entry is turned by the position of its hidden row
-            positions.extend(range(one.start - 1, one.start - 1 + hi - lo))
-            spans.append(RowSpan(one.state, lo, hi, one.start, hi - lo))
-        step = PackedStep(tuple(spans), mx.array(positions, dtype=mx.int32), self._kernels)
+            spans.append(RowSpan(one.state, lo, lo + len(one.token_ids), one.start, len(one.token_ids)))
+            lo += len(one.token_ids)
+        # an entry is turned by the position of its hidden row
+        positions = packed_positions([(one.start - 1, len(one.token_ids), one.media) for one in entries])
+        step = PackedStep(tuple(spans), mx.array(positions), self._kernels)
         if ids is None:
             ids = mx.array([token for one in entries for token in one.token_ids], dtype=mx.int32)
         tap = self._installation.tap
         tap.picks = mx.array([span.hi - 1 for span in spans], dtype=mx.int32)
         hidden = [one.hidden for one in entries]
         packed = hidden[0] if len(hidden) == 1 else mx.concatenate(hidden, axis=1)
-        return self.module(self._trunk.embed(ids[None]), packed, View(step, self._trunk.head_key, None))[0]
+        embeddings = self._trunk.embed(ids[None])
+        media = step_media([(len(one.token_ids), one.media) for one in entries])
+        if media is not None:
+            embeddings = media.embeddings(embeddings)
+        return self.module(embeddings, packed, View(step, self._trunk.head_key, None))[0]
 
     def logits(self, outputs: mx.array) -> mx.array:
         """Outputs `[R, hidden]` to logits `[R, vocab_size]` by the trunk's head."""

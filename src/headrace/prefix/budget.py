@@ -16,6 +16,8 @@ class Kind(StrEnum):
     """Stored pieces of the prefix cache; these can give way."""
     DISK = "disk"
     """On its way to or from the disk."""
+    FEATURES = "features"
+    """Embeddings of images and videos."""
 
 
 class Ledger:

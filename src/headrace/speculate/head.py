@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from headrace.models.media import RowMedia
 from headrace.models.mtp_head import HeadEntries, MtpHead
 from headrace.sampling.rows import pick
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head_drafts import draw_drafts
 from headrace.state.sequence import SequenceState
+
+EntryMedia = Callable[[int, int], RowMedia]
+"""What the head needs of a sequence's media to read its tokens from one to another; see HeadEntries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +23,14 @@ class HeadRow:
     """A sequence between two steps.
 
     token_ids: all that are known, at least one more than the state has computed. num_drafts: how many are wanted.
-    settings: how the token behind the known ones will be drawn.
+    settings: how the token behind the known ones will be drawn. media: see EntryMedia.
     """
 
     state: SequenceState
     token_ids: Sequence[int]
     num_drafts: int
     settings: SamplingRow
+    media: EntryMedia | None = None
 
 
 class HeadDrafter:
@@ -38,10 +43,10 @@ class HeadDrafter:
         """Computed tokens that the head has not read."""
         return state.length - self._head.hidden_of(state).num_folded
 
-    def catch_up(self, state: SequenceState, token_ids: Sequence[int]) -> None:
+    def catch_up(self, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None = None) -> None:
         """Let the head read the computed tokens that it has not read; the one behind them is left for `draft`."""
         if self.num_unread(state) > 0:
-            self._read([(state, token_ids, state.length)])
+            self._read([(state, token_ids, state.length, media)])
 
     def draft(self, rows: Sequence[HeadRow]) -> mx.array:
         """The head's guesses of the tokens behind the known ones, `[R, most drafts]` int32, not evaluated.
@@ -51,13 +56,13 @@ class HeadDrafter:
         """
         for row in rows:
             row.state.reserve(row.num_drafts)
-        outputs = self._read([(row.state, row.token_ids, row.state.length + 1) for row in rows])
+        outputs = self._read([(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows])
         guesses = [self._guess(outputs, rows, 0)]
         for place in range(1, max(row.num_drafts for row in rows)):
             numbers = [number for number, row in enumerate(rows) if row.num_drafts > place]
             going_on = [rows[number] for number in numbers]
             entries = [
-                HeadEntries(row.state, row.state.length + place, (0,), outputs[number][None, None])
+                _entries(row.state, row.state.length + place, (0,), outputs[number][None, None], row.media)
                 for number, row in zip(numbers, going_on, strict=True)
             ]
             step = self._head.read(entries, pick(guesses[-1], numbers))
@@ -71,20 +76,27 @@ class HeadDrafter:
         settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
         return draw_drafts(self._head.logits(outputs), settings)[0]
 
-    def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int]]) -> mx.array:
-        """One packed call for all rows; each a state, its sequence's tokens and the one before which to end.
+    def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]]) -> mx.array:
+        """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media.
 
         Gives the outputs `[R, hidden]` for each row's last token.
         """
         entries = []
-        for state, token_ids, end in rows:
+        for state, token_ids, end, media in rows:
             hidden = self._head.hidden_of(state)
             start = hidden.num_folded
-            entries.append(HeadEntries(state, start, token_ids[start:end], hidden.part(start - 1, end - 1)))
+            entries.append(_entries(state, start, token_ids[start:end], hidden.part(start - 1, end - 1), media))
         outputs = self._head.read(entries)
-        for state, _, end in rows:
+        for state, _, end, _ in rows:
             self._head.hidden_of(state).fold(end)
         return outputs
+
+
+def _entries(
+    state: SequenceState, start: int, token_ids: Sequence[int], hidden: mx.array, media: EntryMedia | None
+) -> HeadEntries:
+    of_media = None if media is None else media(start, start + len(token_ids))
+    return HeadEntries(state, start, token_ids, hidden, of_media)
 
 
 def _with_rows(all_rows: mx.array, numbers: Sequence[int], rows: mx.array) -> mx.array:

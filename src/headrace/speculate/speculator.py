@@ -12,7 +12,7 @@ from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.speculate.draft import Source
 from headrace.speculate.guesses import NOTHING, Guesses
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import EntryMedia, HeadDrafter, HeadRow
 from headrace.speculate.ngram import NgramDrafter
 from headrace.speculate.ranking import Candidate, Ranking, RowRecord
 from headrace.state.sequence import SequenceState
@@ -47,6 +47,7 @@ class Drafting:
 
     token_ids: all known ones, the last of them not yet computed. max_drafts: what its output has room for.
     settings: how the token behind the known ones will be drawn. forced: what must come next, as far as that is known.
+    media: see EntryMedia.
     """
 
     row: DraftedRow
@@ -55,6 +56,7 @@ class Drafting:
     max_drafts: int
     settings: SamplingRow
     forced: tuple[int, ...] = ()
+    media: EntryMedia | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ class Speculator:
                 self._let_read(one)
         if by_head:
             assert self._head is not None
-            rows = [HeadRow(one.state, one.token_ids, len(chosen.places), one.settings) for one, chosen in by_head]
+            rows = [
+                HeadRow(one.state, one.token_ids, len(chosen.places), one.settings, one.media)
+                for one, chosen in by_head
+            ]
             batch = self._head.draft(rows)
             mx.async_eval(batch)
             for number, (one, chosen) in enumerate(by_head):
@@ -133,7 +138,7 @@ class Speculator:
 
     def _let_read(self, one: Drafting) -> None:
         if self._head is not None and self._head.num_unread(one.state) > MAX_UNREAD:
-            self._head.catch_up(one.state, one.token_ids)
+            self._head.catch_up(one.state, one.token_ids, one.media)
 
     def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
         """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
@@ -155,15 +160,17 @@ class Speculator:
             is_mixed=is_mixed,
         )
 
-    def catch_up(self, row: DraftedRow, state: SequenceState, token_ids: Sequence[int]) -> None:
+    def catch_up(
+        self, row: DraftedRow, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None
+    ) -> None:
         """Let the head read all that it has not of a sequence whose computed state is to be kept.
 
-        token_ids: all known ones.
+        token_ids: all known ones. media: see EntryMedia.
         """
         if self._head is None or row.has_failed:
             return
         try:
-            self._head.catch_up(state, token_ids)
+            self._head.catch_up(state, token_ids, media)
         except Exception:  # as in `draft`
             self._fail([row])
 

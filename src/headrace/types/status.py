@@ -43,7 +43,8 @@ class MemoryStatus:
     """Bytes. reserved: what admission has promised to sequences. state: what states of running sequences hold now.
 
     preempted: checkpoints of sequences that have made room. records: what the prefix cache holds. disk: on its way to
-    or from the disk. device: what MLX reports as in use, all counted; buffers: what it keeps for reuse besides.
+    or from the disk. features: embeddings of images and videos. device: what MLX reports as in use, all counted;
+    buffers: what it keeps for reuse besides.
     """
 
     budget_bytes: int
@@ -55,6 +56,7 @@ class MemoryStatus:
     disk_bytes: int
     device_bytes: int
     buffers_bytes: int
+    features_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

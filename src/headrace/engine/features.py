@@ -1,0 +1,158 @@
+"""What a vision tower has made of images and videos, until the prompts that hold them are computed and beyond."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from headrace.errors import GenerationFailed
+from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
+from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
+from headrace.types.media import MediaInput, PromptMedia
+from headrace.types.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Embeddings of one input, and the requests that need them still."""
+
+    embeddings: MediaEmbeddings
+    needed_by: set[str] = field(default_factory=set)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in (self.embeddings.rows, *self.embeddings.deep))
+
+
+class LiveMedia:
+    """The media of a request that runs."""
+
+    def __init__(self, media: PromptMedia, embedded: dict[bytes, MediaEmbeddings]) -> None:
+        """embedded: by digest, of all inputs that are still to be computed."""
+        self._media = media
+        self._embedded = embedded
+
+    def row(self, start: int, end: int) -> RowMedia:
+        """What is needed of the media to compute the tokens `start` to `end` of the sequence.
+
+        Raises GenerationFailed if the tower could not make the embeddings of one of them.
+        """
+        missing = [one for one in inputs_within(self._media, start, end) if one.digest not in self._embedded]
+        if missing:
+            raise GenerationFailed("the vision tower could not embed an image or video of the prompt")
+        return row_media(self._media, start, end, self._embedded)
+
+    def entry(self, start: int, end: int) -> RowMedia:
+        """The same for a prediction head, which reads each token at the position of the one before it."""
+        return RowMedia(media_positions(self._media, start - 1, end - 1), self.row(start, end).pieces)
+
+
+class FeatureCache:
+    """Stands in front of the prefix cache and holds requests back until their media are embedded.
+
+    Inputs are embedded one by one between steps, so that running streams go on. Those that the prefix cache covers are
+    left out. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
+    """
+
+    def __init__(self, tower: VisionTower, prefixes: PrefixIndex, max_bytes: int) -> None:
+        """max_bytes: of embeddings that no request needs any more."""
+        self._tower = tower
+        self._prefixes = prefixes
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._pending: dict[str, list[MediaInput]] = {}
+        self._failed: set[bytes] = set()
+        self.num_embedded = 0
+        """Inputs that the tower has computed."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all embeddings that are held."""
+        return sum(kept.num_bytes for kept in self._kept.values())
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a request waits for the tower."""
+        return any(self._pending.values())
+
+    def find(self, request: GenerationRequest) -> CachedPrefix | None:
+        """See PrefixIndex. None also as long as media behind the cached part are not embedded."""
+        if self._pending.get(request.request_id):
+            return None
+        cached = self._prefixes.find(request)
+        if cached is None or request.media is None:
+            return cached
+        needed = inputs_within(request.media, cached.num_tokens, len(request.prompt))
+        missing = [one for one in needed if one.digest not in self._kept and one.digest not in self._failed]
+        if not missing:
+            self._hold(request.request_id, needed)
+            return cached
+        self._prefixes.end(request.request_id)
+        self._pending[request.request_id] = missing
+        return None
+
+    def _hold(self, request_id: str, needed: Iterable[MediaInput]) -> None:
+        for one in needed:
+            if one.digest in self._kept:
+                self._kept[one.digest].needed_by.add(request_id)
+                self._kept.move_to_end(one.digest)
+
+    def advance(self) -> None:
+        """Embed one input of the request that waits longest; nothing if none waits."""
+        for request_id, missing in self._pending.items():
+            if missing:
+                self._embed(missing.pop(0), request_id)
+                return
+
+    def _embed(self, one: MediaInput, request_id: str) -> None:
+        if one.digest not in self._kept:
+            try:
+                (embeddings,) = self._tower.embed([one])
+                mx.eval(embeddings.rows, embeddings.deep)
+            except Exception:  # an outer wall to the tower: the request fails when it comes to the input
+                logger.exception("the vision tower failed on an input of %s", request_id)
+                self._failed.add(one.digest)
+                return
+            self.num_embedded += 1
+            self._kept[one.digest] = _Kept(embeddings)
+        self._kept[one.digest].needed_by.add(request_id)
+        self._shrink(self._max_bytes)
+
+    def media_of(self, request: GenerationRequest) -> LiveMedia | None:
+        """What a request that starts needs of its media; None for text alone."""
+        if request.media is None:
+            return None
+        needed = {one.digest for one in request.media.inputs}
+        return LiveMedia(request.media, {key: self._kept[key].embeddings for key in needed if key in self._kept})
+
+    def end(self, request_id: str) -> None:
+        """See PrefixIndex."""
+        self._prefixes.end(request_id)
+        self._pending.pop(request_id, None)
+        for kept in self._kept.values():
+            kept.needed_by.discard(request_id)
+        self._failed.clear()
+        self._shrink(self._max_bytes)
+
+    def evict(self, num_bytes: int) -> int:
+        """Free at least `num_bytes`, or all that no request needs; gives the bytes freed."""
+        before = self.num_bytes
+        self._shrink(max(0, before - num_bytes))
+        return before - self.num_bytes
+
+    def _shrink(self, limit: int) -> None:
+        """Drop what no request needs, what was needed longest ago first, until at most `limit` bytes are held."""
+        held = self.num_bytes
+        for digest, kept in list(self._kept.items()):
+            if held <= limit:
+                return
+            if not kept.needed_by:
+                held -= kept.num_bytes
+                del self._kept[digest]
