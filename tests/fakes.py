@@ -46,6 +46,7 @@ class ByteTokenizer:
 
     vocab_size = 258
     eos_token_id = END
+    special_ids = frozenset(_SPECIAL)
     added_tokens = MappingProxyType({text: token_id for token_id, text in _SPECIAL.items()})
     chat_template = THINKING_TEMPLATE
 

@@ -8,7 +8,7 @@ import pytest
 from grammar.small import END, MARK, TEXTS, SmallTokenizer, allowed, factory, ids
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.compile import ThinkingForm, compile_output
+from headrace.grammar.compile import OutputForm, ThinkingForm, compile_output
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import Structure
@@ -20,7 +20,9 @@ OPEN = ThinkingForm("<think>", "</think>", is_open=True)
 
 
 def begun(structure: Structure, thinking: ThinkingForm | None) -> Constraint:
-    return factory().begin(ConstraintSpec(compile_output(structure, thinking, VOCABULARY)), frozenset({END}))
+    return factory().begin(
+        ConstraintSpec(compile_output(OutputForm(structure, None, None, thinking), VOCABULARY)), frozenset({END})
+    )
 
 
 def takes(structure: Structure, thinking: ThinkingForm | None, *texts: str) -> bool:
@@ -111,5 +113,5 @@ def test_each_form_of_an_answer(structure: Structure, good: tuple[str, ...], bad
 )
 def test_what_cannot_be_compiled_is_refused(structure: Structure, param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
-        compile_output(structure, OPEN, VOCABULARY)
+        compile_output(OutputForm(structure, None, None, OPEN), VOCABULARY)
     assert refused.value.param == param

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from grammar.small import END, MARK, TEXTS, UNUSED, allowed, factory, ids, matcher
+from grammar.small import END, MARK, TEXTS, UNUSED, SmallTokenizer, allowed, factory, ids, matcher
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,6 +127,18 @@ def test_a_grammar_is_compiled_once_and_each_sequence_begins_anew() -> None:
     second = made.begin(spec, frozenset({END}))
     assert allowed(second.window(())) == ids("a", "ab", "c")
     assert first.is_over
+
+
+def test_after_a_warm_up_no_grammar_has_to_look_at_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    look = SmallTokenizer.token_bytes
+    monkeypatch.setattr(SmallTokenizer, "token_bytes", lambda self, token: asked.append(token) or look(self, token))
+    made = factory()
+    made.warm_up()
+    assert sorted(asked) == list(range(SmallTokenizer.vocab_size))
+    made.prepare("start: /[ab]/")
+    made.warm_up()
+    assert len(asked) == SmallTokenizer.vocab_size
 
 
 def test_a_grammar_that_is_none_is_refused() -> None:

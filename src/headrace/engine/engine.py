@@ -272,6 +272,8 @@ def _prepare(
         self_check=config.models.self_check,
         device=here,
     )
+    if constraints is not None:
+        constraints.warm_up()
     drafting = prepare_drafting(config, files, loaded.packed, here)
     found = load_tower(files, dtype=config.models.dtype, device=here) if loaded.packed.takes_media else None
     weights_bytes = mx.get_active_memory()

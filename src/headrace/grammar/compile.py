@@ -10,13 +10,18 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.lark import Rules, json_value, literal, regex
+from headrace.grammar.arguments import Arguments
+from headrace.grammar.call_syntaxes import CALL_SYNTAXES, HARMONY_CALL
+from headrace.grammar.lark import ANY_TEXT, Rules, exactly, json_value, literal, regex
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.types.chat import Structure
+from headrace.types.chat import Structure, ToolDefinition
 
 _FIELDS = {"json_schema": "response_format", "json_object": "response_format"}
 _FIELD = "structured_outputs"
+
+HARMONY = "harmony"
+"""The syntax in which an output is a row of messages, and a call is one of them."""
 
 _BEFORE_OPENER = r"\n?"
 _BEHIND_CLOSER = r"\n{0,2}"
@@ -35,16 +40,52 @@ class ThinkingForm:
     is_open: bool
 
 
-def compile_output(structure: Structure, thinking: ThinkingForm | None, vocabulary: Vocabulary) -> str:
-    """The grammar of an output whose answer has this form, in llguidance's syntax. Raises InvalidRequest.
+@dataclass(frozen=True, slots=True)
+class CallsForm:
+    """Calls of tools that may be the answer, or have to be. tools: at least one, all that may be called."""
 
-    thinking: None if none may come. The answer begins behind the closer and up to two newlines, which belong to it. A
-    model that has not begun to think may answer at once.
+    tools: tuple[ToolDefinition, ...]
+    is_required: bool
+    is_parallel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What an output may be; `structure` or `calls` is given.
+
+    structure: of an answer that is no call; None for any text. calls: None for none. syntax: the name of the family's
+    syntax for calls. thinking: None if none may come.
+    """
+
+    structure: Structure | None
+    calls: CallsForm | None
+    syntax: str | None
+    thinking: ThinkingForm | None
+
+
+def can_enforce_calls(syntax: str | None) -> bool:
+    """Whether calls in a syntax can be held to anything."""
+    return syntax == HARMONY or syntax in CALL_SYNTAXES
+
+
+def compile_output(form: OutputForm, vocabulary: Vocabulary) -> str:
+    """The grammar of an output of this form, in llguidance's syntax. Raises InvalidRequest.
+
+    The answer begins behind the closer of thinking and up to two newlines, which belong to it. A model that has not
+    begun to think may answer at once. Where an answer may be any text, a call that has once begun has to be valid.
     """
     rules = Rules(vocabulary.special_tokens)
     others: list[dict[str, str]] = []
-    answer = answer_rule(rules, structure, others, vocabulary)
-    rules.rule(f"{thinking_rule(rules, thinking)} {answer}", name="start")
+    options: list[str] = []
+    if form.structure is not None and (form.calls is None or not form.calls.is_required):
+        options.append(answer_rule(rules, form.structure, others, vocabulary))
+    if form.syntax == HARMONY:
+        whole = harmony_rule(rules, form.thinking, options, form.calls)
+    else:
+        if form.calls is not None:
+            options += call_rules(rules, form.calls, form.syntax, takes_text=form.structure is None)
+        whole = f"{thinking_rule(rules, form.thinking)} ({' | '.join(options)})"
+    rules.rule(whole, name="start")
     if not others:
         return str(rules)
     return json.dumps({"grammars": [{"name": "output", "lark_grammar": str(rules)}, *others]})
@@ -58,6 +99,40 @@ def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
     if thinking.is_open:
         return rest
     return f"({regex(_BEFORE_OPENER)} {rules.marker(thinking.opener)} {rest})?"
+
+
+def call_rules(rules: Rules, calls: CallsForm, syntax: str | None, *, takes_text: bool) -> list[str]:
+    """Answers that are calls and, if none is required, texts in which a call may begin. Raises InvalidRequest."""
+    syntaxes = CALL_SYNTAXES.get(syntax or "")
+    if syntaxes is None:
+        what = "no known syntax" if syntax is None else f"the syntax {syntax}"
+        raise InvalidRequest(f"the model writes its calls in {what}, which can't be enforced", param="tool_choice")
+    tools = [Arguments(tool) for tool in calls.tools]
+    takes_text = takes_text and not calls.is_required
+    options = []
+    for each in syntaxes:
+        begun = rules.until(each.opener) if takes_text and each.is_clear else rules.marker(each.opener)
+        options.append(f"{begun} {each.behind_opener(rules, tools, is_parallel=calls.is_parallel)}")
+    if takes_text:
+        unclear = "".join(exactly(each.opener[0]) for each in syntaxes if not each.is_clear)
+        options.append(regex(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT))
+    return options
+
+
+def harmony_rule(rules: Rules, thinking: ThinkingForm | None, answers: Sequence[str], calls: CallsForm | None) -> str:
+    """A row of messages: thoughts, then an answer on the channel for the user, or a call on another one."""
+    thoughts = ""
+    if thinking is not None:
+        rest = f"{rules.until(thinking.closer)} {rules.marker('<|start|>assistant')}"
+        whole = f"({rules.marker(thinking.opener)} {rest})*"
+        thoughts = f"{rest} {whole}" if thinking.is_open else whole
+    if calls is not None and not calls.is_required and not answers:
+        answers = [regex(ANY_TEXT)]
+    options = [f"{rules.marker('<|channel|>final<|message|>')} ({each})" for each in answers]
+    for tool in calls.tools if calls is not None else ():
+        call = HARMONY_CALL.rule(rules, Arguments(tool))
+        options.append(f"{rules.marker('<|channel|>commentary')} {call}")
+    return f"{thoughts} ({' | '.join(options)})"
 
 
 def answer_rule(rules: Rules, structure: Structure, others: list[dict[str, str]], vocabulary: Vocabulary) -> str:

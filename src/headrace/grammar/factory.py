@@ -27,6 +27,10 @@ class ConstraintFactory:
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
+    def warm_up(self) -> None:
+        """Do what is needed once for all grammars: no thread makes headway while llguidance takes in a vocabulary."""
+        _ = self.vocabulary.compiled
+
     def prepare(self, grammar: str) -> None:
         """Compile a grammar, which may take long, so that `begin` need not. Raises InvalidRequest if it can't be."""
         self._find(grammar)

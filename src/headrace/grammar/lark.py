@@ -12,6 +12,11 @@ from llguidance import regex_to_lark
 ANY_TEXT = r"(?s:.*)"
 """Regular expression of any text. A special token is none."""
 
+MAYBE_NEWLINE, MAYBE_SPACE, DIGITS = "\ue000", "\ue001", "\ue002"
+"""Stand in a marker for what is not always the same."""
+
+_PLACEHOLDERS = {MAYBE_NEWLINE: r"\n?", MAYBE_SPACE: " ?", DIGITS: "[0-9]{1,4}"}
+
 
 class Rules:
     """A grammar that is being written; the rule `start` is the whole of it.
@@ -23,38 +28,46 @@ class Rules:
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special_tokens = special_tokens
         names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
-        self._special = re.compile(f"({names})" if names else "(?!)")
+        self._special = re.compile(f"({names}{'|' if names else ''}[{''.join(_PLACEHOLDERS)}])")
         self._lines: list[str] = []
-        self._num_named = 0
 
     def rule(self, body: str, *, name: str = "", lazy: bool = False) -> str:
         """Adds a rule and gives its name; without one it gets one of its own. lazy: matches as little as it can."""
-        if not name:
-            self._num_named += 1
-            name = f"rule_{self._num_named}"
+        name = name or f"rule_{len(self._lines)}"
         self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
+    def terminal(self, body: str) -> str:
+        """Adds what is matched as one regular expression, and gives its name."""
+        return self.rule(body, name=f"TEXT_{len(self._lines)}")
+
     def marker(self, text: str) -> str:
         """A text in which special tokens are meant."""
-        return " ".join(self._pieces(text)) or '""'
+        return " ".join(map(self._piece, self._parts(text))) or '""'
 
     def until(self, closer: str) -> str:
         """Any text up to a marker, and the marker."""
-        first, *others = self._pieces(closer)
-        if first.startswith("<"):
-            return " ".join([regex(ANY_TEXT), first, *others])
-        opening = self._special.split(closer)[0]
-        return " ".join([self.rule(regex(ANY_TEXT + re.escape(opening)), lazy=True), *others])
+        first, others = self.split(closer)
+        if not first:
+            return f"{regex(ANY_TEXT)} {others}"
+        return f"{self.rule(regex(ANY_TEXT + exactly(first)), lazy=True)} {others}"
+
+    def split(self, marker: str) -> tuple[str, str]:
+        """The text that a marker begins with, empty if that is a special token, and the rest as part of a rule."""
+        parts = self._parts(marker)
+        has_text = self._special.fullmatch(parts[0]) is None
+        return (parts[0] if has_text else ""), " ".join(map(self._piece, parts[has_text:]))
 
     def __str__(self) -> str:
         return "\n".join([*self._lines, ""])
 
-    def _pieces(self, text: str) -> list[str]:
-        parts = [part for part in self._special.split(text) if part]
-        return [
-            f"<[{self._special_tokens[part]}]>" if part in self._special_tokens else literal(part) for part in parts
-        ]
+    def _parts(self, text: str) -> list[str]:
+        return [part for part in self._special.split(text) if part]
+
+    def _piece(self, part: str) -> str:
+        if part in _PLACEHOLDERS:
+            return regex(_PLACEHOLDERS[part])
+        return f"<[{self._special_tokens[part]}]>" if part in self._special_tokens else literal(part)
 
 
 def literal(text: str) -> str:
@@ -62,9 +75,14 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def regex(pattern: str) -> str:
-    """A text that a regular expression matches as a whole."""
-    return f"/{regex_to_lark(pattern, '')}/"
+def exactly(text: str) -> str:
+    """The regular expression of one text."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text).replace("\n", r"\n")
+
+
+def regex(pattern: str, *, ascii_classes: str = "") -> str:
+    """A text that a regular expression matches as a whole. ascii_classes: of `dws`, those that know ASCII only."""
+    return f"/{regex_to_lark(pattern, ascii_classes)}/"
 
 
 def json_value(schema: Any) -> str:

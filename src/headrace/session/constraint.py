@@ -8,12 +8,12 @@ from functools import cached_property
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
-from headrace.grammar.compile import ThinkingForm, compile_output
+from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm, can_enforce_calls, compile_output
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.schema import misfit
 from headrace.session.answer import ChoiceAnswer
 from headrace.text.template import ChatTemplate, RenderedPrompt
-from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart, ToolDefinition
 from headrace.types.events import FinishReason
 from headrace.types.request import ConstraintSpec, ThinkingLimit
 
@@ -22,8 +22,8 @@ log = logging.getLogger("headrace.session")
 _ANY_OBJECT = {"type": "object"}
 
 
-_HARMONY_ANSWER = "<|start|>assistant<|channel|>final<|message|>"
-"""How a model that writes a row of messages begins the one for the user."""
+_HARMONY_TURN, _HARMONY_ANSWER = "<|start|>assistant", "<|channel|>final<|message|>"
+"""How a model that writes a row of messages begins one, and the one for the user."""
 
 _THOUGHT, _SAID = "first thought", "then said"
 
@@ -50,14 +50,31 @@ class ChatConstraints:
         return None if grammar is None and limit is None else ConstraintSpec(grammar, limit)
 
     def _grammar(self, request: ChatRequest, thinking: ThinkingForm | None) -> str | None:
-        if request.structure is None:
+        calls = self._calls(request)
+        if request.structure is None and calls is None:
             return None
         if request.stop.ignore_eos:
             message = "ignore_eos and a form of the answer exclude each other: an answer that is complete has to end"
             raise InvalidRequest(message, param="ignore_eos")
-        grammar = compile_output(request.structure, thinking, self._factory.vocabulary)
+        form = OutputForm(request.structure, calls, self._family.tool_format, thinking)
+        grammar = compile_output(form, self._factory.vocabulary)
         self._factory.prepare(grammar)
         return grammar
+
+    def _calls(self, request: ChatRequest) -> CallsForm | None:
+        """Calls that have to be held to something; None if there may be none, or any."""
+        choice, tools = request.tool_choice, callable_tools(request)
+        if choice.mode == "required" and not tools:
+            raise InvalidRequest("a call is required, but there is no tool that may be called", param="tool_choice")
+        if not tools:
+            return None
+        is_strict = any(tool.strict for tool in tools)
+        if choice.mode == "auto" and not is_strict and choice.is_parallel:
+            # Beside a form of the answer calls need one, too; a choice of tools is a limit as well.
+            is_limited = request.structure is not None or choice.names is not None
+            if not is_limited or not can_enforce_calls(self._family.tool_format):
+                return None
+        return CallsForm(tools, is_required=choice.mode == "required", is_parallel=choice.is_parallel)
 
     def _limit(self, request: ChatRequest, thinking: ThinkingForm | None) -> ThinkingLimit | None:
         """None also for a model that doesn't think: it keeps within any limit."""
@@ -70,20 +87,23 @@ class ChatConstraints:
             num_tokens=request.thinking_budget,
             opener=thinking.opener,
             closer=thinking.closer,
-            closing=self._closing,
+            closing=self._closing(has_tools=bool(callable_tools(request))),
             is_open=thinking.is_open,
         )
 
-    @cached_property
-    def _closing(self) -> tuple[int, ...]:
-        """Token ids that end thinking and begin an answer, as the model's own template writes them."""
+    def _closing(self, *, has_tools: bool) -> tuple[int, ...]:
+        """Token ids that end thinking and begin what follows, as the model's own template writes them."""
         closer = self._family.think_close
         assert closer is not None, "only a model that thinks has a limit"
         if self._family.speaks_harmony:
-            text = closer + _HARMONY_ANSWER
+            text = closer + (_HARMONY_TURN if has_tools else _HARMONY_TURN + _HARMONY_ANSWER)
         else:
-            text = _between(self._template, closer) or f"\n{closer}\n\n"
+            text = self._between or f"\n{closer}\n\n"
         return tuple(self._factory.vocabulary.tokenizer.encode(text))
+
+    @cached_property
+    def _between(self) -> str | None:
+        return _between(self._template, self._family.think_close or "")
 
     def check_answers(self, request: ChatRequest, choices: Sequence[ChoiceAnswer]) -> None:
         """Looks whether JSON answers fit their schema. What is said can't be taken back: it is logged and counted."""
@@ -91,11 +111,20 @@ class ChatConstraints:
             return
         schema = _ANY_OBJECT if request.structure.kind == "json_object" else request.structure.value
         for choice in choices:
-            if choice.reason is not FinishReason.STOP or choice.stop_string is not None:
+            has_ended = choice.reason is FinishReason.STOP and choice.stop_string is None
+            if not has_ended or request.tool_choice.mode == "required":
                 continue
             if (reason := misfit(schema, choice.text)) is not None:
                 self.num_misfits += 1
                 log.error("%s: answer %d does not fit its schema: %s", request.request_id, choice.choice, reason)
+
+
+def callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
+    """Tools whose calls are looked for in the answer. The prompt shows all of them: its beginning stays the same."""
+    choice = request.tool_choice
+    if choice.mode == "none":
+        return ()
+    return tuple(tool for tool in request.tools if choice.names is None or tool.name in choice.names)
 
 
 def _thinking_form(request: ChatRequest, prompt: RenderedPrompt, family: ModelFamily) -> ThinkingForm | None:

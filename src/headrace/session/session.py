@@ -23,7 +23,7 @@ from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.media.profile import read_profile
 from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
-from headrace.session.constraint import ChatConstraints
+from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
@@ -46,7 +46,7 @@ from headrace.text.normalise import media_parts
 from headrace.text.stream_parser import StreamParser, visible_tokens
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
-from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart, ToolDefinition
+from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Started, TokenOutput
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
@@ -342,7 +342,7 @@ class Session:
             self._family,
             thinking_open=prompt.thinking_open,
             stop_strings=request.stop.strings,
-            tools=_callable_tools(request),
+            tools=callable_tools(request),
             num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
         )
 
@@ -430,14 +430,6 @@ def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
     if num_prompts == 1:
         return (request_id,)
     return tuple(f"{request_id}-{index}" for index in range(num_prompts))
-
-
-def _callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
-    """Tools whose calls are looked for in the answer. The prompt shows all of them: its beginning stays the same."""
-    choice = request.tool_choice
-    if choice.mode == "none":
-        return ()
-    return tuple(tool for tool in request.tools if choice.names is None or tool.name in choice.names)
 
 
 def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:

@@ -30,7 +30,7 @@ class Guesses:
 
     def read(self) -> tuple[int, ...]:
         """The ids; waits for the device if they are there."""
-        if self.batch is None:
+        if self.batch is None or not self.num_drafts:
             return self.known or ()
         ids: list[int] = self.batch[self.row, : self.num_drafts].tolist()  # type: ignore[assignment]
         return tuple(ids)
@@ -55,7 +55,7 @@ def packed_ids(windows: Sequence[tuple[Sequence[int], Guesses]]) -> mx.array | N
     batches: dict[int, mx.array] = {}
     for token_ids, guesses in windows:
         ids += token_ids
-        if guesses.batch is None:
+        if guesses.batch is None or not guesses.num_drafts:  # a constraint may have left none
             ids += guesses.read()
             continue
         batches[id(guesses.batch)] = guesses.batch

@@ -1,0 +1,116 @@
+"""How one call is written between its markers: as JSON, between tags, or as Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.grammar.arguments import Arguments, Parameter, RawText
+from headrace.grammar.lark import ANY_TEXT, Rules, exactly, json_value, literal, regex
+
+
+class CallBody(Protocol):
+    """One way of writing."""
+
+    def rule(self, rules: Rules, arguments: Arguments) -> str:
+        """Adds what a call of one tool may be, and gives the rule's name. Raises InvalidRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """Name and arguments, the latter as one JSON object. All fields are markers."""
+
+    before: str
+    between: str
+    after: str
+
+    def rule(self, rules: Rules, arguments: Arguments) -> str:
+        """See CallBody."""
+        name = json.dumps(arguments.name, ensure_ascii=False)[1:-1]
+        head, tail = rules.marker(self.before + name + self.between), rules.marker(self.after)
+        return rules.rule(f"{head} {json_value(arguments.whole())} {tail}")
+
+
+@dataclass(frozen=True, slots=True)
+class TagBody:
+    """An element for each argument, its value between tags: a text as it is, anything else as JSON.
+
+    All fields are markers. behind_key: of a text, typed_key: of anything else. frame: what stands between a value and
+    its tags; texts may do without.
+    """
+
+    before: str
+    behind_name: str
+    key: str
+    behind_key: str
+    value_close: str
+    behind_value: str
+    after: str
+    frame: str = ""
+    typed_key: str | None = None
+
+    def rule(self, rules: Rules, arguments: Arguments) -> str:
+        """See CallBody."""
+        parts = [rules.marker(self.before + arguments.name + self.behind_name)]
+        for each in arguments.parameters():
+            element = rules.rule(self._element(rules, each))
+            parts.append(element if each.is_required else f"{element}?")
+        return rules.rule(" ".join([*parts, rules.marker(self.after)]))
+
+    def _element(self, rules: Rules, parameter: Parameter) -> str:
+        behind_key = self.behind_key if parameter.raw or self.typed_key is None else self.typed_key
+        head = rules.marker(self.key + parameter.name + behind_key)
+        values = [self._text(rules, raw) for raw in parameter.raw] or [
+            f"{self._framed(rules, json_value(parameter.schema))} {rules.marker(self.value_close)}"
+        ]
+        return f"{head} ({' | '.join(values)}) {rules.marker(self.behind_value)}"
+
+    def _framed(self, rules: Rules, value: str) -> str:
+        return f"{rules.marker(self.frame)} {value} {rules.marker(self.frame)}" if self.frame else value
+
+    def _text(self, rules: Rules, raw: RawText) -> str:
+        """A text and its closing tag."""
+        if raw.values is not None:
+            values = " | ".join(map(literal, raw.values))
+            return f"{self._framed(rules, f'({values})')} {rules.marker(self.value_close)}"
+        text = rules.until(self.value_close) if raw.is_free else self._limited(rules, raw)
+        return f"{rules.marker(self.frame)} {text}" if self.frame else text
+
+    def _limited(self, rules: Rules, raw: RawText) -> str:
+        """A text of which more is known, and its closing tag, in one lexeme: only there is it certain where it ends."""
+        first, others = rules.split(self.value_close)
+        wanted = [regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")]
+        if raw.pattern is not None:
+            wanted.append(regex(raw.pattern, ascii_classes="dw"))
+        if first:
+            wanted.append(f"~{regex(ANY_TEXT + exactly(first) + ANY_TEXT)}")
+        text = rules.terminal(" & ".join(wanted))
+        if not first:
+            return f"{text} {others}"
+        return f"{rules.rule(rules.terminal(f'{text} {literal(self.frame + first)}'), lazy=True)} {others}"
+
+
+@dataclass(frozen=True, slots=True)
+class PythonBody:
+    """`f(a=1, b="x")`, with values as JSON writes them."""
+
+    def rule(self, rules: Rules, arguments: Arguments) -> str:
+        """See CallBody."""
+        parameters = arguments.parameters()
+        elements = [rules.rule(f"{literal(each.name + '=')} {json_value(each.schema)}") for each in parameters]
+        listed = _listed(rules, elements, [each.is_required for each in parameters])
+        return rules.rule(f"{literal(arguments.name + '(')} {listed} {literal(')')}")
+
+
+def _listed(rules: Rules, elements: Sequence[str], is_required: Sequence[bool]) -> str:
+    """Elements in their order with commas between them, those that aren't required maybe left out."""
+    first = more = rules.rule('""')
+    for element, required in reversed(list(zip(elements, is_required, strict=True))):
+        begun, following = f"{element} {more}", f'", " {element} {more}'
+        first, more = (
+            rules.rule(begun if required else f"{begun} | {first}"),
+            rules.rule(following if required else f"{following} | {more}"),
+        )
+    return first

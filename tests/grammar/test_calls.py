@@ -1,0 +1,321 @@
+"""Calls of a model that knows nothing are calls to the stream parser and fit their schema, under a constraint."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from grammar.random_answers import legal_ids
+from grammar.schemas import closed
+
+from headrace.errors import InvalidRequest
+from headrace.families.family import ModelFamily
+from headrace.grammar.call_bodies import TagBody
+from headrace.grammar.call_syntaxes import CALL_SYNTAXES
+from headrace.grammar.compile import HARMONY, CallsForm, OutputForm, ThinkingForm, compile_output
+from headrace.grammar.constraint import Constraint
+from headrace.grammar.factory import ConstraintFactory
+from headrace.grammar.vocabulary import Vocabulary
+from headrace.text.formats.registry import FORMATS
+from headrace.text.stream_parser import StreamParser
+from headrace.types.chat import Structure, ToolDefinition
+from headrace.types.events import Text, ToolArguments, ToolCallStart
+from headrace.types.request import ConstraintSpec
+
+END = 256
+NAMES = [*CALL_SYNTAXES, HARMONY]
+SEEDS = range(2)
+PATIENCE = 40
+
+SEARCH = closed(
+    {
+        "query": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 50},
+        "tags": {"type": "array", "items": {"enum": ["a", 'b"c']}, "maxItems": 2},
+    },
+    ["query", "limit"],
+)
+NOTE = closed(
+    {
+        "title": {"type": "string", "minLength": 2, "maxLength": 5},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]+$"},
+        "kind": {"enum": ["long text", "x"]},
+        "when": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/place"},
+        "label": {"type": ["string", "null"], "maxLength": 4},
+    },
+    ["title", "code", "kind", "place"],
+) | {"$defs": {"place": closed({"x": {"type": "number"}, "on": {"type": "boolean"}})}}
+SCHEMAS: Mapping[str, Any] = {"search": SEARCH, "note": NOTE, "stop": {"type": "object", "properties": {}}}
+TOOLS = tuple(ToolDefinition(name, None, schema, strict=True) for name, schema in SCHEMAS.items())
+
+
+class ByteTokenizer:
+    """Every byte is a token, and there are some special ones."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.added_tokens = {"<end>": END} | {text: END + 1 + index for index, text in enumerate(special)}
+        self.special_ids = frozenset(self.added_tokens.values())
+        self.vocab_size = END + 1 + len(special)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < END else None
+
+    def token_text(self, token_id: int) -> str:
+        return next(text for text, each in self.added_tokens.items() if each == token_id)
+
+    def encode(self, text: str) -> list[int]:
+        for name in sorted(self.added_tokens, key=len, reverse=True):
+            before, found, after = text.partition(name)
+            if found:
+                return [*self.encode(before), self.added_tokens[name], *self.encode(after)]
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        pieces = [bytes([each]) if each < END else self.token_text(each).encode() for each in token_ids]
+        return b"".join(pieces).decode()
+
+
+@functools.cache
+def made(special: tuple[str, ...]) -> ConstraintFactory:
+    return ConstraintFactory(Vocabulary(ByteTokenizer(special)))
+
+
+def special_of(name: str, has_special: bool) -> tuple[str, ...]:
+    return FORMATS[name].markers if has_special or name == HARMONY else ()
+
+
+def begun(form: OutputForm, special: tuple[str, ...] = ()) -> Constraint:
+    spec = ConstraintSpec(compile_output(form, made(special).vocabulary))
+    return made(special).begin(spec, frozenset({END}))
+
+
+def takes(constraint: Constraint, text: str, special: tuple[str, ...] = ()) -> bool:
+    tokens = ByteTokenizer(special).encode(text)
+    return constraint.window(tokens).num_legal == len(tokens)
+
+
+def takes_whole(constraint: Constraint, text: str) -> bool:
+    tokens = [*text.encode(), END]
+    return constraint.window(tokens).num_legal == len(tokens)
+
+
+def random_output(constraint: Constraint, tokenizer: ByteTokenizer, ways_out: Sequence[str], seed: int) -> str:
+    """Bytes at random; after some of them, whole ways out wherever one may come."""
+    rng = np.random.default_rng(seed)
+    outs = [[END], *map(tokenizer.encode, ways_out)]
+    said: list[int] = []
+    while len(said) < 4000:
+        (mask,) = constraint.window(()).masks
+        assert mask is not None
+        legal = legal_ids(mask)
+        following = [legal[int(rng.integers(len(legal)))]]
+        if len(said) > PATIENCE and rng.random() < 0.8:
+            following = next((out for out in outs if constraint.window(out).num_legal == len(out)), following)
+        constraint.accept(following)
+        if following == [END]:
+            return tokenizer.decode(said)
+        said += following
+    raise AssertionError(f"no end: {tokenizer.decode(said)[-200:]!r}")
+
+
+def parsed(name: str, output: str, tools: Sequence[ToolDefinition]) -> tuple[str, list[tuple[str, Any]]]:
+    """Text of an output, and its calls."""
+    family = ModelFamily("made up", tool_format=name)
+    parser = StreamParser(family, thinking_open=False, tools=tuple(tools))
+    calls: list[list[str]] = []
+    text = ""
+    for event in (*parser.push(output), *parser.finish()):
+        match event:
+            case ToolCallStart():
+                calls.append([event.name, ""])
+            case ToolArguments():
+                calls[event.index][1] += event.text
+            case Text():
+                text += event.text
+    return text, [(called, json.loads(arguments)) for called, arguments in calls]
+
+
+def ways_out_of(name: str) -> list[str]:
+    """Texts that end whatever text a call of a syntax may stand in."""
+    bodies = [syntax.body for syntax in CALL_SYNTAXES.get(name, ())]
+    tags = [body.frame + body.value_close for body in bodies if isinstance(body, TagBody)]
+    return [*tags, '"', "}", "]", ")"]
+
+
+@pytest.mark.parametrize("has_special", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_required_calls_are_calls_and_fit_their_schemas(name: str, has_special: bool) -> None:
+    special = special_of(name, has_special)
+    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), name, None), special)
+    called = set()
+    for seed in SEEDS:
+        tokenizer = ByteTokenizer(special)
+        output = random_output(constraint.copy(), tokenizer, ways_out_of(name), seed)
+        text, calls = parsed(name, output, TOOLS)
+        assert calls, output
+        assert not text.strip(), output
+        for tool, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[tool])
+            called.add(tool)
+    assert called
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_named_call_is_one_call_of_that_tool(name: str) -> None:
+    special = special_of(name, True)
+    constraint = begun(OutputForm(None, CallsForm(TOOLS[:1], True, False), name, None), special)
+    output = random_output(constraint, ByteTokenizer(special), ways_out_of(name), 7)
+    _, calls = parsed(name, output, TOOLS)
+    assert [tool for tool, _ in calls] == ["search"]
+
+
+XML_CALL = "<tool_call>\n<function=search>\n<parameter=query>\n{}\n</parameter>\n<parameter=limit>\n7\n</parameter>\n"
+XML_END = "</function>\n</tool_call>"
+
+
+def test_texts_between_tags_are_bare_and_may_be_anything_but_the_closer() -> None:
+    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
+    for query in ("", "two\nlines", '<a href="x">', "</param>", "null", "0042", "</function>", "日本"):
+        call = XML_CALL.format(query) + XML_END
+        assert takes_whole(constraint, call)
+        assert parsed("qwen_xml", call, TOOLS)[1] == [("search", {"query": query, "limit": 7})]
+    assert takes_whole(constraint, f"{XML_CALL.format('a')}{XML_END}\n{XML_CALL.format('b')}{XML_END}")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        XML_CALL.format("a").replace("search", "seek"),
+        XML_CALL.format("a").replace("7", "51"),
+        XML_CALL.format("a").replace("7", '"7"'),
+        XML_CALL.format("a").replace("limit", "limits"),
+        XML_CALL.format("a").replace("query", "limit"),
+        XML_CALL.format("a</parameter>"),
+        "I call <tool_call>",
+    ],
+)
+def test_what_is_no_valid_call_may_not_come(call: str) -> None:
+    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
+    assert not takes(constraint, call + XML_END)
+
+
+def test_required_arguments_may_not_be_left_out_and_others_may() -> None:
+    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
+    assert not takes(constraint, "<tool_call>\n<function=search>\n</function>")
+    assert takes_whole(constraint, "<tool_call>\n<function=stop>\n</function>\n</tool_call>")
+    tags = '<parameter=tags>\n["a"]\n</parameter>\n'
+    assert takes_whole(constraint, XML_CALL.format("a") + tags + XML_END)
+    assert not takes(constraint, XML_CALL.format("a") + tags.replace("a", "z", 2))
+
+
+AUTO = OutputForm(None, CallsForm(TOOLS, False, True), "hermes", None)
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a", "limit": 7}}\n</tool_call>'
+
+
+def test_where_calls_are_free_to_come_a_text_is_any_text_and_a_call_is_valid() -> None:
+    constraint = begun(AUTO)
+    assert takes_whole(constraint, "")
+    assert takes_whole(constraint, 'No call: <tool is "it" {}.\n')
+    assert takes_whole(constraint, CALL)
+    assert takes_whole(constraint, f"Let me look.\n\n{CALL}\n{CALL}")
+    assert not takes(constraint, CALL.replace("search", "seek"))
+    assert not takes(constraint, "So: " + CALL.replace("7", "77"))
+    assert not takes_whole(constraint, "So: <tool_call>")
+
+
+def test_calls_that_are_not_parallel_are_one_at_most() -> None:
+    constraint = begun(replace(AUTO, calls=CallsForm(TOOLS, False, False)))
+    assert takes_whole(constraint, "no call")
+    assert takes_whole(constraint, CALL)
+    assert not takes(constraint, f"{CALL}\n")
+    required = begun(replace(AUTO, calls=CallsForm(TOOLS, True, False)))
+    assert takes_whole(required, CALL)
+    assert not takes_whole(required, "no call")
+
+
+@pytest.mark.parametrize("name", ["llama_json", "pythonic"])
+def test_where_a_call_has_no_marker_only_the_beginning_tells_it_from_text(name: str) -> None:
+    constraint = begun(replace(AUTO, syntax=name))
+    call = {"llama_json": '{"name": "stop", "parameters": {}}', "pythonic": "[stop()]"}[name]
+    assert takes_whole(constraint, call)
+    assert takes_whole(constraint, f"An answer with {call} in it")
+    assert takes_whole(constraint, "")
+    assert not takes(constraint, call.replace("stop", "halt"))
+
+
+def test_an_answer_beside_tools_is_its_form_or_a_call() -> None:
+    constraint = begun(replace(AUTO, structure=Structure("json_schema", closed({"a": {"type": "integer"}}))))
+    assert takes_whole(constraint, '{"a": 1}')
+    assert takes_whole(constraint, CALL)
+    assert not takes(constraint, "Let me")
+    assert not takes(constraint, '{"name"')
+    assert not takes(constraint, '{"a": 1}\n')
+
+
+def test_thinking_comes_before_calls_and_may_quote_them() -> None:
+    form = replace(AUTO, thinking=ThinkingForm("<think>", "</think>", True), calls=CallsForm(TOOLS, True, True))
+    constraint = begun(form)
+    assert takes_whole(constraint, f"I <tool_call> think\n</think>\n\n{CALL}")
+    assert not takes(constraint, f"think\n</think>\n\nI {CALL}")
+
+
+def test_harmony_thinks_answers_and_calls_in_messages() -> None:
+    special = FORMATS[HARMONY].markers
+    thinking = ThinkingForm("<|channel|>analysis<|message|>", "<|end|>", False)
+    thought = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+    answer = "<|channel|>final<|message|>hello"
+    call = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
+    free = begun(OutputForm(None, CallsForm(TOOLS, False, True), HARMONY, thinking), special)
+    for text in (thought + answer, answer, thought + thought + call, call):
+        assert takes(free, text, special)
+    assert not takes(free, "hello", special)
+    assert not takes(free, thought + call.replace("stop", "halt"), special)
+    held = begun(OutputForm(Structure("choice", ("yes",)), None, HARMONY, thinking), special)
+    assert takes(held, thought + answer.replace("hello", "yes"), special)
+    assert not takes(held, thought + answer, special)
+    required = begun(OutputForm(None, CallsForm(TOOLS, True, True), HARMONY, thinking), special)
+    assert takes(required, thought + call, special)
+    assert not takes(required, thought + answer, special)
+
+
+def test_a_syntax_that_cannot_be_enforced_is_refused_by_name() -> None:
+    for name, word in (("gemma4", "gemma4"), (None, "no known syntax")):
+        with pytest.raises(InvalidRequest, match=word) as refused:
+            compile_output(OutputForm(None, CallsForm(TOOLS, True, True), name, None), made(()).vocabulary)
+        assert refused.value.param == "tool_choice"
+
+
+ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
+def test_a_strict_schema_that_cannot_be_enforced_is_refused_and_another_is_loosened(name: str) -> None:
+    strict = ToolDefinition("odd", None, ODD, strict=True)
+    form = OutputForm(None, CallsForm((strict,), True, True), name, None)
+    with pytest.raises(InvalidRequest, match="odd.*uniqueItems"):
+        compile_output(form, made(()).vocabulary)
+    loose = begun(replace(form, calls=CallsForm((replace(strict, strict=False),), True, True)))
+    call = {
+        "hermes": '<tool_call>\n{"name": "odd", "arguments": {"a": [1, 1]}}\n</tool_call>',
+        "qwen_xml": "<tool_call>\n<function=odd>\n<parameter=a>\n[1, 1]\n</parameter>\n</function>\n</tool_call>",
+    }[name]
+    assert takes_whole(loose, call)
+
+
+@pytest.mark.parametrize("keyword", [{"format": "date"}, {"pattern": "(?=a)"}, {"allOf": [{"minLength": 2}]}])
+def test_a_strict_text_without_quotes_is_refused_where_it_cannot_be_held_to_its_schema(keyword: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", **keyword}}}
+    tool = ToolDefinition("odd", None, schema, strict=True)
+    form = OutputForm(None, CallsForm((tool,), True, True), "qwen_xml", None)
+    with pytest.raises(InvalidRequest, match="odd"):
+        compile_output(form, made(()).vocabulary)
+    loose = begun(replace(form, calls=CallsForm((replace(tool, strict=False),), True, True)))
+    call = "<tool_call>\n<function=odd>\n<parameter=a>\nxy\n</parameter>\n</function>\n</tool_call>"
+    assert takes_whole(loose, call)
