@@ -159,6 +159,16 @@ def test_a_chats_answer_fits_its_form(chat: openai.OpenAI, extra: dict[str, Any]
     assert isinstance(told.choices[0].message.parsed, Verdict)
 
 
+def test_a_chats_choice_of_a_tool_is_kept(chat: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "clean_window"}}
+    told = chat.chat.completions.create(
+        model="any", messages=HELLO, tools=CHAT_TOOLS, tool_choice=named, max_tokens=200, extra_body=DIRECTLY
+    )
+    (call,) = told.choices[0].message.tool_calls
+    assert call.function.name == "clean_window"
+    assert isinstance(json.loads(call.function.arguments)["id"], str)
+
+
 def test_what_a_chat_can_not_have_raises_what_the_sdk_knows(chat: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat.chat.completions.create(model="any", messages=[{"role": "user", "content": "word " * 20_000}])
@@ -204,6 +214,15 @@ def test_a_messages_tool_is_called_and_its_result_is_used(messages: anthropic.An
     told = messages.messages.create(**asked, messages=history)
     assert RESULT in told.content[0].text
     assert told.usage.cache_read_input_tokens > 0
+
+
+def test_a_message_that_must_call_does(messages: anthropic.Anthropic) -> None:
+    told = messages.messages.create(
+        model="any", messages=HELLO, tools=MESSAGE_TOOLS, tool_choice={"type": "any"}, max_tokens=200
+    )
+    assert told.stop_reason == "tool_use"
+    uses = [block for block in told.content if block.type == "tool_use"]
+    assert {use.name for use in uses} <= set(PARAMETERS)
 
 
 def test_a_messages_answer_fits_its_form(messages: anthropic.Anthropic) -> None:
