@@ -157,7 +157,7 @@ def test_a_prompt_with_media_gives_the_reference_logits(folder: str, case: str) 
     check(folder, case, stream)
 
 
-@pytest.mark.parametrize("sizes", [(1,), (5, 3, 11)])
+@pytest.mark.parametrize("sizes", [pytest.param((1,), marks=pytest.mark.slow), (5, 3, 11)])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_prompts_with_and_without_media_share_steps_and_are_cut_anywhere(folder: str, sizes: tuple[int, ...]) -> None:
     pool = SlabPool()
