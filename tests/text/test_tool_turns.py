@@ -154,6 +154,19 @@ def test_where_a_result_needs_a_call_a_lone_one_is_a_note() -> None:
     assert render(template(body), CALL, RESULT).endswith('assistant: {"a": 1};\ntool: one\n')
 
 
+def test_where_results_belong_to_the_turn_of_their_calls_they_are_put_there() -> None:
+    body = (
+        f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"
+        "{% for r in m.tool_responses or [] %}{{ r.name }}={{ r.response }};{% endfor %}"
+    )
+    turn = called(("a", '{"a": 1}'), ("b", '{"a": 2}'))
+    results = said("tool", "one", tool_call_id="a"), said("tool", "two", tool_call_id="b")
+    text = render(template(body), turn, *results, said("user", "so?"))
+    assert text.endswith('assistant: {"a": 1};{"a": 2};add=one;add=two;\nuser: so?\n')
+    seen = body + "{% if m.role == 'tool' %}!{% endif %}"
+    assert "tool: !one" in render(template(seen), turn, *results)
+
+
 def test_where_a_call_has_thoughts_or_content_both_become_thoughts() -> None:
     body = (
         "{% if m.content and m.thinking %}{{ raise_exception('only one') }}{% endif %}"

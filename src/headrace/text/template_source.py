@@ -13,7 +13,7 @@ from headrace.families.detect import REASONING_KEYS, detect_reasoning_keys
 from headrace.families.family import ModelFamily
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import TemplateTraits, template_message
-from headrace.text.tool_turns import PROBE_TOOLS, find_tool_traits
+from headrace.text.tool_turns import PROBE_TOOLS, find_tool_traits, with_results_joined
 from headrace.types.chat import ChatMessage, Role, TextPart
 
 _PROBE_NOTE = "probe of a system message"
@@ -87,7 +87,10 @@ class TemplateSource:
             alternates_roles = self._takes(("user",)) and not self._takes(("user", "user"))
         reasoning_keys = detect_reasoning_keys(self._source)
         tools = find_tool_traits(
-            self._try_with_tools, counts_ids=family.tool_format == "kimi_k2", reasoning_keys=reasoning_keys
+            self._try_with_tools,
+            source=self._source,
+            counts_ids=family.tool_format == "kimi_k2",
+            reasoning_keys=reasoning_keys,
         )
         return TemplateTraits(takes_system, single_system, alternates_roles, tools, reasoning_keys)
 
@@ -138,6 +141,8 @@ class RequestRenderer:
 
     def _run(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool) -> str:
         prepared = [self._prepare(message) for message in messages]
+        if self._source.traits.tools.joins_results:
+            prepared = with_results_joined(prepared)
         return self._source.run(prepared, self._variables, add_generation_prompt=add_generation_prompt)
 
     def _prepare(self, message: ChatMessage) -> dict[str, Any]:

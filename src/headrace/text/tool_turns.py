@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ _ELEMENTS = """this, once for each call:
 </tool_call>"""
 _CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 _SHORT_LENGTH = 9
+_TOOL_ROLE = re.compile(r"==\s*['\"]tool['\"]")
 _ALPHANUMERICS = string.digits + string.ascii_letters
 
 _QUESTION = {"role": "user", "content": "?"}
@@ -56,7 +58,8 @@ class ToolTraits:
     shows_tools, shows_calls, shows_results: it renders them at all. arguments: the form in which it wants them.
     takes_broken: arguments that are no JSON object are shown as text. takes_several: several calls in one turn.
     takes_lone_results: a result without a call. ids: the form that ids must have.
-    takes_thoughts: a call may have thoughts and content beside it.
+    takes_thoughts: a call may have thoughts and content beside it. joins_results: results are looked for in the turn of
+    their calls, as `tool_responses`.
     """
 
     shows_tools: bool = True
@@ -68,9 +71,10 @@ class ToolTraits:
     takes_lone_results: bool = True
     ids: IdForm = "any"
     takes_thoughts: bool = True
+    joins_results: bool = False
 
 
-def find_tool_traits(attempt: Try, *, counts_ids: bool, reasoning_keys: Sequence[str]) -> ToolTraits:
+def find_tool_traits(attempt: Try, *, source: str, counts_ids: bool, reasoning_keys: Sequence[str]) -> ToolTraits:
     """Ask a template by rendering conversations of a few words. counts_ids: the family's ids count its calls."""
     shows_tools = _NAMES[0] in (attempt([_QUESTION]) or "")
     shows_lone_results = any(_ANSWER in (attempt(_lone_result(ids)) or "") for _, ids in _IDS)
@@ -88,6 +92,7 @@ def find_tool_traits(attempt: Try, *, counts_ids: bool, reasoning_keys: Sequence
             takes_several=_VALUES[1] in (attempt(_conversation(ids, arguments)) or ""),
             takes_lone_results=shows_lone_results,
             ids="counted" if counts_ids else form,
+            joins_results="tool_responses" in source and _TOOL_ROLE.search(source) is None,
             takes_thoughts=attempt(_conversation(ids, arguments[:1], reasoning_keys)) is not None,
         )
     return ToolTraits(
@@ -107,6 +112,19 @@ def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tup
         fitted = tuple(_with_calls_as_text(message) for message in fitted)
     fitted = _with_results_as_text(fitted, traits)
     return fitted if traits.takes_several else tuple(_one_call_a_turn(fitted))
+
+
+def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a template's shape, with results of text moved into the turn of their calls."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        turn = joined[-1] if joined else {}
+        if message["role"] == "tool" and "tool_calls" in turn and isinstance(message["content"], str):
+            response = {"name": message.get("name", "unknown"), "response": message["content"]}
+            joined[-1] = {**turn, "tool_responses": [*turn.get("tool_responses", ()), response]}
+        else:
+            joined.append(message)
+    return joined
 
 
 def tools_note(tools: Sequence[dict[str, Any]], tool_format: str | None) -> ChatMessage:
