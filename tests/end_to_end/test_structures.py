@@ -179,6 +179,20 @@ async def test_thinking_ends_with_its_budget_and_an_answer_follows(
     assert await answers(session, replace(direct, thinking_budget=0)) == await answers(session, direct)
 
 
+@pytest.mark.slow
+async def test_guessed_tokens_change_no_answer_that_is_held_to_a_form(session: Session) -> None:
+    requests = (
+        ask("schema", SCHEMA, sampling=warm(1)),
+        ask("thinking", Structure("choice", ("Rome", "Paris, France")), max_tokens=40, enable_thinking=True),
+        ask("budget", SCHEMA, max_tokens=40, enable_thinking=True, thinking_budget=4, sampling=warm(2)),
+    )
+    for request in requests:
+        plain = await answers(session, replace(request, answers=RequestedAnswers(max_draft_tokens=0)))
+        assert await answers(session, request) == plain
+    drafts = (await session.status()).counters.drafts
+    assert drafts.num_accepted > 0
+
+
 async def test_what_cannot_be_honoured_is_refused(session: Session) -> None:
     with pytest.raises(InvalidRequest, match="not a JSON schema"):
         await answers(session, ask("bad", Structure("json_schema", {"type": 3})))
