@@ -45,7 +45,7 @@ def prepare_drafting(config: Config, files: ModelFiles, packed: PackedModel, dev
     if knobs.mtp == "off" or (knobs.mtp == "auto" and knobs.max_draft_tokens == 0):
         return Drafting(None, None, "drafts: none, as configured")
     try:
-        weights = find_head(files.directory)
+        weights = find_head(files)
         if weights is None:
             raise ModelError("the checkpoint has no prediction head")
         head = load_head(packed, weights, config.models.dtype, device.kind, device.memory_bytes)

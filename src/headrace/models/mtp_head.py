@@ -14,6 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import DecoderLayer
+from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 
 from headrace.errors import ModelError
 from headrace.models.install import Installation, choose_levels
@@ -21,9 +24,12 @@ from headrace.models.media import RowMedia, packed_positions, step_media
 from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.models.weights import hold
+from headrace.models.weights import LISTED_NAMES, hold
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceState
+
+LAYERS = (Qwen3NextDecoderLayer, DecoderLayer)
+"""Classes of layers, Qwen3-Next's and Qwen3.5's, whose checkpoints have such a head."""
 
 
 class HeadModule(nn.Module):
@@ -114,13 +120,14 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     Quantised tensors stay as they are stored, whatever the trunk's bits are. Raises ModelError if the tensors are not
     those of a head for this trunk, naming the first that are missing or too many.
     """
-    arguments = trunk.text_model.args
     attention_layer = next((layer for layer in trunk.model.layers if "self_attn" in layer), None)
-    if attention_layer is None or "fc.weight" not in weights.tensors:
+    if not isinstance(attention_layer, LAYERS) or "fc.weight" not in weights.tensors:
         raise ModelError(f"the tensors in {weights.origin} are no prediction head for this model")
+    arguments = trunk.text_model.args
     layer = type(attention_layer)(arguments, arguments.full_attention_interval - 1)
     module = HeadModule(layer, arguments.hidden_size, arguments.rms_norm_eps)
     _quantise(module, weights.tensors)
+    _refuse_other_names(module, weights)
     try:
         module.load_weights(list(weights.tensors.items()), strict=True)
     except ValueError as error:
@@ -128,6 +135,18 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     module.eval()
     line = hold(module, dtype, device, memory_bytes).removeprefix("weights: ")
     return MtpHead(trunk, module, f"{weights.origin}, {line}, {weights.conventions}")
+
+
+def _refuse_other_names(module: nn.Module, weights: HeadWeights) -> None:
+    parameters: Any = tree_flatten(module.parameters())
+    expected = {name for name, _ in parameters}
+    for names, verb in ((expected - weights.tensors.keys(), "lacks"), (weights.tensors.keys() - expected, "also has")):
+        if names:
+            more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+            listed = ", ".join(sorted(names)[:LISTED_NAMES])
+            raise ModelError(
+                f"the prediction head in {weights.origin} doesn't fit this model: it {verb} {listed}{more}"
+            )
 
 
 def _quantise(module: nn.Module, tensors: Mapping[str, mx.array]) -> None:

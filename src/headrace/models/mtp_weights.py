@@ -8,12 +8,14 @@ hold no head, or one that was quantised together with the trunk and accepts next
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from headrace.errors import ModelError
+from headrace.models.source import ModelFiles
 
 SIDECARS = ("model-mtp.safetensors", "mtp.safetensors", "mtp/*.safetensors")
 """Files beside a checkpoint's own, as patterns."""
@@ -24,33 +26,82 @@ PREFIX = "mtp."
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 """Norms inside the head's layer: what converters shift that go by the names of the trunk's norms."""
 
+NORMS_KEY, ZERO_CENTRED = "norms", "zero-centred"
+"""What the metadata of a sidecar may say about all of its norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormGroup:
+    """Norms that are stored alike. is_centred: as their distance from 1, not as factors."""
+
+    label: str
+    names: frozenset[str]
+    is_centred: bool
+
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
     """A head's tensors by their names without prefix, as stored but for norms, which multiply as they are.
 
-    origin: the files. conventions: what was found about the norms, for the start-up report.
+    origin: the files. norms: what was found about them.
     """
 
     tensors: Mapping[str, mx.array]
     origin: str
-    conventions: str
+    norms: tuple[NormGroup, ...]
+
+    @property
+    def conventions(self) -> str:
+        """What was found about the norms, for the start-up report."""
+        return ", ".join(f"{one.label} norms {ZERO_CENTRED if one.is_centred else 'plain'}" for one in self.norms)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any matrix is stored in fewer bits."""
+        return any(name.endswith(".scales") for name in self.tensors)
+
+    def with_other_norms(self, label: str) -> HeadWeights:
+        """The same head, had a group of norms been stored the other way."""
+        group = next(one for one in self.norms if one.label == label)
+        amount = -1.0 if group.is_centred else 1.0
+        tensors = {**self.tensors, **{name: _shifted(self.tensors[name], amount) for name in group.names}}
+        other = replace(group, is_centred=not group.is_centred)
+        return HeadWeights(tensors, self.origin, tuple(other if one is group else one for one in self.norms))
 
 
-def find_head(directory: Path) -> HeadWeights | None:
-    """The head of a checkpoint's folder, not evaluated; None if there is none.
+def find_head(files: ModelFiles) -> HeadWeights | None:
+    """The head of a checkpoint, not evaluated; None if there is none.
 
-    Raises ModelError if a file that should hold it can't be read.
+    Raises ModelError if a file that should hold it can't be read, or if it is of a form that is not supported.
     """
-    for files, is_sidecar in ((_sidecars(directory), True), (_shards(directory), False)):
-        held = {file.relative_to(directory).as_posix(): _head_tensors(file, is_sidecar) for file in files}
+    directory = files.directory
+    for candidates, is_sidecar in ((_sidecars(directory), True), (_shards(directory), False)):
+        held = {file.relative_to(directory).as_posix(): _head_tensors(file, is_sidecar) for file in candidates}
         holding = [name for name, tensors in held.items() if tensors]
         if holding:
             tensors = {name: array for file in holding for name, array in held[file].items()}
-            is_raw = not is_sidecar and _has_raw_convolutions(directory)
-            shifted, conventions = _shift_norms(_with_stacked_experts(tensors), is_raw)
-            return HeadWeights(shifted, ", ".join(holding), conventions)
+            origin = ", ".join(holding)
+            _refuse_other_forms(tensors, origin, files.text_config)
+            if is_sidecar:
+                is_raw = all(_says_centred(directory / name) for name in holding)
+            else:
+                is_raw = _has_raw_convolutions(directory)
+            stacked = _with_stacked_experts(tensors)
+            norms = _norm_groups(stacked, is_raw)
+            centred = {name for group in norms if group.is_centred for name in group.names}
+            plain = {name: _shifted(array, 1.0) if name in centred else array for name, array in stacked.items()}
+            return HeadWeights(plain, origin, norms)
     return None
+
+
+def _refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Mapping[str, Any]) -> None:
+    layers = {
+        int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdigit()
+    }
+    if len(layers) > 1:
+        raise ModelError(f"the prediction head in {origin} has {len(layers)} layers: only one is supported")
+    if config.get("mtp_use_dedicated_embeddings") or any(name.startswith("embed_tokens.") for name in tensors):
+        raise ModelError(f"the prediction head in {origin} has embeddings of its own, which are not supported")
 
 
 def _sidecars(directory: Path) -> list[Path]:
@@ -62,34 +113,42 @@ def _shards(directory: Path) -> list[Path]:
     return [file for file in sorted(directory.glob("model*.safetensors")) if file.name not in named]
 
 
-def _load(file: Path) -> dict[str, mx.array]:
-    """A file's tensors by name; their numbers are read when they are used."""
+def read_tensors(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """A file's tensors by name, and its metadata; numbers are read when they are used. Raises ModelError."""
     try:
-        loaded = mx.load(str(file))
-    except RuntimeError as error:
+        loaded: Any = mx.load(str(file), return_metadata=True)
+    except (RuntimeError, ValueError) as error:
         raise ModelError(f"{file} can't be read: {error}") from error
-    assert isinstance(loaded, dict)
-    return loaded
+    tensors, metadata = loaded
+    return tensors, metadata
+
+
+def _says_centred(sidecar: Path) -> bool:
+    return read_tensors(sidecar)[1].get(NORMS_KEY) == ZERO_CENTRED
 
 
 def _head_tensors(file: Path, is_sidecar: bool) -> dict[str, mx.array]:
     """The head's tensors in a file. Those of a sidecar may come without the prefix."""
-    tensors = _load(file)
-    named = {name.partition(PREFIX)[2]: array for name, array in tensors.items() if _is_of_head(name)}
+    tensors, _ = read_tensors(file)
+    named = {name.partition(PREFIX)[2]: array for name, array in tensors.items() if is_of_head(name)}
     return tensors if is_sidecar and not named else named
 
 
-def _is_of_head(name: str) -> bool:
+def is_of_head(name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to its head."""
     return name.startswith(PREFIX) or f".{PREFIX}" in name
 
 
 def _has_raw_convolutions(directory: Path) -> bool:
     """Whether the trunk is as its makers stored it: converters for MLX turn the convolutions' axes."""
-    for file in _shards(directory):
-        for name, array in _load(file).items():
-            if name.endswith("conv1d.weight"):
-                return bool(array.shape[-1] != 1)
-    return False
+    found = (is_raw(read_tensors(file)[0]) for file in _shards(directory))
+    return next((said for said in found if said is not None), False)
+
+
+def is_raw(tensors: Mapping[str, mx.array]) -> bool | None:
+    """Whether tensors of a trunk are as its makers stored them; None if none of them tells."""
+    convolutions = (array for name, array in tensors.items() if name.endswith("conv1d.weight"))
+    return next((bool(array.shape[-1] != 1) for array in convolutions), None)
 
 
 def _with_stacked_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -110,8 +169,8 @@ def _with_stacked_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array
     return found
 
 
-def _shift_norms(tensors: Mapping[str, mx.array], is_raw: bool) -> tuple[dict[str, mx.array], str]:
-    """The tensors with zero-centred norms turned into plain factors, and a line that says what was found.
+def _norm_groups(tensors: Mapping[str, mx.array], is_raw: bool) -> tuple[NormGroup, ...]:
+    """How the norms are stored.
 
     Qwen's makers store a norm's distance from 1; converted files hold the factor itself; files to which a head was
     added later mix both. So each group of norms is judged alone: by the file it came in if that is raw, else by
@@ -119,16 +178,15 @@ def _shift_norms(tensors: Mapping[str, mx.array], is_raw: bool) -> tuple[dict[st
     """
     norms = {name for name, array in tensors.items() if array.ndim == 1 and "norm" in name}
     inner = {name for name in norms if any(f".{part}." in f".{name}" for part in LAYER_NORMS)}
-    shifted = dict(tensors)
-    found = []
-    for label, group in (("layer", inner), ("outer", norms - inner)):
-        if not group:
-            continue
-        is_centred = is_raw or _lies_near_zero(tensors[name] for name in group)
-        found.append(f"{label} norms {'zero-centred' if is_centred else 'plain'}")
-        for name in group if is_centred else ():
-            shifted[name] = (tensors[name].astype(mx.float32) + 1.0).astype(tensors[name].dtype)
-    return shifted, ", ".join(found)
+    return tuple(
+        NormGroup(label, frozenset(group), is_raw or _lies_near_zero(tensors[name] for name in group))
+        for label, group in (("layer", inner), ("outer", norms - inner))
+        if group
+    )
+
+
+def _shifted(norm: mx.array, amount: float) -> mx.array:
+    return (norm.astype(mx.float32) + amount).astype(norm.dtype)
 
 
 def _lies_near_zero(arrays: Iterable[mx.array]) -> bool:
