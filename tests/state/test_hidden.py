@@ -1,0 +1,109 @@
+"""Hidden rows survive drafts, checkpoints and restores bit for bit, as far as a prediction head still needs them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.state.hidden import HiddenState
+from headrace.state.layer import LayerKey
+from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.slabs import SlabPool
+
+KEY: LayerKey = (0,)
+LENGTH, WIDTH = 60, 4
+ROWS = np.random.default_rng(0).standard_normal((LENGTH, WIDTH)).astype(np.float32)
+"""Of the tokens that the sequence is meant to have."""
+
+
+def window(state: SequenceState, num_kept: int, num_junk: int, marks: tuple[int, ...] = ()) -> None:
+    """Compute tokens and roll back what is junk."""
+    start = state.length
+    state.begin(num_kept + num_junk, num_kept, marks)
+    rows = np.concatenate([ROWS[start : start + num_kept], np.full((num_junk, WIDTH), 99, np.float32)])
+    state.layer(KEY, HiddenState).write(start, mx.array(rows)[None], marks)
+    state.rollback(num_junk)
+
+
+def unread(state: SequenceState) -> np.ndarray:
+    """The rows that the entries need which the head does not have, up to the newest token's."""
+    hidden = state.layer(KEY, HiddenState)
+    return np.array(hidden.part(hidden.num_folded - 1, state.length)[0])
+
+
+windows = st.tuples(st.just("window"), st.integers(1, 6), st.integers(0, 5))
+programs = st.lists(
+    st.one_of(
+        *(windows, windows),
+        st.tuples(st.just("read"), st.integers(0, 7)),
+        st.tuples(st.just("checkpoint")),
+        st.tuples(st.just("restore"), st.integers(0, 9)),
+    ),
+    min_size=3,
+    max_size=20,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(program=programs)
+def test_random_programs_leave_the_rows_that_are_needed(program: list[tuple]) -> None:
+    pool = SlabPool()
+    state = SequenceState(pool)
+    records: list[tuple[SequenceRecord, int]] = []
+    num_read = 1
+    window(state, 1, 0)
+    for action, *numbers in program:
+        if action == "window" and state.length + numbers[0] <= LENGTH:
+            window(state, *numbers)
+        elif action == "read":
+            num_read = min(num_read + numbers[0], state.length + 1)
+            state.layer(KEY, HiddenState).fold(num_read)
+        elif action == "checkpoint":
+            records.append((state.checkpoint(), num_read))
+        elif action == "restore" and records:
+            record, num_read = records[numbers[0] % len(records)]
+            if numbers[0] % 2:
+                state = SequenceState(pool)
+            state.restore(record)
+            # the last row stays even if its entry was read: that entry is no part of the record
+            num_read = min(num_read, state.length)
+        hidden = state.layer(KEY, HiddenState)
+        assert hidden.num_folded == num_read
+        assert np.array_equal(unread(state), ROWS[num_read - 1 : state.length])
+        assert hidden.end == state.length
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(num_tokens=st.integers(2, 30), mark=st.integers(1, 29), num_junk=st.integers(0, 4))
+def test_a_snapshot_in_the_middle_of_a_window_carries_the_row_before_it(
+    num_tokens: int, mark: int, num_junk: int
+) -> None:
+    mark = min(mark, num_tokens - 1)
+    state = SequenceState(SlabPool())
+    window(state, num_tokens, num_junk, (mark,))
+    record = state.take_snapshots()[mark]
+    state.restore_parts(mark, (), record)
+    assert np.array_equal(unread(state), ROWS[mark - 1 : mark])
+
+
+def test_no_more_rows_are_held_than_are_needed() -> None:
+    state = SequenceState(SlabPool())
+    window(state, 40, 0)
+    hidden = state.layer(KEY, HiddenState)
+    hidden.fold(41)
+    assert [array.shape for array in hidden.arrays()] == [(1, 1, WIDTH)]
+    assert state.checkpoint().num_bytes == WIDTH * 4
+
+
+def test_a_record_stays_while_its_sequence_goes_on() -> None:
+    state = SequenceState(SlabPool())
+    window(state, 5, 2)
+    record = state.checkpoint()
+    (kept,) = record.layers[KEY].arrays
+    before = np.array(kept)
+    for _ in range(5):
+        window(state, 3, 1)
+        state.layer(KEY, HiddenState).fold(state.length)
+    assert np.array_equal(np.array(kept), before)
