@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import date, datetime, time
 from typing import Any
 
 import jsonschema
@@ -309,7 +312,35 @@ def test_a_strict_schema_that_cannot_be_enforced_is_refused_and_another_is_loose
     assert takes_whole(loose, call)
 
 
-@pytest.mark.parametrize("keyword", [{"format": "date"}, {"pattern": "(?=a)"}, {"allOf": [{"minLength": 2}]}])
+FORMATTED = {
+    "date": (date.fromisoformat, ("2024-12-31", "1999-02-28"), ("2024-13-01", "2023-02-30", "2024-04-31", "x")),
+    "time": (time.fromisoformat, ("23:59:59Z", "00:00:00.5+02:00"), ("24:00:00Z", "12:00:00")),
+    "date-time": (datetime.fromisoformat, ("2024-06-30T12:00:00Z",), ("2024-06-30 12:00:00Z", "2024-06-30")),
+    "email": (str, ("a.b@c.org",), ("a@b", "@c.org")),
+    "ipv4": (ipaddress.IPv4Address, ("255.0.19.7",), ("256.0.0.1", "1.2.3")),
+    "uri": (str, ("https://a.org/b?c", "mailto:a@b.c"), ("a b", "//a.org")),
+    "uuid": (uuid.UUID, ("0f8fad5b-d9cb-469f-a165-70867728950e",), ("0f8fad5b-d9cb-469f-a165",)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATTED)
+def test_formats_hold_for_texts_without_quotes(name: str) -> None:
+    read, good, bad = FORMATTED[name]
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": name}}, "required": ["a"]}
+    tool = ToolDefinition("when", None, schema, strict=True)
+    constraint = begun(OutputForm(None, CallsForm((tool,), True, False), "qwen_xml", None))
+    call = "<tool_call>\n<function=when>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for text in good:
+        read(text)
+        assert takes_whole(constraint, call.format(text))
+    for text in bad:
+        assert not takes_whole(constraint, call.format(text))
+    output = random_output(constraint, ByteTokenizer(()), ways_out_of("qwen_xml"), 3)
+    ((_, arguments),) = parsed("qwen_xml", output, (tool,))[1]
+    read(arguments["a"])
+
+
+@pytest.mark.parametrize("keyword", [{"format": "iri"}, {"pattern": "(?=a)"}, {"allOf": [{"minLength": 2}]}])
 def test_a_strict_text_without_quotes_is_refused_where_it_cannot_be_held_to_its_schema(keyword: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", **keyword}}}
     tool = ToolDefinition("odd", None, schema, strict=True)

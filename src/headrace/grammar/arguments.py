@@ -17,6 +17,21 @@ _FIELD = "tools"
 _COMBINATIONS = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "additionalProperties")
 _MAX_DEPTH = 16
 
+_DATE = r"[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "email": r"[A-Za-z0-9._+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,4}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "uri": r"[a-z][a-z0-9+.-]*:[!-~]+",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+}
+"""Formats of texts without quotes, each narrower than its standard where that is simpler (no 29th of February)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -32,13 +47,13 @@ class Parameter:
 class RawText:
     """A text that stands in the output as it is, without quotes.
 
-    values: the only ones, None for any. min_length, max_length: in characters. pattern: which it matches as a whole.
+    values: the only ones, None for any. min_length, max_length: in characters. patterns: each matches it as a whole.
     """
 
     values: tuple[str, ...] | None = None
     min_length: int = 0
     max_length: int | None = None
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -95,16 +110,19 @@ class Arguments:
         values = [branch["const"]] if "const" in branch else branch.get("enum")
         if values is not None:
             return RawText(values=tuple(value for value in values if isinstance(value, str)))
-        pattern = _searched(branch["pattern"]) if "pattern" in branch else None
-        refused = [keyword for keyword in ("format", "allOf") if keyword in branch]
-        if pattern is not None and _is_no_regex(pattern):
-            refused, pattern = [*refused, "pattern"], None
+        patterns = [_searched(branch["pattern"])] if "pattern" in branch else []
+        refused = ["pattern"] if any(map(_is_no_regex, patterns)) else []
+        patterns = [] if refused else patterns
+        if "format" in branch:
+            known = FORMATS.get(branch["format"])
+            patterns, refused = (patterns, [*refused, "format"]) if known is None else ([*patterns, known], refused)
+        refused += ["allOf"] if "allOf" in branch else []
         if refused and self._tool.strict:
             raise InvalidRequest(
                 f"the tool {self.name}: the {refused[0]} of {name} can't be enforced where texts stand without quotes",
                 param=_FIELD,
             )
-        return RawText(None, branch.get("minLength", 0), branch.get("maxLength"), pattern)
+        return RawText(None, branch.get("minLength", 0), branch.get("maxLength"), tuple(patterns))
 
     def _branches(self, schema: Any, depth: int) -> list[Mapping[str, Any]]:
         """What a value may be, each without alternatives and references."""

@@ -82,8 +82,7 @@ class TagBody:
         """A text of which more is known, and its closing tag, in one lexeme: only there is it certain where it ends."""
         first, others = rules.split(self.value_close)
         wanted = [regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")]
-        if raw.pattern is not None:
-            wanted.append(regex(raw.pattern, ascii_classes="dw"))
+        wanted += [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
         if first:
             wanted.append(f"~{regex(ANY_TEXT + exactly(first) + ANY_TEXT)}")
         text = rules.terminal(" & ".join(wanted))
