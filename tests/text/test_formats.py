@@ -98,14 +98,14 @@ def without_tags(text: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(set(ENCODERS) - {"gemma4"} - TAGGED))
 @given(calls_with(ANYTHING), st.data())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_escaped_arguments_come_back_exactly(name: str, calls: list[Call], data: st.DataObject) -> None:
     check(name, calls, data)
 
 
 @pytest.mark.parametrize("name", sorted({*TAGGED, "gemma4"}))
 @given(calls_with(ANYTHING.map(without_tags)), st.data())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_bare_arguments_come_back_exactly(name: str, calls: list[Call], data: st.DataObject) -> None:
     check(name, calls, data)
 
@@ -197,12 +197,11 @@ def test_markup_without_tools_or_of_undeclared_ones_is_text(name: str) -> None:
         assert (shown, others.content) == (text, text)
 
 
-@pytest.mark.parametrize("name", sorted(ENCODERS))
+# Calls of deepseek_v3 hold a fence themselves, and those of harmony are messages of their own.
+@pytest.mark.parametrize("name", sorted(set(ENCODERS) - {"deepseek_v3", "harmony"}))
 @pytest.mark.parametrize("quote", ["`{}`", "```\n{}\n```", "``{}``", "~~~\n{}\n~~~\n"])
 def test_a_call_that_is_quoted_is_prose(name: str, quote: str) -> None:
     tool_format, encode = ENCODERS[name]
-    if tool_format in ("deepseek_v3", "harmony"):
-        pytest.skip("its calls hold a fence, or are messages by themselves")
     text = "So it looks:\n" + quote.format(encode([("store", {"text": "x"})])) + " and so on."
     assert parse(text, family(tool_format), TOOLS).told == (text, "", (), "stop", False)
 
@@ -241,7 +240,7 @@ def fragments(tool_format: str) -> st.SearchStrategy[str]:
 
 @pytest.mark.parametrize("tool_format", sorted(FORMATS))
 @given(st.data(), st.booleans(), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_split_of_anything_comes_to_the_same(
     tool_format: str, data: st.DataObject, thinking_open: bool, is_cut: bool
 ) -> None:
@@ -259,7 +258,7 @@ def test_any_split_of_anything_comes_to_the_same(
 
 @pytest.mark.parametrize("tool_format", sorted(FORMATS))
 @given(st.data())
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_no_beginning_takes_what_follows_hostage(tool_format: str, data: st.DataObject) -> None:
     beginning = "".join(data.draw(st.lists(fragments(tool_format), max_size=4))).replace("<think>", "")
     parser = StreamParser(family(tool_format), thinking_open=False, tools=TOOLS)
