@@ -152,6 +152,7 @@ def ways_out_of(name: str) -> list[str]:
     return [*tags, '"', "}", "]", ")"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_special", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_required_calls_are_calls_and_fit_their_schemas(name: str, has_special: bool) -> None:

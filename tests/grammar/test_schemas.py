@@ -80,6 +80,7 @@ def openapi_free(schema: Any) -> Any:
     return {"anyOf": [rest, {"type": "null"}]} if schema.get("nullable") is True else rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_answer_fits_its_schema(name: str) -> None:
     schema = SCHEMAS[name]
