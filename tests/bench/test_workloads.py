@@ -43,7 +43,7 @@ def test_another_process_on_any_hash_seed_asks_the_same() -> None:
     assert ended.stdout == f"{build_round(PLAN, 'mixed', 4, 1)}\n"
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", [each for each in WORKLOADS if each != "repeated-prompt"])
 def test_no_question_comes_twice_whatever_changes(workload: str) -> None:
     rounds = [
         build_round(PLAN, workload, 4, 0),
@@ -55,7 +55,7 @@ def test_no_question_comes_twice_whatever_changes(workload: str) -> None:
     assert len(set(asked)) == len(asked)
 
 
-@pytest.mark.parametrize("workload", [each for each in WORKLOADS if each != "shared-prefix"])
+@pytest.mark.parametrize("workload", [each for each in WORKLOADS if each not in ("shared-prefix", "repeated-prompt")])
 def test_long_texts_part_within_the_first_words(workload: str) -> None:
     long = [text for repeat in range(3) for text in texts(build_round(PLAN, workload, 4, repeat)) if len(text) > 500]
     assert len({" ".join(text.split()[:4]) for text in long}) == len(long)
@@ -96,6 +96,15 @@ def test_a_shared_prefix_is_one_for_the_round_and_another_for_the_next() -> None
         ("first",),
         ("later",),
     ] * 4
+
+
+def test_a_repeated_prompt_is_asked_cold_and_right_after_that_warm() -> None:
+    made = build_round(PLAN, "repeated-prompt", 2, 0)
+    assert len(made) == 2
+    for stream in made:
+        assert [chat.kinds for chat in stream.conversations] == [("cold",), ("warm",)] * 2
+        cold, warm, other, _ = (chat.questions for chat in stream.conversations)
+        assert cold == warm != other
 
 
 def test_a_growing_conversation_has_a_long_turn_and_then_short_ones() -> None:

@@ -225,6 +225,28 @@ async def test_neither_waiting_nor_preparing_is_a_lookup(engines: tuple[Engine, 
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+async def test_side_requests_between_turns_evict_no_long_conversation(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(name, tmp_path / name)
+    monkeypatch.setattr(engine_module, "state_budget", lambda memory_bytes, utilization: 2_000_000)
+    engine = Engine.launch(Config(str(folder), ModelConfig(self_check=False), EngineConfig(prefill_chunk=256)))
+    try:
+        history = tokens(900, 420)
+        output, _ = await ask(engine, history, (410,))
+        for turn in range(3):
+            num_known = len(history) + len(output) - 1
+            for number in range(8):
+                await ask(engine, tokens(910 + 10 * turn + number, 60), (50,))
+            history = (*history, *output, *tokens(950 + turn, 3))
+            output, num_cached = await ask(engine, history, (len(history) - 2,))
+            assert num_cached == num_known
+        assert (await engine.cache()).num_bytes > 1_000_000
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 async def test_sixty_prompts_under_a_small_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays flat, and nothing is refused."""
     folder = tiny.save(name, tmp_path / name)

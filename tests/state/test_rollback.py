@@ -90,7 +90,14 @@ class Sequence:
 
 windows = st.tuples(st.just("window"), st.integers(1, 6), st.integers(0, 5), st.integers(1, 6))
 programs = st.lists(
-    st.one_of(windows, windows, st.tuples(st.just("checkpoint")), st.tuples(st.just("restore"), st.integers(0, 9))),
+    st.one_of(
+        windows,
+        windows,
+        st.tuples(st.just("checkpoint")),
+        st.tuples(st.just("restore"), st.integers(0, 9)),
+        st.tuples(st.just("preempt")),
+        st.tuples(st.just("abort")),
+    ),
     min_size=3,
     max_size=14,
 )
@@ -111,6 +118,15 @@ def test_random_programs_equal_token_by_token(kind: str, program: list[tuple]) -
                 sequence.state = SequenceState(sequence.pool)
             sequence.state.restore(record)
             assert sequence.state.length == record.length
+        elif action == "preempt":
+            record = sequence.state.checkpoint()
+            sequence.state.release()
+            sequence.state = SequenceState(sequence.pool, record.length + 1)
+            sequence.state.restore(record)
+        elif action == "abort":
+            # what another sequence has computed since is no part of a new one in the same place
+            sequence.state.release()
+            sequence.state = SequenceState(sequence.pool)
         elif action == "window" and sequence.state.length + numbers[0] <= LENGTH:
             for position, logits in sequence.window(*numbers):
                 assert mx.array_equal(logits, expected(kind)[position]), position

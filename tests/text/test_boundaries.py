@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.vocabularies import chat_tokenizer
+from text.vocabularies import byte_level, chat_tokenizer, template
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -15,6 +16,7 @@ from headrace.families.registry import find_family
 from headrace.text.boundaries import MAX_MESSAGES, common_length
 from headrace.text.history import HistoryPolicy
 from headrace.text.template import ChatTemplate, RenderedPrompt
+from headrace.text.template_source import TemplateSource
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, Role, TextPart, ToolCall, ToolDefinition
 from headrace.types.request import BoundaryKind
@@ -209,3 +211,67 @@ def test_the_common_length_is_the_longest(first: str, second: str) -> None:
     length = common_length(first, second)
     assert first[:length] == second[:length]
     assert first[: length + 1] != second[: length + 1] or length == len(first) == len(second)
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "headers"])
+@pytest.mark.parametrize("history", HistoryPolicy)
+def test_what_earlier_turns_have_shown_changes_no_boundary(name: str, history: HistoryPolicy) -> None:
+    used = chat_template(name, history)
+
+    @given(conversations(), WORDS, st.sampled_from([{}, {"enable_thinking": False}, {"tools": (TOOL,)}]))
+    @settings(max_examples=10)
+    def same(messages: tuple[ChatMessage, ...], other: str, fields: dict[str, Any]) -> None:
+        if name != "thinking":
+            fields = {"tools": fields.get("tools", ())}
+        following = (*messages, said("assistant", other), said("user", "and then"))
+        for turn in (messages, following, following[:-1], messages):
+            request = ChatRequest("request", turn, **fields)
+            assert used.render(request) == chat_template(name, history).render(request)
+
+    same()
+
+
+def test_the_next_turn_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = chat_template("thinking")
+    lengths: list[int] = []
+    run = TemplateSource.run
+
+    def counted(self: TemplateSource, messages: list[dict[str, Any]], *args: Any, **fields: Any) -> str:
+        lengths.append(len(messages))
+        return run(self, messages, *args, **fields)
+
+    monkeypatch.setattr(TemplateSource, "run", counted)
+    messages: tuple[ChatMessage, ...] = (said("system", "be brief"),)
+    for number in range(20):
+        messages = (*messages, said("user", f"question {number}"), said("assistant", f"answer {number}"))
+    first = used.render(ChatRequest("request", (*messages, said("user", "more"))))
+    assert sum(length > 20 for length in lengths) == MAX_MESSAGES + 3
+    lengths.clear()
+    messages = (*messages, said("user", "more"), said("assistant", "no more"), said("user", "a last one"))
+    second = used.render(ChatRequest("request", messages))
+    # the prompt, the conversation by itself, answered, and without its last message
+    assert sorted(length for length in lengths if length > 20) == [43, 44, 44, 45]
+    # and a few words' conversations for the one new answer
+    assert sum(length <= 20 for length in lengths) < 8
+    assert second.boundaries[-3].num_tokens == first.boundaries[-1].num_tokens
+
+
+def test_a_template_that_tells_the_time_is_not_remembered_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{{ strftime_now('%d') }}" + template("thinking")
+    tokenizer = Tokenizer(byte_level(added=("<think>", "</think>")), chat_template=source)
+    family = find_family("generic", source)
+    used = ChatTemplate(tokenizer, family)
+    messages = (said("user", "a"), said("assistant", "b", reasoning="c"), said("user", "d"))
+    request = ChatRequest("request", messages)
+    before = used.render(request)
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2001, 2, 3)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    after = used.render(request)
+    assert after == ChatTemplate(tokenizer, family).render(request)
+    assert after.text != before.text
+    assert len(after.boundaries) == len(before.boundaries)

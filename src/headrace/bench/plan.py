@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from headrace.errors import ConfigError
 
-WORKLOADS = ("short-chat", "long-prompt", "shared-prefix", "growing-conversation", "mixed")
+WORKLOADS = ("short-chat", "long-prompt", "repeated-prompt", "shared-prefix", "growing-conversation", "mixed")
 
 _MIN_PROMPT_TOKENS = 16
 

@@ -8,7 +8,7 @@ only where a workload repeats a prefix on purpose.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from headrace.bench.plan import Plan
@@ -69,6 +69,15 @@ def _long_prompt(plan: Plan, streams: int, random: Random) -> Round:
     return _dealt(chats, streams)
 
 
+def _repeated_prompt(plan: Plan, streams: int, random: Random) -> Round:
+    """Each long prompt twice in a row: when it is new, and when a cache may hold it."""
+    chats = [_long(plan, random, plan.max_tokens) for _ in range(_num_conversations(plan, streams))]
+    return tuple(
+        Stream(tuple(replace(chat, kinds=(kind,)) for chat in stream.conversations for kind in ("cold", "warm")))
+        for stream in _dealt(chats, streams)
+    )
+
+
 def _shared_prefix(plan: Plan, streams: int, random: Random) -> Round:
     system = random_text(random, plan.num_prompt_tokens)
     chats = []
@@ -102,6 +111,7 @@ def _mixed(plan: Plan, streams: int, random: Random) -> Round:
 _BUILDERS: Mapping[str, Callable[[Plan, int, Random], Round]] = {
     "short-chat": _short_chat,
     "long-prompt": _long_prompt,
+    "repeated-prompt": _repeated_prompt,
     "shared-prefix": _shared_prefix,
     "growing-conversation": _growing_conversation,
     "mixed": _mixed,

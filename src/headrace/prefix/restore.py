@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.prefix.match import Match, Parting
@@ -69,7 +69,6 @@ class RestorePlan:
 def plan_restore(
     match: Match,
     boundaries: Sequence[Boundary],
-    client_marks: Iterable[int] = (),
     *,
     needs_snapshots: bool,
     max_marks: int = MAX_MARKS,
@@ -77,18 +76,17 @@ def plan_restore(
 ) -> RestorePlan:
     """The plan for a prompt.
 
-    boundaries: of the prompt, rising. client_marks: lengths that the client asked to be kept.
+    boundaries: of the prompt, rising.
     needs_snapshots: whether the model has windowed or opaque layers; without, there are no marks.
     grid: marks move down to a multiple of this. Where recurrent layers compute in blocks that are anchored at the
     prompt's start, a prefill that begins inside of a block rounds differently from a cold one.
     Raises ValueError for a boundary or mark beyond the prompt.
     """
     boundaries = tuple(boundaries)
-    client_marks = tuple(client_marks)
-    for length in (*(boundary.num_tokens for boundary in boundaries), *client_marks):
+    for length in (boundary.num_tokens for boundary in boundaries):
         if not 0 <= length <= match.num_prompt_tokens:
             raise ValueError(f"a mark at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
-    marks = _marks(match, boundaries, client_marks, max_marks, grid) if needs_snapshots else ()
+    marks = _marks(match, boundaries, max_marks, grid) if needs_snapshots else ()
     divergence = Divergence(
         num_prompt_tokens=match.num_prompt_tokens,
         num_reused_tokens=match.num_tokens,
@@ -101,32 +99,29 @@ def plan_restore(
     return RestorePlan(match.num_tokens, marks, divergence)
 
 
-def _marks(
-    match: Match, boundaries: tuple[Boundary, ...], client_marks: tuple[int, ...], max_marks: int, grid: int
-) -> tuple[int, ...]:
+def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int, grid: int) -> tuple[int, ...]:
     """The best `max_marks` lengths at which no snapshot is held yet."""
     chosen: list[int] = []
-    for length in _by_value(match, boundaries, client_marks):
+    for length in _by_value(match, boundaries):
         mark = length - length % grid
         if mark > match.num_tokens and mark not in match.snapshot_lengths and mark not in chosen:
             chosen.append(mark)
     return tuple(sorted(chosen[:max_marks]))
 
 
-def _by_value(match: Match, boundaries: tuple[Boundary, ...], client_marks: tuple[int, ...]) -> list[int]:
+def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
     """Lengths worth a snapshot, the best first.
 
-    The next turn starts from the prompt boundary; a junction has proved that prompts branch there; a client knows what
-    it asks for; every new conversation starts from the system prompt; an edited turn, from a message, late ones first.
+    The next turn starts from the prompt boundary; a junction has proved that prompts branch there; every new
+    conversation starts from the system prompt; an edited turn, from a message, late ones first.
     """
     lengths: dict[BoundaryKind, list[int]] = {kind: [] for kind in BoundaryKind}
     for boundary in reversed(boundaries):
         lengths[boundary.kind].append(boundary.num_tokens)
-    places = [match.num_tokens, *(boundary.num_tokens for boundary in boundaries), *client_marks]
+    places = [match.num_tokens, *(boundary.num_tokens for boundary in boundaries)]
     return [
         *lengths[BoundaryKind.PROMPT],
         *_junction(match, places),
-        *sorted(client_marks, reverse=True),
         *lengths[BoundaryKind.SYSTEM],
         *lengths[BoundaryKind.MESSAGE],
     ]

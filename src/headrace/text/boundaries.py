@@ -1,8 +1,10 @@
 """Where a rendered conversation may branch: prefixes that stay the same when it goes on differently.
 
-Found by rendering the beginning of the conversation by itself and comparing. Text that two renderings share need
-not be tokens that they share, because a merge may reach over the seam; so a boundary is moved back to the end of
-the last control token that the template wrote, which nothing after it can change.
+Found by rendering the beginning of the conversation by itself and comparing. What such a beginning looks like is
+remembered by its digest, so that the next turn of the conversation renders only the beginnings that are new.
+
+Text that two renderings share need not be tokens that they share, because a merge may reach over the seam; so a
+boundary is moved back to the end of the last control token that the template wrote, which nothing after it can change.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.text.memo import Memo, TextDigest, chain
 from headrace.text.normalise import num_leading_system
 from headrace.types.chat import ChatMessage, Role, TextPart
 from headrace.types.request import BoundaryKind
@@ -29,11 +32,35 @@ class TextBoundary:
     kind: BoundaryKind
 
 
+class Beginnings:
+    """Beginnings of one conversation by themselves, rendered where that isn't remembered.
+
+    memo: beginnings of any conversations. salt: digest of what decides a rendering beside the messages.
+    """
+
+    def __init__(self, messages: tuple[ChatMessage, ...], render: Render, memo: Memo[TextDigest], salt: bytes) -> None:
+        self.render = render
+        self._memo = memo
+        self._digests = chain(messages, salt)
+
+    def length_in(self, rendered: str, head: tuple[ChatMessage, ...]) -> int | None:
+        """Characters of the head by itself, if a rendered text begins with it. head: the first of the messages."""
+        key = self._digests[len(head)]
+        known = self._memo.get(key)
+        if known is not None and known.begins(rendered):
+            return known.length
+        alone = self.render(head)
+        if alone is None or not rendered.startswith(alone):
+            return None
+        self._memo.put(key, TextDigest.of(alone))
+        return len(alone)
+
+
 def find_boundaries(
     rendered: str,
     messages: tuple[ChatMessage, ...],
     settled: tuple[ChatMessage, ...],
-    render: Render,
+    beginnings: Beginnings,
     *,
     has_tools: bool,
 ) -> list[TextBoundary]:
@@ -46,32 +73,32 @@ def find_boundaries(
     num_system = num_leading_system(settled)
     following = messages[num_system].role if num_system < len(messages) else "user"
     if num_system or has_tools:
-        found.append((shared_length(rendered, messages[:num_system], following, render), BoundaryKind.SYSTEM))
+        found.append((shared_length(rendered, messages[:num_system], following, beginnings), BoundaryKind.SYSTEM))
     for end in range(max(num_system + 1, len(settled) - MAX_MESSAGES), len(settled)):
-        length = shared_length(rendered, settled[:end], settled[end].role, render)
+        length = shared_length(rendered, settled[:end], settled[end].role, beginnings)
         found.append((length, BoundaryKind.MESSAGE))
     if settled:
-        found.append((_prompt_length(rendered, settled, render), BoundaryKind.PROMPT))
+        found.append((_prompt_length(rendered, settled, beginnings), BoundaryKind.PROMPT))
     return [TextBoundary(length, kind) for length, kind in found if length]
 
 
-def _prompt_length(rendered: str, messages: tuple[ChatMessage, ...], render: Render) -> int:
+def _prompt_length(rendered: str, messages: tuple[ChatMessage, ...], beginnings: Beginnings) -> int:
     """Characters that also stand in the history once there is an answer."""
-    answered = render((*messages, _probe("assistant")))
-    length = shared_length(rendered, messages, "assistant", render)
+    answered = beginnings.render((*messages, _probe("assistant")))
+    length = shared_length(rendered, messages, "assistant", beginnings)
     return length if answered is None else min(length, common_length(rendered, answered))
 
 
-def shared_length(rendered: str, head: tuple[ChatMessage, ...], following: Role, render: Render) -> int:
+def shared_length(rendered: str, head: tuple[ChatMessage, ...], following: Role, beginnings: Beginnings) -> int:
     """How many characters of the rendered text the head of the conversation decides; 0 if that can't be known.
 
     Where the head by itself is a beginning of the text, that is all of it. Some templates write a turn
     differently once another one follows; then a head with some other next turn is compared.
     """
-    alone = render(head) if head else None
-    if alone is not None and rendered.startswith(alone):
-        return len(alone)
-    followed = render((*head, _probe(following)))
+    alone = beginnings.length_in(rendered, head) if head else None
+    if alone is not None:
+        return alone
+    followed = beginnings.render((*head, _probe(following)))
     return 0 if followed is None else common_length(rendered, followed)
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Any, Protocol
 
 from headrace.families.family import ModelFamily
 from headrace.text.boundaries import common_length
+from headrace.text.memo import Memo, chain, digest_of, digest_of_variables
 from headrace.text.normalise import content_text
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.types.chat import ChatMessage, TextPart
@@ -38,6 +39,11 @@ class HistoryPolicy(StrEnum):
 
 Group = tuple[ChatMessage, ...]
 """An assistant's turn and the results of its calls."""
+
+_MAX_VARIABLES = 32
+"""Sets of variables whose turns are remembered."""
+_MAX_CHARS = 16_000_000
+"""Of all remembered turns together, in all their forms."""
 
 _QUESTION = ChatMessage("user", (TextPart("?"),))
 _THOUGHT = "So."
@@ -105,6 +111,11 @@ class TurnForm:
     opening: str
     wanted: str
 
+    @property
+    def num_chars(self) -> int:
+        """Of all forms."""
+        return len(self.known[0]) + len(self.known[1]) + len(self.opening) + len(self.wanted)
+
     def find(self, rendered: str, start: int) -> slice | None:
         """Where the turn stands in a rendered conversation, at `start` or later."""
         at = rendered.find(self.opening, start) if self.opening else -1
@@ -116,15 +127,63 @@ class TurnForm:
         return None
 
 
-class TurnForms:
-    """Forms of an assistant's turns under one set of a template's variables, each found out once."""
+class NoForm(Enum):
+    """In place of a turn's forms."""
 
-    def __init__(self, source: TemplateSource, variables: Mapping[str, Any], family: ModelFamily) -> None:
+    NO_FORM = "no form"
+
+
+NO_FORM = NoForm.NO_FORM
+"""The template does not set the turn apart."""
+
+
+class FormsMemory:
+    """Forms of turns, remembered over requests. Any thread may use it."""
+
+    def __init__(self, source: TemplateSource, family: ModelFamily) -> None:
+        self._source = source
+        self._family = family
+        self._forms: Memo[TurnForms] = Memo(_MAX_VARIABLES)
+        self._turns: Memo[TurnForm | NoForm] = Memo(_MAX_CHARS)
+
+    def under(self, variables: Mapping[str, Any]) -> TurnForms:
+        """The forms under a template's variables."""
         # Tools are written before the first question; the small conversations do without that.
         variables = {name: value for name, value in variables.items() if name != "tools"}
-        self._renderer = RequestRenderer(source, variables, keeps_edges=True)
+        # Some templates write the date: what they show for one question tells whether anything has changed.
+        shown = RequestRenderer(self._source, variables).try_render((_QUESTION,))
+        salt = digest_of(repr(shown), digest_of_variables(variables))
+        forms = self._forms.get(salt)
+        if forms is None:
+            forms = TurnForms(self._source, variables, self._family, self._turns, salt)
+            self._forms.put(salt, forms)
+        return forms
+
+
+class TurnForms:
+    """Forms of an assistant's turns under one set of a template's variables, each found out once.
+
+    memo: forms under any variables. salt: digest of the variables, and of what else decides a rendering.
+    """
+
+    def __init__(
+        self,
+        source: TemplateSource,
+        variables: Mapping[str, Any],
+        family: ModelFamily,
+        memo: Memo[TurnForm | NoForm],
+        salt: bytes,
+    ) -> None:
+        self._source = source
+        self._variables = variables
         self._think_close = family.think_close
-        self._forms: dict[Group, TurnForm | None] = {}
+        self._memo = memo
+        self._salt = salt
+
+    @property
+    def _renderer(self) -> RequestRenderer:
+        """A new one each time, for it keeps what it has rendered."""
+        return RequestRenderer(self._source, self._variables, keeps_edges=True)
 
     @cached_property
     def change(self) -> bool:
@@ -134,10 +193,13 @@ class TurnForms:
 
     def of(self, group: Group) -> TurnForm | None:
         """The forms of a turn; None if the template does not set it apart."""
-        if group not in self._forms:
+        key = chain(group, self._salt)[-1]
+        form = self._memo.get(key)
+        if form is None:
             pair = self._pair(group)
-            self._forms[group] = None if pair is None else self._form(group, *pair)
-        return self._forms[group]
+            form = NO_FORM if pair is None else self._form(group, *pair)
+            self._memo.put(key, form, 1 if isinstance(form, NoForm) else form.num_chars)
+        return None if isinstance(form, NoForm) else form
 
     def _form(self, group: Group, new: str, old: str) -> TurnForm:
         longer, shorter = (new, old) if len(new) > len(old) else (old, new)

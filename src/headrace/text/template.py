@@ -8,9 +8,16 @@ from typing import Any
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
-from headrace.text.boundaries import TextBoundary, common_length, find_boundaries, shared_length
+from headrace.text.boundaries import (
+    Beginnings,
+    TextBoundary,
+    common_length,
+    find_boundaries,
+    shared_length,
+)
 from headrace.text.control_text import CUT, ControlText, find_control_tokens
-from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnForms, with_thinking_apart
+from headrace.text.history import FormsMemory, HistoryPolicy, Renderer, StableRenderer, with_thinking_apart
+from headrace.text.memo import Memo, TextDigest, digest_of_variables
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
@@ -31,6 +38,9 @@ _RESERVED_OPTIONS = frozenset(
         "return_assistant_tokens_mask",
     }
 )
+
+# Of conversations by themselves, that are remembered: 17 for each of some hundred conversations.
+_MAX_BEGINNINGS = 4096
 
 # Begins otherwise than what boundaries are probed with, so that none reaches into it.
 _NEXT_QUESTION = ChatMessage("user", (TextPart("Go on."),))
@@ -87,6 +97,8 @@ class ChatTemplate:
         self._source = (
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
         )
+        self._forms = None if self._source is None else FormsMemory(self._source, family)
+        self._beginnings: Memo[TextDigest] = Memo(_MAX_BEGINNINGS)
 
     @property
     def exists(self) -> bool:
@@ -98,8 +110,8 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """The prompt of a request.
 
-        max_model_len: context in tokens, which the prompt must leave room in. finds_boundaries: up to 18 renderings
-        that a prompt which nobody generates from doesn't need.
+        max_model_len: context in tokens, which the prompt must leave room in. finds_boundaries: up to 18 renderings for
+        a new conversation, 3 for its next turn, which a prompt that nobody generates from doesn't need.
         Raises InvalidRequest if the model has no template or the template refuses the conversation, UnsupportedField
         for media and for a thinking switch that the model doesn't have, and ContextTooLong.
         """
@@ -115,7 +127,8 @@ class ChatTemplate:
         boundaries: tuple[Boundary, ...] = ()
         if finds_boundaries:  # not before it is known that the prompt fits
             has_tools = any(not tool.is_deferred for tool in request.tools)
-            found = find_boundaries(rendered, messages, settled, renderer.try_render, has_tools=has_tools)
+            beginnings = self._beginnings_of(request, messages, renderer)
+            found = find_boundaries(rendered, messages, settled, beginnings, has_tools=has_tools)
             boundaries = self._token_boundaries(rendered, token_ids, found)
         return RenderedPrompt(
             token_ids=token_ids,
@@ -133,7 +146,8 @@ class ChatTemplate:
         messages, renderer = self._begin(followed)
         rendered = renderer.render(messages)
         token_ids, _ = self._encode(rendered, None)
-        length = shared_length(rendered, messages[:-1], "user", renderer.try_render)
+        beginnings = self._beginnings_of(request, messages, renderer)
+        length = shared_length(rendered, messages[:-1], "user", beginnings)
         boundaries = self._token_boundaries(rendered, token_ids, [TextBoundary(length, BoundaryKind.MESSAGE)])
         return PromptHead(token_ids[: boundaries[0].num_tokens] if boundaries else (), boundaries)
 
@@ -151,11 +165,16 @@ class ChatTemplate:
         messages = normalise(said, source.traits, self._system_notes)
         variables = self._variables(request)
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
-            forms = TurnForms(source, variables, self._family)
+            assert self._forms is not None
+            forms = self._forms.under(variables)
             if forms.change:
                 apart = tuple(with_thinking_apart(message, self._family) for message in messages)
                 return apart, StableRenderer(RequestRenderer(source, variables, keeps_edges=True), forms)
         return messages, RequestRenderer(source, variables)
+
+    def _beginnings_of(self, request: ChatRequest, messages: tuple[ChatMessage, ...], renderer: Renderer) -> Beginnings:
+        salt = digest_of_variables(self._variables(request))
+        return Beginnings(messages, renderer.try_render, self._beginnings, salt)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """What the template is given beside the messages."""
