@@ -1,4 +1,4 @@
-"""`headrace serve | chat | doctor | bench`: finds the command, runs it, and says in one line what went wrong."""
+"""`headrace serve | chat | doctor | mtp | bench`: finds the command, runs it, and says in one line what went wrong."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("headrace.cli.serve", "serve a model over HTTP"),
     "chat": ("headrace.cli.chat", "chat with a model in the terminal"),
     "doctor": ("headrace.cli.doctor", "say what this machine can do, and how a model would run on it"),
+    "mtp": ("headrace.cli.mtp", "take a model's prediction head out of a checkpoint, or measure it"),
     "bench": ("headrace.cli.bench", "measure a server, alone or beside others"),
 }
 

@@ -81,7 +81,7 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
         if holding:
             tensors = {name: array for file in holding for name, array in held[file].items()}
             origin = ", ".join(holding)
-            _refuse_other_forms(tensors, origin, files.text_config)
+            refuse_other_forms(tensors, origin, files.text_config)
             if is_sidecar:
                 is_raw = all(_says_centred(directory / name) for name in holding)
             else:
@@ -94,7 +94,8 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
     return None
 
 
-def _refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Mapping[str, Any]) -> None:
+def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Mapping[str, Any]) -> None:
+    """Raises ModelError for a head that is not computed here. tensors: by names without prefix."""
     layers = {
         int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdigit()
     }

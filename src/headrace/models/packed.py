@@ -116,11 +116,15 @@ class PackedModel:
         """The place of the hidden rows that a prediction head has not read."""
         return (len(self._windows) + 1,)
 
-    def keep_hidden(self, is_wanted: bool) -> None:
-        """Whether states keep hidden rows for a prediction head. Raises ModelError if the model can't hand them on."""
+    def keep_hidden(self, is_wanted: bool, is_normed: bool = True) -> None:
+        """Whether states keep hidden rows for a prediction head. Raises ModelError if the model can't hand them on.
+
+        is_normed: after the model's last norm, where the heads of the families here read them.
+        """
         if is_wanted and not self._installation.is_tapped:
             raise ModelError("the model runs as a whole, a row at a time: its hidden rows can't be read")
         self._installation.tap.keeps_hidden = is_wanted
+        self._installation.tap.is_normed = is_normed
 
     @property
     def text_model(self) -> Any:

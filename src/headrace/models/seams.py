@@ -129,8 +129,10 @@ class Tap:
     """Indices of the packed tokens whose logits are wanted; None hands all on."""
     keeps_hidden: bool = False
     """Whether `hidden` is wanted: a prediction head reads it."""
+    is_normed: bool = True
+    """Whether `hidden` is the norm's output or, to try how a head likes it, its input."""
     hidden: mx.array | None = None
-    """The norm's output `[1, T, hidden]` for all tokens of the step."""
+    """`[1, T, hidden]` for all tokens of the step."""
 
 
 class TappedNorm(nn.Module):
@@ -148,7 +150,7 @@ class TappedNorm(nn.Module):
         """x: `[1, T, hidden]` gives `[1, num_picks, hidden]`."""
         hidden: mx.array = self.norm(x)
         if self._tap.keeps_hidden:
-            self._tap.hidden = hidden
+            self._tap.hidden = hidden if self._tap.is_normed else x
         return hidden if self._tap.picks is None else hidden[:, self._tap.picks]
 
 

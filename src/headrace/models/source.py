@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,15 @@ def locate(name: str) -> Path:
         raise ModelError(f"{path} is a file, not a model folder")
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(f"there is no folder {path}")
-    try:
+    with hub_errors(name):
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED_FILES)))
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """What goes wrong while files of a Hugging Face repository are fetched, as ModelError."""
+    try:
+        yield
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a Hugging Face id such as owner/name") from error
     except GatedRepoError as error:

@@ -1,0 +1,109 @@
+"""`headrace mtp extract | check`: a model's prediction head as a file, and how often it is right."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.cli.mtp_texts import TEXTS
+from headrace.cli.words import configured_words
+from headrace.config import load_config, warn_of_unknown_variables
+from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
+from headrace.errors import ConfigError
+from headrace.models.mtp_extract import extract_head
+
+_DEPTH = 4
+_NUM_TOKENS = 32
+"""Places of each text where the head guesses."""
+
+_LEAST_USABLE = 0.2
+"""Share of first drafts that must be right; a good head reaches 0.7 to 0.9, a misread one next to nothing."""
+
+_COMMANDS = "extract SOURCE OUT writes a head into a file of its own, check MODEL measures one"
+
+_UNUSABLE = 1
+
+
+def run(argv: Sequence[str]) -> None:
+    """One of the two. Raises ConfigError and ModelError, and SystemExit with 1 if a head is not usable."""
+    command, *words = argv or [""]
+    if command == "extract":
+        _extract(words)
+    elif command == "check":
+        _check(words)
+    elif command in ("-h", "--help"):
+        print(f"usage: headrace mtp extract SOURCE OUT | check MODEL\n\n{_COMMANDS}")
+    else:
+        said = f"there is no command {command!r} of mtp" if command else "a command of mtp is missing"
+        raise ConfigError(f"{said}: {_COMMANDS}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _extract(words: Sequence[str]) -> None:
+    parser = _Parser(
+        prog="headrace mtp extract",
+        description="Write a checkpoint's prediction head in bfloat16 into a file that is found beside any checkpoint "
+        "of the same model. Only the shards that hold the head are read, or downloaded.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="full-precision checkpoint: folder or Hugging Face id")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the checkpoint that needs the head, or a file")
+    given = parser.parse_args(list(words))
+    done = extract_head(given.source, given.out.expanduser())
+    print(f"{done.file}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, out of {', '.join(done.shards)}")
+    print("norms: zero-centred, as the file says" if done.is_centred else "norms: told by their numbers when loaded")
+
+
+def _check(words: Sequence[str]) -> None:
+    config = load_config(
+        words,
+        program="headrace mtp check",
+        about="Measure how often a model's prediction head is right, and say why if it hardly ever is. "
+        "Ends with 1 if the head is of no use.",
+        sections=("models",),
+    )
+    warn_of_unknown_variables()
+    tokenizer = configured_words(config).tokenizer
+    check = load_head_check(config, [tokenizer.encode_document(text) for text in TEXTS])
+    print(f"head: {check.head.report}")
+    print(f"text: {_NUM_TOKENS} tokens of the model's own after each of {len(TEXTS)} passages", flush=True)
+    found = check.measure(_NUM_TOKENS, _DEPTH)
+    print(f"{'draft':>8}{'right if those before are':>28}{'tokens per step':>18}")
+    for depth in range(1, _DEPTH + 1):
+        print(f"{depth:>8}{found.share(depth):>28.2f}{found.tokens_per_step(depth):>18.2f}")
+    if found.first >= _LEAST_USABLE:
+        return
+    print(f"The head is of no use: {found.first:.0%} of its first guesses are right, of a good one's 70 % and more.")
+    sys.stdout.flush()
+    for line in _explanation(check, found.first):
+        print(line, flush=True)
+    raise SystemExit(_UNUSABLE)
+
+
+def _explanation(check: HeadCheck, first: float) -> Iterator[str]:
+    """What may be wrong with a head of whose first guesses that share is right, and what helps."""
+    best, name = first, ""
+    for label, share in check.other_readings():
+        yield f"{label}: {share:.0%} of the first guesses are right"
+        if share > best:
+            best, name = share, label
+    if best >= _LEAST_USABLE and name == BEFORE_NORM:
+        yield f"So the head was trained on {name}, and no file of it will be read that way here."
+        return
+    if best >= _LEAST_USABLE:
+        yield f"So its norms are stored in another form than it seems: {name}."
+    elif check.weights.is_quantised:
+        yield "It is quantised, like the trunk: a head in so few bits guesses next to nothing."
+    else:
+        yield "No other reading of it is better: it belongs to another model, or is damaged."
+    yield "`headrace mtp extract SOURCE OUT`, with the full-precision original as SOURCE and this model's folder as"
+    yield "OUT, puts a head in bfloat16 beside the model, with what is known of its norms."

@@ -1,0 +1,95 @@
+"""How often a prediction head is right, measured along the model's own greedy text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from headrace.models.mtp_head import MtpHead
+from headrace.models.packed import PackedModel, Row
+from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+from headrace.types.request import SamplingParams
+
+_GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """num_right: for each number of drafts, at how many of `num_places` places the first so many were all right."""
+
+    num_places: int
+    num_right: tuple[int, ...]
+
+    @property
+    def first(self) -> float:
+        """Share of places where the first draft was right."""
+        return self.num_right[0] / self.num_places
+
+    def share(self, depth: int) -> float:
+        """Share of the drafts number `depth`, from 1, that were right where those before them were."""
+        tried = self.num_places if depth == 1 else self.num_right[depth - 2]
+        return self.num_right[depth - 1] / tried if tried else 0.0
+
+    def tokens_per_step(self, num_drafts: int) -> float:
+        """Tokens that a step with so many drafts gains."""
+        return 1 + sum(self.num_right[:num_drafts]) / self.num_places
+
+
+def measure_acceptance(
+    trunk: PackedModel, head: MtpHead, texts: Sequence[Sequence[int]], num_tokens: int, depth: int
+) -> Acceptance:
+    """Continue each text greedily and, before each of `num_tokens` tokens of it, let the head guess `depth` ahead.
+
+    texts: token ids, at least two each. Drafts beyond the first are made from the head's own outputs. The trunk must
+    keep the hidden rows that the head is meant to read.
+    """
+    drafter, pool = HeadDrafter(head), SlabPool()
+    rows = [_Continued(SequenceState(pool, len(ids) + num_tokens + depth), list(ids), len(ids)) for ids in texts]
+    for one in rows:
+        _advance(trunk, [one], len(one.token_ids))
+    guesses: list[list[list[int]]] = []
+    for _ in range(num_tokens):
+        drafted = drafter.draft([HeadRow(one.state, one.token_ids, depth, _GREEDY) for one in rows])
+        mx.eval(drafted, [one.state.arrays() for one in rows])
+        guesses.append(drafted.tolist())  # type: ignore[arg-type]
+        _advance(trunk, rows)
+    for _ in range(depth - 1):
+        _advance(trunk, rows)
+    num_right = [0] * depth
+    for place, drafts_of_rows in enumerate(guesses):
+        for one, drafts in zip(rows, drafts_of_rows, strict=True):
+            start = one.num_given + place + 1
+            for number in range(depth):
+                num_right[number] += drafts[: number + 1] == one.token_ids[start : start + number + 1]
+    for one in rows:
+        one.state.release()
+    return Acceptance(num_tokens * len(rows), tuple(num_right))
+
+
+@dataclass(slots=True)
+class _Continued:
+    """A text, what the model said after it, and the state of all but the last token."""
+
+    state: SequenceState
+    token_ids: list[int]
+    num_given: int
+
+
+def _advance(trunk: PackedModel, rows: Sequence[_Continued], num_tokens: int = 1) -> None:
+    """Compute each row's last tokens, and add the likeliest next one."""
+    packed = []
+    for one in rows:
+        one.state.begin(num_tokens)
+        packed.append(Row(one.state, one.token_ids[-num_tokens:]))
+    picks = [(number + 1) * num_tokens - 1 for number in range(len(rows))]
+    following = mx.argmax(trunk.forward(packed, picks), axis=-1)
+    mx.eval(following, [one.state.arrays() for one in rows])
+    ids: list[int] = following.tolist()  # type: ignore[assignment]
+    for one, token_id in zip(rows, ids, strict=True):
+        one.state.commit(num_tokens)
+        one.token_ids.append(token_id)
