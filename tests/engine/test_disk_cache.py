@@ -302,6 +302,71 @@ async def test_a_server_killed_while_it_writes_leaves_nothing_that_harms(
         assert await ask(engine, prompt) == (expected, 299)
 
 
+async def test_an_engine_killed_in_the_middle_of_a_write_is_followed_by_one_that_answers_as_if_cold(
+    folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The whole process goes, with what it holds in memory, after one file is whole and while the next is written."""
+    prompt = tokens(300, 600)
+    program = textwrap.dedent(
+        """
+        import asyncio, sys
+        from headrace.config import Config, EngineConfig, ModelConfig
+        from headrace.engine.engine import Engine
+        from headrace.state.disk_folder import DiskFolder
+        from headrace.types.request import GenerationRequest, SamplingParams
+
+        real, written = DiskFolder.write, []
+
+        def write_and_hang(self, name, write):
+            def hang(file):
+                write(file)
+                file.truncate(file.tell() // 2)
+                file.flush()
+                print("writing", flush=True)
+                sys.stdin.read()
+
+            written.append(name)
+            return real(self, name, hang if len(written) > 1 else write)
+
+        DiskFolder.write = write_and_hang
+
+        async def main():
+            knobs = EngineConfig(prefill_chunk=128, cache_dir=sys.argv[2])
+            engine = Engine.launch(Config(sys.argv[1], ModelConfig(numerics="exact", self_check=False), knobs))
+            greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+            request = GenerationRequest("r", tuple(map(int, sys.argv[3].split())), greedy, 6)
+            async for _ in await engine.submit(request):
+                pass
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+        """
+    )
+    model = folders("qwen3_5")
+    server = subprocess.Popen(
+        [sys.executable, "-c", program, str(model), str(tmp_path), " ".join(map(str, prompt))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == b"writing\n"
+    finally:
+        server.kill()
+        server.wait()
+        server.stdin.close()
+        server.stdout.close()
+    assert len(list(tmp_path.glob("*.part"))) == len(list(tmp_path.glob("*.safetensors"))) == 1
+    expected = await cold(model, prompt)
+    async with engine_of(model, tmp_path) as engine:
+        assert list(tmp_path.glob(".*.part")) == []
+        # a block alone is no state of this model
+        assert await ask(engine, prompt) == (expected, 0)
+    async with engine_of(model, tmp_path) as engine:
+        assert (await ask(engine, (*prompt, *expected, 7)))[1] == 605
+
+
 async def test_a_folder_removed_at_run_time_is_made_again(folders: Callable[..., Path], tmp_path: Path) -> None:
     cache, prompt = tmp_path / "cache", tokens(7, 600)
 
