@@ -21,6 +21,7 @@ from mlx_lm.models import base
 from headrace.models.mixers.attention import attend
 from headrace.models.mrope import MropeSections
 from headrace.models.step import KVReference, PackedStep, View, WindowMask
+from headrace.models.upstream import largest_rope_batch
 
 Undo = Callable[[], None]
 
@@ -55,9 +56,12 @@ class PackedRope(nn.Module):
 
     def _by_token(self, x: mx.array, offset: mx.array) -> mx.array:
         # tokens become the batch: mx.fast.rope takes one offset for each row of a batch
-        by_token = self.rope(x.transpose(2, 1, 0, 3), offset=offset)
-        packed: mx.array = by_token.transpose(2, 1, 0, 3)
-        return packed
+        tokens = x.transpose(2, 1, 0, 3)
+        most = largest_rope_batch(self.rope)
+        blocks = range(0, tokens.shape[0], most)
+        turned = [self.rope(tokens[lo : lo + most], offset=offset[lo : lo + most]) for lo in blocks]
+        by_token: mx.array = turned[0] if len(turned) == 1 else mx.concatenate(turned)
+        return by_token.transpose(2, 1, 0, 3)
 
 
 def packed_attention(
