@@ -1,6 +1,6 @@
 """What drafts are worth: tokens per second with and without them, by job and by the number of rows.
 
-    python -m training.draft_speed [--rows 1 4 8] [--tokens 96] [--repeats 3] [--dtype auto]
+    python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 96] [--repeats 3] [--dtype auto]
 
 Each figure is the median of ratios within one run: the same requests without drafts and with them, in turn. Text of the
 miniature's own jobs is easy to draft for; random prompts give text that is hard to.
@@ -86,11 +86,11 @@ async def run(engine: Engine, prompts: list[tuple[int, ...]], name: str, depth: 
     return told
 
 
-async def measure(engine: Engine, rows: list[int], num_tokens: int, repeats: int) -> None:
+async def measure(engine: Engine, jobs: list[str], rows: list[int], num_tokens: int, repeats: int) -> None:
     """Print a line for each job and number of rows."""
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     print(f"{'job':9} rows  plain tok/s  drafted tok/s  ratio  accepted  tokens a round")
-    for job in (*JOBS, "random"):
+    for job in jobs:
         for num_rows in rows:
             stream = random.Random(f"draft speed {job}")
             prompts = [prompt(job, tokenizer, stream) for _ in range(num_rows)]
@@ -118,6 +118,8 @@ async def measure(engine: Engine, rows: list[int], num_tokens: int, repeats: int
 def main() -> None:
     """Read the options and measure on the device that MLX has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*JOBS, "random"]
+    parser.add_argument("--jobs", nargs="+", default=names, choices=names)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
@@ -125,7 +127,7 @@ def main() -> None:
     given = parser.parse_args()
     engine = Engine.launch(Config("miniature", ModelConfig(dtype=given.dtype), EngineConfig()))
     print("\n".join(engine.model.report))
-    asyncio.run(measure(engine, given.rows, given.tokens, given.repeats))
+    asyncio.run(measure(engine, given.jobs, given.rows, given.tokens, given.repeats))
     engine.stop()
 
 

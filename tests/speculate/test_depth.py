@@ -162,6 +162,23 @@ def test_drafts_stop_when_the_text_turns_bad_and_come_back_when_it_turns_good(ma
     assert run.steps(200, 0.9) > (2 if machine is gpu else 1.5)
 
 
+def test_waiting_for_a_compiler_is_held_against_no_drafts() -> None:
+    """A machine that takes 200 steps' time for the first step of each kind, as one does that compiles its kernels."""
+    met: set[StepShape] = set()
+
+    def compiling(shape: StepShape) -> float:
+        kind = StepShape(shape.num_rows, shape.num_drafts, shape.head_depth, 0)
+        is_new = kind not in met
+        met.add(kind)
+        return gpu(shape) + (2.0 if is_new else 0.0)
+
+    run = Run(gpu, 1)
+    run.machine = compiling
+    run.steps(60, 0.9)
+    run.machine = gpu
+    assert run.steps(100, 0.9) > 2
+
+
 def test_a_machine_that_changes_is_measured_anew() -> None:
     run = Run(gpu, 1)
     run.steps(300, 0.7)

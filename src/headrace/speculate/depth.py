@@ -32,6 +32,9 @@ _RETIME_AFTER = 64
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 """Steps between two tries where drafts don't seem to pay, at first and at most."""
 
+_COMPILING = 4
+"""A first step of its kind that takes so many times as long as one without drafts has waited for a compiler."""
+
 _LEAST_GAIN = 1.01
 """Drafts are made if they promise to be at least so much faster."""
 
@@ -61,6 +64,7 @@ class DepthPlanner:
         self._since_tried = 0
         self._pause = _FIRST_PAUSE
         self._is_try = False
+        self._seen: set[tuple[int, int, int]] = set()
 
     def plan(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
@@ -133,7 +137,7 @@ class DepthPlanner:
         if self._is_try and is_drafted:
             has_won = num_gained > len(rows)
             self._pause = 0 if has_won else min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
-        if is_mixed or not rows:
+        if is_mixed or not rows or self._is_compiled(shape, seconds):
             return
         self._costs.observe(shape, seconds)
         base, usual = self._costs.expected(shape.undrafted), self._costs.expected(shape)
@@ -146,6 +150,14 @@ class DepthPlanner:
             balance += undrafted - min(seconds, 2 * usual)
             self._highest = max(_FULL_CREDIT * base, _NUM_LOSSES * (usual - base))
         self._balance = min(balance, self._highest or _FULL_CREDIT * base)
+
+    def _is_compiled(self, shape: StepShape, seconds: float) -> bool:
+        """Whether a step has waited for its kernels to be compiled, as no other of its kind will."""
+        kind = shape.num_rows, shape.num_drafts, shape.head_depth
+        base = self._costs.expected(shape.undrafted)
+        is_first = kind not in self._seen
+        self._seen.add(kind)
+        return is_first and base is not None and seconds > _COMPILING * base
 
 
 class _Draft(NamedTuple):
