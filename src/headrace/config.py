@@ -91,6 +91,12 @@ class EngineConfig:
         "of use, or as the chat template would",
         choices=("stable", "template"),
     )
+    system_notes: str = knob(
+        "stable",
+        "where a system message in mid-conversation goes if the chat template takes only one at the top: stable leaves "
+        "it in its place as a marked note of the user's side, hoist moves it to the top",
+        choices=("stable", "hoist"),
+    )
     cache_dir: str | None = knob(
         None, "folder where the prefix cache is kept on disk too, over restarts; models may share it", metavar="FOLDER"
     )
@@ -142,6 +148,37 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DefaultsConfig:
+    """What a request gets that doesn't say. `None` leaves it to the model's generation_config.json."""
+
+    default_temperature: float | None = knob(
+        None, "temperature of requests without one; automatic: the model's", metavar="T", minimum=0.0, maximum=2.0
+    )
+    default_top_p: float | None = knob(
+        None, "top_p of requests without one; automatic: the model's", metavar="P", minimum=0.000001, maximum=1.0
+    )
+    default_top_k: int | None = knob(
+        None, "top_k of requests without one, 0 for off; automatic: the model's", metavar="N", minimum=0
+    )
+    default_min_p: float | None = knob(
+        None, "min_p of requests without one; automatic: the model's", metavar="P", minimum=0.0, maximum=1.0
+    )
+    default_repetition_penalty: float | None = knob(
+        None,
+        "repetition_penalty of requests without one; automatic: the model's",
+        metavar="X",
+        minimum=0.01,
+        maximum=100.0,
+    )
+    default_max_tokens: int | None = knob(
+        None,
+        "tokens that an answer in a chat may have if its request sets no limit; automatic: what the context leaves",
+        metavar="N",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Which images and videos a request may name, and how large they may be."""
 
@@ -178,6 +215,7 @@ class Config:
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
     media: MediaConfig = MediaConfig()
+    defaults: DefaultsConfig = DefaultsConfig()
 
 
 _SECTIONS: Mapping[str, type] = {
@@ -185,6 +223,7 @@ _SECTIONS: Mapping[str, type] = {
     "engine": EngineConfig,
     "server": ServerConfig,
     "media": MediaConfig,
+    "defaults": DefaultsConfig,
 }
 
 

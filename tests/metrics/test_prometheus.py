@@ -33,6 +33,7 @@ STATUS = EngineStatus(
     ),
     cache=CacheStatus(50, 30, 4, 2, 9, 5, 700, 600),
     num_misfits=6,
+    num_broken_calls=8,
     drafts=DraftStatus(3, 8),
 )  # fmt: skip
 PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
@@ -101,6 +102,7 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("vllm:num_preemptions_total", 4),
         ("headrace:steps_total", 99),
         ("headrace:schema_misfits_total", 6),
+        ("headrace:broken_tool_calls_total", 8),
         ("headrace:memory_budget_bytes", 1000),
         ("headrace:memory_weights_bytes", 400),
         ("headrace:memory_reserved_bytes", 300),

@@ -8,6 +8,7 @@ import pytest
 
 import headrace
 from headrace.session.words import load_words
+from headrace.text.normalise import SystemNotes
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import BoundaryKind
 
@@ -23,6 +24,21 @@ def test_the_policy_decides_whether_old_thinking_is_shown(history: str, is_shown
     words = load_words(MINIATURE, "qwen3_5", history=history)
     chat = (said("user", "a"), said("assistant", "b", "long thought"), said("user", "c"))
     assert ("long thought" in words.template.render(ChatRequest("r", chat)).text) is is_shown
+
+
+@pytest.mark.parametrize(("system_notes", "is_in_place"), [("stable", True), ("hoist", False)])
+def test_a_late_system_note_stays_in_its_place_unless_it_is_hoisted(
+    system_notes: SystemNotes, is_in_place: bool
+) -> None:
+    words = load_words(MINIATURE, "qwen3_5", system_notes=system_notes)
+    chat = (said("system", "first"), said("system", "second"), said("user", "question"), said("system", "late note"))
+    text = words.template.render(ChatRequest("r", (*chat, said("user", "again")))).text
+    assert text.index("first") < text.index("second") < text.index("question")
+    assert (text.index("question") < text.index("late note") < text.index("again")) is is_in_place
+    assert (text.index("late note") < text.index("question")) is not is_in_place
+    shorter = words.template.render(ChatRequest("r", chat[:3])).text
+    unchanged = shorter[: shorter.index("question") + len("question")]
+    assert text.startswith(unchanged) is is_in_place
 
 
 def test_a_policy_that_nobody_knows_is_an_error() -> None:

@@ -7,12 +7,14 @@ from fakes import ByteTokenizer
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.session.settings import (
+    ServerDefaults,
     check_answers,
     check_min_tokens,
     check_prompt_ids,
     check_sampling,
     explain_defaults,
     fit_max_tokens,
+    merge_defaults,
     resolve_sampling,
     sampling_defaults,
 )
@@ -75,6 +77,29 @@ def test_defaults_are_explained_as_they_are_applied() -> None:
     assert explain_defaults(sampling_defaults({})) == ()
     (line,) = explain_defaults(sampling_defaults({"temperature": 0.7, "top_k": 20}))
     assert line.endswith("temperature 0.7, top_k 20")
+
+
+def test_the_servers_defaults_win_over_the_models_and_the_request_over_both() -> None:
+    model = sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "presence_penalty": 0.5})
+    merged = merge_defaults(model, RequestedSampling(temperature=0.0, top_k=0, min_p=0.1))
+    params = resolve(RequestedSampling(min_p=0.2), merged)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.95, 0, 0.2)
+    assert params.presence_penalty == 0.5
+    assert merge_defaults(model, RequestedSampling()) == model
+
+
+def test_a_model_that_does_not_sample_does_so_by_the_servers_temperature() -> None:
+    greedy = sampling_defaults({"do_sample": False, "top_p": 0.8})
+    params = resolve(RequestedSampling(), merge_defaults(greedy, RequestedSampling(temperature=0.7)))
+    assert (params.temperature, params.top_p) == (0.7, 0.8)
+
+
+def test_the_servers_defaults_are_explained_beside_the_models() -> None:
+    server = ServerDefaults(RequestedSampling(temperature=0.0, top_k=5), max_tokens=99)
+    model, flags = explain_defaults(sampling_defaults({"temperature": 0.7}), server)
+    assert model.endswith("generation_config.json: temperature 0.7")
+    assert flags.endswith("flags: temperature 0.0, top_k 5, max_tokens 99")
+    assert explain_defaults(RequestedSampling()) == ()
 
 
 def test_controls_are_taken_over_as_they_are() -> None:

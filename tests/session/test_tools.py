@@ -112,6 +112,22 @@ def test_long_arguments_come_in_pieces_while_they_are_written() -> None:
     assert sum(isinstance(event, ToolArguments) for event in events) > len(pieces) / 2
 
 
+def test_broken_calls_are_counted_for_the_status() -> None:
+    session = Session(
+        FakeEngine('<tool_call>\n{"name": "add"\n</tool_call>', (END,)), ByteTokenizer(), PlainTemplate(), HERMES
+    )
+
+    async def count() -> list[int]:
+        counts = [(await session.status()).num_broken_calls]
+        for tools in ((ADD,), (), (ADD,)):
+            async for _ in session.chat(ChatRequest("r", (ChatMessage("user", (TextPart("hi"),)),), tools=tools)):
+                pass
+            counts.append((await session.status()).num_broken_calls)
+        return counts
+
+    assert asyncio.run(count()) == [0, 1, 1, 2]
+
+
 def test_a_broken_call_is_text_and_is_logged_without_what_it_said(caplog: pytest.LogCaptureFixture) -> None:
     broken = '<tool_call>\n{"name": "add", "arguments": {"a": secret}}\n</tool_call>'
     with caplog.at_level(logging.INFO, "headrace.session"):

@@ -42,11 +42,11 @@ CHAT = (
 
 
 def test_a_template_that_takes_system_messages_anywhere_gets_them_as_they_are() -> None:
-    assert normalise(CHAT, ANYWHERE, "keep") == CHAT
+    assert normalise(CHAT, ANYWHERE, "stable") == CHAT
 
 
 def test_leading_system_messages_are_merged_and_a_later_one_stays_as_a_note() -> None:
-    assert pairs(normalise(CHAT, TOP_ONLY, "keep")) == [
+    assert pairs(normalise(CHAT, TOP_ONLY, "stable")) == [
         ("system", "one\n\ntwo"),
         ("user", "hi"),
         ("assistant", "hello"),
@@ -65,7 +65,7 @@ def test_hoisting_moves_a_later_one_to_the_top() -> None:
 
 
 def test_turns_are_merged_where_they_must_alternate() -> None:
-    assert pairs(normalise(CHAT, TURNS, "keep")) == [
+    assert pairs(normalise(CHAT, TURNS, "stable")) == [
         ("system", "one\n\ntwo"),
         ("user", "hi"),
         ("assistant", "hello"),
@@ -74,7 +74,7 @@ def test_turns_are_merged_where_they_must_alternate() -> None:
 
 
 def test_a_template_without_system_messages_gets_a_note_in_the_first_turn() -> None:
-    assert pairs(normalise(CHAT[:3], NOWHERE, "keep")) == [
+    assert pairs(normalise(CHAT[:3], NOWHERE, "stable")) == [
         ("user", "<system-note>\none\n\ntwo\n</system-note>\n\nhi"),
     ]
 
@@ -88,14 +88,14 @@ def test_a_merged_answer_keeps_its_thoughts_and_calls() -> None:
             said("assistant", tool_calls=(other,)),
         ),
         TURNS,
-        "keep",
+        "stable",
     )
     assert merged[1] == said("assistant", "a", reasoning="why", tool_calls=(call, other))
 
 
 def test_tool_results_are_never_merged() -> None:
     results = (said("tool", "1", tool_call_id="a"), said("tool", "2", tool_call_id="b"))
-    assert normalise((said("user", "hi"), *results), TURNS, "keep")[1:] == results
+    assert normalise((said("user", "hi"), *results), TURNS, "stable")[1:] == results
 
 
 @pytest.mark.parametrize(
@@ -109,24 +109,24 @@ def test_tool_results_are_never_merged() -> None:
     ],
 )
 def test_the_billing_line_is_dropped_at_the_head_and_nothing_else(texts: tuple[str, ...], expected: str) -> None:
-    normal = normalise((said("system", *texts), said("user", "hi")), ANYWHERE, "keep")
+    normal = normalise((said("system", *texts), said("user", "hi")), ANYWHERE, "stable")
     assert pairs(normal)[0] == ("system", expected)
 
 
 def test_a_system_message_of_only_the_billing_line_is_gone() -> None:
-    normal = normalise((said("system", "x-anthropic-billing-header: a"), said("user", "hi")), ANYWHERE, "keep")
+    normal = normalise((said("system", "x-anthropic-billing-header: a"), said("user", "hi")), ANYWHERE, "stable")
     assert pairs(normal) == [("user", "hi")]
 
 
 def test_the_billing_line_of_a_user_is_text() -> None:
     text = "x-anthropic-billing-header: a"
-    assert pairs(normalise((said("user", text),), ANYWHERE, "keep")) == [("user", text)]
+    assert pairs(normalise((said("user", text),), ANYWHERE, "stable")) == [("user", text)]
 
 
 def test_an_empty_conversation_is_refused() -> None:
     for messages in ((), (said("system", "x-anthropic-billing-header: a"),)):
         with pytest.raises(InvalidRequest) as refused:
-            normalise(messages, ANYWHERE, "keep")
+            normalise(messages, ANYWHERE, "stable")
         assert refused.value.param == "messages"
 
 
@@ -135,7 +135,7 @@ PICTURE = MediaPart("image", "data:,", param="messages[0].content[1]")
 
 def test_media_keep_their_places_among_the_text() -> None:
     parts = (TextPart("look"), PICTURE, TextPart(""), MediaPart("video", "x"), TextPart("there"))
-    (normal,) = normalise((ChatMessage("user", parts),), ANYWHERE, "keep")
+    (normal,) = normalise((ChatMessage("user", parts),), ANYWHERE, "stable")
     assert template_message(normal)["content"] == [
         {"type": "text", "text": "look"},
         {"type": "image"},
@@ -147,14 +147,14 @@ def test_media_keep_their_places_among_the_text() -> None:
 
 def test_media_stay_when_turns_are_merged() -> None:
     chat = (said("user", "a"), ChatMessage("user", (PICTURE,)), said("user", "b"))
-    (merged,) = normalise(chat, TemplateTraits(alternates_roles=True), "keep")
+    (merged,) = normalise(chat, TemplateTraits(alternates_roles=True), "stable")
     assert merged.content == (TextPart("a"), TextPart("\n\n"), PICTURE, TextPart("\n\n"), TextPart("b"))
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_media_that_are_not_a_user_s_are_refused_by_name(role: Any) -> None:
     with pytest.raises(UnsupportedField, match="only a user or a tool") as refused:
-        normalise((ChatMessage(role, (TextPart("look"), PICTURE)),), ANYWHERE, "keep")
+        normalise((ChatMessage(role, (TextPart("look"), PICTURE)),), ANYWHERE, "stable")
     assert refused.value.param == PICTURE.param
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import TextIO
 
+from headrace.cli.defaults import server_defaults
 from headrace.cli.words import configured_words
 from headrace.config import load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
@@ -36,14 +37,14 @@ def run(argv: Sequence[str]) -> None:
         argv,
         program="headrace chat",
         about="Chat with a model in the terminal. /reset starts over, /exit ends, Ctrl-C stops an answer.",
-        sections=("models", "engine"),
+        sections=("models", "engine", "defaults"),
     )
     warn_of_unknown_variables()
     words = configured_words(config)
     engine = Engine.launch(config, words.constraints)
     try:
         # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
-        session = Session.over(engine, words)
+        session = Session.over(engine, words, defaults=server_defaults(config.defaults))
         for line in (*engine.model.report, *session.notes):
             print(line)
         print("/reset starts over, /exit ends, Ctrl-C stops an answer")

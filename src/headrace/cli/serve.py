@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.cli.defaults import server_defaults
 from headrace.cli.media import media_limits, media_policy
 from headrace.cli.words import configured_words
 from headrace.config import Config, load_config, warn_of_unknown_variables
@@ -31,6 +32,7 @@ def run(argv: Sequence[str]) -> None:
                 words,
                 prepares_turns=config.engine.prefix_cache == "on",
                 media=(media_policy(config.media), media_limits(config.media)),
+                defaults=server_defaults(config.defaults),
             )
             for line in (*engine.model.report, *session.notes):
                 print(line, flush=True)

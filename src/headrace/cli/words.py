@@ -16,5 +16,9 @@ def configured_words(config: Config) -> Words:
     files = model_files(config)
     sampling_defaults(files.generation_config)
     return load_words(
-        files.directory, files.model_type, history=config.engine.history, tool_format=config.models.tool_format
+        files.directory,
+        files.model_type,
+        history=config.engine.history,
+        system_notes="hoist" if config.engine.system_notes == "hoist" else "stable",
+        tool_format=config.models.tool_format,
     )

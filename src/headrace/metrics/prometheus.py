@@ -118,6 +118,8 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
     yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
     help = "Answers that ended by themselves and don't fit their JSON schema."
     yield from _counter("headrace:schema_misfits", help, status.num_misfits, labels)
+    help = "What began as a tool call and could not be made one; it was given as text."
+    yield from _counter("headrace:broken_tool_calls", help, status.num_broken_calls, labels)
     for name, help, num_bytes in (
         ("budget", "What sequences may take.", memory.budget_bytes),
         ("weights", "The model's weights.", memory.weights_bytes),

@@ -1,7 +1,7 @@
 """What a client asked for, checked and completed: the model's defaults, and words as token ids.
 
 Defaults are merged in this order, the later one winning: neutral values, the model's generation_config.json, the
-request.
+server's flags, the request.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ _LARGEST_REPETITION_PENALTY = 100.0
 _LARGEST_PRIORITY = 2**31 - 1
 
 
+@dataclass(frozen=True, slots=True)
+class ServerDefaults:
+    """What whoever runs the server gives requests that don't say; it wins over the model's own.
+
+    sampling: `None` leaves a value to the model. max_tokens: None for what the context leaves.
+    """
+
+    sampling: RequestedSampling = RequestedSampling()
+    max_tokens: int | None = None
+
+
+NO_DEFAULTS = ServerDefaults()
+"""Of a server that leaves all to the model."""
+
+
 def sampling_defaults(generation_config: Mapping[str, Any]) -> RequestedSampling:
     """The model's own sampling out of its generation_config.json. Raises ModelError when a value makes no sense."""
     said: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
@@ -50,16 +65,31 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> RequestedSampling
     return defaults
 
 
-def explain_defaults(defaults: RequestedSampling) -> tuple[str, ...]:
-    """A line for start-up that names the model's own sampling, if it has any."""
-    said = [f"{name} {getattr(defaults, name)}" for name in _DEFAULTED if getattr(defaults, name) is not None]
-    return (f"sampling of generation_config.json: {', '.join(said)}",) if said else ()
+def merge_defaults(model: RequestedSampling, server: RequestedSampling) -> RequestedSampling:
+    """The model's sampling where the server's flags say nothing, of what can have a default."""
+    return replace(model, **_said(server))
+
+
+def explain_defaults(model: RequestedSampling, server: ServerDefaults = NO_DEFAULTS) -> tuple[str, ...]:
+    """Lines for start-up that name the model's own sampling and what the server's flags set, as far as there is any."""
+    limit = {} if server.max_tokens is None else {"max_tokens": server.max_tokens}
+    sources = {"generation_config.json": _said(model), "the --default flags": _said(server.sampling) | limit}
+    return tuple(
+        f"sampling of {source}: {', '.join(f'{name} {value}' for name, value in said.items())}"
+        for source, said in sources.items()
+        if said
+    )
+
+
+def _said(sampling: RequestedSampling) -> dict[str, Any]:
+    """Of what can have a default, what is given."""
+    return {name: value for name in _DEFAULTED if (value := getattr(sampling, name)) is not None}
 
 
 def resolve_sampling(
     requested: RequestedSampling, defaults: RequestedSampling, encode: Callable[[str], Sequence[int]]
 ) -> SamplingParams:
-    """The request's values, else the model's, else the neutral ones; without a seed, draws differ each time.
+    """The request's values, else the defaults, else the neutral ones; without a seed, draws differ each time.
 
     encode: the tokenizer's, for bad words.
     """

@@ -10,6 +10,7 @@ from headrace.families.registry import find_family
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.text.history import HistoryPolicy
+from headrace.text.normalise import SystemNotes
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -27,13 +28,20 @@ class Words:
     constraints: ConstraintFactory
 
 
-def load_words(directory: Path, model_type: str, *, history: str = "stable", tool_format: str = "auto") -> Words:
+def load_words(
+    directory: Path,
+    model_type: str,
+    *,
+    history: str = "stable",
+    system_notes: SystemNotes = "stable",
+    tool_format: str = "auto",
+) -> Words:
     """The words of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
 
-    history: of HistoryPolicy. tool_format: of TOOL_FORMATS in config.py.
+    history: of HistoryPolicy. system_notes: as ChatTemplate takes them. tool_format: of TOOL_FORMATS in config.py.
     """
     tokenizer = Tokenizer.load(directory)
     asked = None if tool_format == "auto" else tool_format
     family = find_family(model_type, tokenizer.chat_template, tool_format=asked)
-    template = ChatTemplate(tokenizer, family, history=HistoryPolicy(history))
+    template = ChatTemplate(tokenizer, family, system_notes=system_notes, history=HistoryPolicy(history))
     return Words(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer)))

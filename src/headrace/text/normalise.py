@@ -9,7 +9,7 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.text.tool_turns import ToolTraits, call_arguments, fit_tool_turns
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
-SystemNotes = Literal["keep", "hoist"]
+SystemNotes = Literal["stable", "hoist"]
 
 # Claude Code puts this line first. It differs in every session, so it would void the cache of all that follows.
 _VOLATILE_LINE = "x-anthropic-billing-header:"

@@ -72,7 +72,7 @@ class ChatTemplate:
     """Renders requests for one model. Safe to share between threads.
 
     system_notes: what becomes of a system message in mid-conversation where the template takes only one at the
-    top. "keep" leaves it in its place as a marked note of the user's side, so that nothing before it changes;
+    top. "stable" leaves it in its place as a marked note of the user's side, so that nothing before it changes;
     "hoist" moves it to the top.
     """
 
@@ -81,7 +81,7 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         family: ModelFamily,
         *,
-        system_notes: SystemNotes = "keep",
+        system_notes: SystemNotes = "stable",
         history: HistoryPolicy = HistoryPolicy.STABLE,
     ) -> None:
         self._tokenizer = tokenizer

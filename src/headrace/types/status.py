@@ -159,7 +159,7 @@ class EngineStatus:
     """A moment between two steps.
 
     cache: None if it is switched off; drafts: None if nothing is guessed ahead. num_misfits: answers so far that were
-    held to a JSON schema and don't fit it.
+    held to a JSON schema and don't fit it. num_broken_calls: what began as a tool call and could not be made one.
     """
 
     num_running: int
@@ -169,6 +169,7 @@ class EngineStatus:
     counters: Counters
     cache: CacheStatus | None = None
     num_misfits: int = 0
+    num_broken_calls: int = 0
     drafts: DraftStatus | None = None
 
 

@@ -1,0 +1,21 @@
+"""What the knobs for defaults mean to a session."""
+
+from __future__ import annotations
+
+from headrace.config import DefaultsConfig
+from headrace.session.settings import ServerDefaults
+from headrace.types.chat import RequestedSampling
+
+
+def server_defaults(config: DefaultsConfig) -> ServerDefaults:
+    """What requests get that don't say."""
+    return ServerDefaults(
+        RequestedSampling(
+            temperature=config.default_temperature,
+            top_p=config.default_top_p,
+            top_k=config.default_top_k,
+            min_p=config.default_min_p,
+            repetition_penalty=config.default_repetition_penalty,
+        ),
+        config.default_max_tokens,
+    )
