@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from PIL import Image, ImageDraw
@@ -13,7 +13,16 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.models.vision import VisionTower
 from headrace.session.session import Session
-from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, RequestedSampling, RequestedStop, TextPart
+from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.types.chat import (
+    ChatMessage,
+    ChatRequest,
+    MediaPart,
+    RequestedAnswers,
+    RequestedSampling,
+    RequestedStop,
+    TextPart,
+)
 from headrace.types.events import Finished, Text, Usage
 from training.jobs import pictures
 from training.sample import Drawing, Sample
@@ -101,6 +110,7 @@ async def say(session: Session, *messages: ChatMessage, depth: int | None = None
     request = ChatRequest(
         f"r{next(counter)}",
         messages,
+        answers=RequestedAnswers(max_draft_tokens=depth),
         sampling=RequestedSampling(temperature=0.0),
         stop=RequestedStop(max_tokens=24),
         enable_thinking=False,
@@ -122,6 +132,22 @@ async def test_it_answers_questions_about_pictures_at_once_and_one_by_one(sessio
     assert num_right >= 9  # its card says 95 % or more, of pictures with the training's own edges
     for sample, (said, _) in list(zip(asked, answers, strict=True))[:3]:
         assert (await say(session, question(sample)))[0] == said
+
+
+async def test_drafts_of_answers_about_pictures_are_mostly_right_and_change_nothing(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+        return tuple(len(row.survival) for row in rows)
+
+    monkeypatch.setattr(DepthPlanner, "plan", plan)
+    num_drafted = num_accepted = 0
+    for sample in samples(13)[10:]:
+        drafted, usage = await say(session, question(sample), depth=3)
+        assert drafted == (await say(session, question(sample), depth=0))[0]
+        num_drafted += usage.num_drafted_tokens
+        num_accepted += usage.num_accepted_tokens
+    assert num_accepted > 0.5 * num_drafted > 0
 
 
 async def test_the_same_words_about_another_picture_get_another_answer(session: Session) -> None:

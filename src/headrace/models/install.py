@@ -17,7 +17,7 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 from headrace.backend.kernels import Kernels
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
-from headrace.models.mrope import find_sections
+from headrace.models.mrope import MropeSections
 from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes
 from headrace.models.step import Windows
 from headrace.models.upstream import REPLACEMENTS
@@ -170,11 +170,12 @@ def _window(entry: Any) -> Any:
 class Installation:
     """Replacements made on a loaded model, in the order they were made."""
 
-    def __init__(self, model: Any, levels: Levels, kernels: Kernels) -> None:
+    def __init__(self, model: Any, levels: Levels, kernels: Kernels, sections: MropeSections | None) -> None:
+        """sections: of the model's ropes, see `find_sections`."""
         self.tap = Tap()
         self.is_tapped = False
         self._undos: list[Undo] = []
-        self._sections = find_sections(model)
+        self._sections = sections
         if Level.WHOLE in levels.values():
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))

@@ -21,6 +21,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 from headrace.errors import ModelError
 from headrace.models.install import Installation, choose_levels
 from headrace.models.media import RowMedia, packed_positions, step_media
+from headrace.models.mrope import find_sections
 from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
 from headrace.models.step import PackedStep, RowSpan, View
@@ -77,7 +78,7 @@ class MtpHead:
         self.report = report
         self._trunk = trunk
         self._kernels = trunk.kernels
-        self._installation = Installation(module, choose_levels(module), trunk.kernels)
+        self._installation = Installation(module, choose_levels(module), trunk.kernels, find_sections(trunk.model))
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
         """The hidden rows of a sequence that the head has not read."""

@@ -14,6 +14,7 @@ from headrace.errors import ModelError
 from headrace.models.install import Installation, Level, Levels, windows_of
 from headrace.models.media import Deepstack, RowMedia, packed_positions, step_media
 from headrace.models.mixers.whole import run_rows
+from headrace.models.mrope import find_sections
 from headrace.models.seams import views_of
 from headrace.models.step import PackedStep, RowSpan
 from headrace.state.hidden import HiddenState
@@ -44,7 +45,7 @@ class PackedModel:
         self.levels = levels
         self.kernels = kernels
         self._windows = windows_of(model)
-        self._installation = Installation(model, levels, kernels)
+        self._installation = Installation(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
 
