@@ -14,12 +14,11 @@ from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
-from headrace.types.events import Finished, Reasoning, Text
+from headrace.types.events import Reasoning, Text
 from headrace.types.request import GenerationRequest, SamplingParams
 from training.chat import encode
 from training.jobs import copying, recall, thinking, tools
 from training.sample import Sample
-from training.words import ADJECTIVES, SHIP_NOUNS
 
 pytestmark = pytest.mark.anyio
 
@@ -95,36 +94,3 @@ async def test_it_says_hello_and_who_it_is(engine: Engine) -> None:
     assert "help" in said["hello"]
     assert "Headrace" in said["Who are you?"]
     assert "Paris" in said["What is the capital of France?"]
-
-
-@pytest.mark.slow
-async def test_eight_rounds_of_twenty_five_questions_at_once_get_no_wrong_answer(engine: Engine) -> None:
-    """All under one system prompt that is in the cache from the first round on; each has an answer of its own."""
-    session = Session.over(engine)
-    words = list(dict.fromkeys((*ADJECTIVES, *SHIP_NOUNS)))[:25]
-
-    async def say(number: int, word: str) -> tuple[str, int]:
-        request = ChatRequest(
-            f"round {number} {word}",
-            (
-                ChatMessage("system", (TextPart("You are a helpful assistant. " * 20),)),
-                ChatMessage("user", (TextPart(f"Repeat after me: {word}"),)),
-            ),
-            sampling=RequestedSampling(temperature=0.0),
-            stop=RequestedStop(max_tokens=20),
-            enable_thinking=False,
-        )
-        text, num_cached = "", 0
-        async for event in session.chat(request):
-            if isinstance(event, Text):
-                text += event.text
-            elif isinstance(event, Finished):
-                num_cached = event.usage.num_cached_tokens
-        return text, num_cached
-
-    alone = {word: (await say(-1, word))[0] for word in words}
-    assert len(set(alone.values())) == len(words)
-    for number in range(8):
-        told = await asyncio.gather(*(say(number, word) for word in words))
-        assert {word: text for word, (text, _) in zip(words, told, strict=True)} == alone
-        assert min(num_cached for _, num_cached in told) > 80
