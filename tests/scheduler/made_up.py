@@ -115,6 +115,10 @@ class FakeRunner:
             tuple(each for each in answers if isinstance(each, ChunkFailure)),
         )
 
+    def draft(self, result: StepResult) -> dict[str, int]:
+        """Drafts for whatever has gained tokens."""
+        return {answer.sequence_id: self.num_drafts for answer in result.results if answer.token_ids}
+
     def release(self, sequence_id: str) -> None:
         """Forget a sequence; it must be known."""
         del self.computed[sequence_id]
@@ -156,7 +160,6 @@ class FakeRunner:
             tuple(logprobs) if request.num_logprobs is not None else (),
             tuple(prompt_logprobs),
             num_verified=chunk.num_drafts,
-            num_ready=self.num_drafts,
         )
 
     def _fork(self, chunk: Chunk, fork: str, choice: int) -> ChunkResult:

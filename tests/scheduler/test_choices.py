@@ -22,7 +22,9 @@ def run_alone(scheduler: Scheduler, runner: FakeRunner) -> list[TokenOutput]:
     """All outputs until nothing is left to do."""
     outputs: list[TokenOutput] = []
     while scheduler.num_running + scheduler.num_waiting:
-        outputs += scheduler.update(runner.execute(scheduler.schedule()), 0.0, 0.0).outputs
+        result = runner.execute(scheduler.schedule())
+        outputs += scheduler.update(result, 0.0, 0.0).outputs
+        scheduler.note_drafts(runner.draft(result))
     return outputs
 
 

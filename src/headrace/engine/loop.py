@@ -136,6 +136,7 @@ class Loop:
                 self._prefixes.observe_prefill(plan.num_prompt_tokens, now - started)
             self._stats.stepped()
             self._publish(self._scheduler.update(result, now - started, now), now)
+            self._scheduler.note_drafts(self._runner.draft())
         self.fail_all(EngineDead("the server is shutting down"))
         if self._prefixes is not None:
             self._prefixes.close()

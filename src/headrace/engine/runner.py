@@ -64,6 +64,10 @@ class Runner:
         self._features = features
         self._pool = SlabPool()
         self._live: dict[str, LiveSequence] = {}
+        self._gained: list[str] = []
+        """Sequences that have gained tokens in the last step."""
+        self._drafting_s = 0.0
+        """Time that was spent on the guesses for the step that comes next."""
 
     @property
     def state_bytes(self) -> int:
@@ -87,6 +91,7 @@ class Runner:
         What goes wrong in one row's own work fails that row; what goes wrong in the step fails its rows. Either way
         there is an answer for every chunk and fork, and the caller frees the rows that failed.
         """
+        self._gained = []
         self._preempt(plan.preempted)
         failures: list[ChunkFailure] = []
         started = time.monotonic()
@@ -101,7 +106,7 @@ class Runner:
                 one.live.is_sound = False
             failures += [failure for one in windows for failure in _failures(one.chunk, error)]
             return StepResult((), tuple(failures))
-        self._report(windows, outcomes, time.monotonic() - started)
+        self._report(windows, outcomes, time.monotonic() - started + self._drafting_s)
         results: list[ChunkResult] = []
         for one, outcome in zip(windows, outcomes, strict=True):
             try:
@@ -110,7 +115,8 @@ class Runner:
                 logger.exception("the row of %s failed", one.chunk.sequence_id)
                 one.live.is_sound = False
                 failures += _failures(one.chunk, error)
-        return StepResult(tuple(self._draft(results)), tuple(failures))
+        self._gained = [result.sequence_id for result in results if result.token_ids]
+        return StepResult(tuple(results), tuple(failures))
 
     def _preempt(self, sequence_ids: Iterable[str]) -> None:
         """Keep checkpoints in place of states; where that goes wrong, the sequence fails when it goes on."""
@@ -260,21 +266,19 @@ class Runner:
                 results.append(ChunkResult(sequence_id, 0, (drawn.token_id,), scores))
         return results
 
-    def _draft(self, results: Sequence[ChunkResult]) -> list[ChunkResult]:
-        """Let guesses be made for the sequences that go on, and tell how many there are."""
-        if self._speculator is None:
-            return list(results)
-        drafting = [
-            live.drafting(live.drafted)
-            for result in results
-            if result.token_ids and (live := self._live[result.sequence_id]).drafted is not None
-        ]
-        self._speculator.draft(drafting)
-        return [replace(result, num_ready=self._num_ready(result)) for result in results]
+    def draft(self) -> dict[str, int]:
+        """Let guesses be made for the sequences that have gained tokens in the last step; how many, by sequence.
 
-    def _num_ready(self, result: ChunkResult) -> int:
-        drafted = self._live[result.sequence_id].drafted
-        return drafted.guesses.num_drafts if drafted is not None and result.token_ids else 0
+        Apart from `execute`, so that nobody waits for them who waits for the tokens.
+        """
+        gained, self._gained = self._gained, []
+        if self._speculator is None:
+            return {}
+        started = time.monotonic()
+        rows = {each: live for each in gained if (live := self._live[each]).drafted is not None}
+        self._speculator.draft([live.drafting(live.drafted) for live in rows.values() if live.drafted is not None])
+        self._drafting_s = time.monotonic() - started
+        return {each: live.drafted.guesses.num_drafts for each, live in rows.items() if live.drafted is not None}
 
     def _report(self, windows: Sequence[Window], outcomes: Sequence[_Outcome], seconds: float) -> None:
         """Tell what became of the drafts of a step that took `seconds`."""

@@ -195,6 +195,15 @@ class Scheduler:
         failures = [RequestFailure(name, error) for name, error in errors.items() if not stepped[name].is_aborted]
         return StepOutcome(tuple(outputs), tuple(failures), tuple(finished))
 
+    def note_drafts(self, num_ready: Mapping[str, int]) -> None:
+        """How many drafts the runner holds for the next chunk of a sequence, by its id; none for those left out.
+
+        Sequences that have ended since are no matter.
+        """
+        for sequence_id, number in num_ready.items():
+            if (sequence := self._sequences.get(sequence_id)) is not None:
+                sequence.num_ready = number
+
     def released(self) -> tuple[str, ...]:
         """Sequences that ended since the last call and whose rows the runner still holds."""
         released = tuple(self._released)
@@ -237,7 +246,7 @@ class Scheduler:
             if answer is None:
                 continue
             live.prompt_logprobs += answer.prompt_logprobs
-            token_ids = sequence.accept(answer.num_committed, answer.token_ids, answer.num_ready)
+            token_ids = sequence.accept(answer.num_committed, answer.token_ids)
             if answer.token_ids:
                 outputs.append(_output(live, sequence, token_ids, answer))
                 self._shares.serve(live.request.session, len(token_ids))

@@ -105,16 +105,14 @@ class Sequence:
             forks=sequence_ids(self.request)[1:] if ends_prompt else (),
         )
 
-    def accept(self, num_committed: int, token_ids: tuple[int, ...], num_ready: int = 0) -> tuple[int, ...]:
+    def accept(self, num_committed: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Take over the result of a chunk or a fork and return the tokens that belong to the output.
 
         The first stop token ends the output and is left out; so does reaching max_tokens, with the token
         that reaches it included. With max_tokens 0 nothing is output: the prompt was all that was wanted. What the
         runner gained beyond the end is dropped.
-
-        num_ready: drafts that the runner holds for the next chunk.
         """
-        self.num_ready = num_ready
+        self.num_ready = 0
         if self.awaits_fork:
             self.awaits_fork = False
             self.num_computed = len(self.request.prompt)

@@ -67,7 +67,6 @@ class ChunkResult:
     num_committed: how many of its tokens, right drafts included, now belong to the sequence's state.
     token_ids: tokens gained: right drafts and the token drawn behind them; empty if it did not sample.
     num_verified: drafts that were verified; what was gained beyond one token were the right ones among them.
-    num_ready: drafts that the runner holds for the sequence's next chunk.
     logprobs: one for each token gained, if the request asked for them.
     prompt_logprobs: of the prompt tokens start + 1 to start + num_committed that exist, if asked for: what the chunk's
     tokens predicted.
@@ -79,7 +78,6 @@ class ChunkResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_verified: int = 0
-    num_ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)
