@@ -207,7 +207,8 @@ async def test_a_batch_of_drafted_rows_says_what_each_says_alone(
     num_drafted = sum(answer.num_drafted for answer in answers)
     num_accepted = sum(answer.num_accepted for answer in answers)
     assert num_drafted > 50
-    low, high = {"head": (0.3, 0.99), "random": (0.0, 0.02), "oracle": (1.0, 1.0), "wrong oracle": (0.2, 0.8)}[drafter]
+    # the oracle can't tell two choices of a request apart as long as they have said the same
+    low, high = {"head": (0.3, 0.99), "random": (0.0, 0.02), "oracle": (0.97, 1.0), "wrong oracle": (0.2, 0.8)}[drafter]
     assert low <= num_accepted / num_drafted <= high
 
 
