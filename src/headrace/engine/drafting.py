@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from headrace.backend.device import Device
 from headrace.config import Config
+from headrace.engine.rehearsal import Rehearsal
 from headrace.errors import ConfigError, ModelError
+from headrace.models.load import LoadedModel
 from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
-from headrace.models.packed import PackedModel
 from headrace.models.source import ModelFiles
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
@@ -20,14 +21,14 @@ from headrace.speculate.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What was found and chosen. head, speculator: None if nothing is drafted. report: a line that says why.
+    """What was found and chosen. head, speculator: None if nothing is drafted. report: lines that say why.
 
     origin: what was loaded of the head, and how; empty for none.
     """
 
     head: HeadDrafter | None
     speculator: Speculator | None
-    report: str
+    report: tuple[str, ...]
     origin: str = ""
 
     @property
@@ -36,30 +37,40 @@ class Drafting:
         return 0 if self.speculator is None else self.speculator.max_drafts
 
 
-def prepare_drafting(config: Config, files: ModelFiles, packed: PackedModel, device: Device) -> Drafting:
-    """Load the model's prediction head if it has one and it is wanted.
+def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> Drafting:
+    """Load the model's prediction head if it has one and it is wanted, and rehearse some steps with it.
 
     Raises ConfigError if `mtp` is on and there is no head, or none that fits.
     """
     knobs = config.engine
     if knobs.mtp == "off" or (knobs.mtp == "auto" and knobs.max_draft_tokens == 0):
-        return Drafting(None, None, "drafts: none, as configured")
+        return Drafting(None, None, ("drafts: none, as configured",))
+    if knobs.max_draft_tokens == 0:
+        raise ConfigError("mtp is on, but max_draft_tokens is 0", param="mtp")
     try:
-        weights = find_head(files)
-        if weights is None:
-            raise ModelError("the checkpoint has no prediction head")
-        head = load_head(packed, weights, config.models.dtype, device.kind, device.memory_bytes)
-        packed.keep_hidden(True)
+        return _with_head(config, files, loaded, device)
     except ModelError as error:
         if knobs.mtp == "on":
             raise ConfigError(f"mtp is on, but {error}", param="mtp") from error
-        return Drafting(None, None, f"drafts: none, {error}")
-    if knobs.max_draft_tokens == 0:
-        raise ConfigError("mtp is on, but max_draft_tokens is 0", param="mtp")
-    drafter = HeadDrafter(head)
-    report = f"drafts: up to {knobs.max_draft_tokens} at once, by the prediction head in {head.report}"
-    return Drafting(drafter, _speculator(drafter, knobs.max_draft_tokens), report, head.report)
+        loaded.packed.keep_hidden(False)
+        return Drafting(None, None, (f"drafts: none, {error}",))
 
 
-def _speculator(head: HeadDrafter, max_drafts: int) -> Speculator:
-    return Speculator(head, max_drafts, Ranking(), DepthPlanner(StepCosts()))
+def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> Drafting:
+    packed, max_drafts = loaded.packed, config.engine.max_draft_tokens
+    weights = find_head(files)
+    if weights is None:
+        raise ModelError("the checkpoint has no prediction head")
+    head = load_head(packed, weights, config.models.dtype, device.kind, device.memory_bytes)
+    packed.keep_hidden(True)
+    drafter, costs = HeadDrafter(head), StepCosts()
+    report = [f"drafts: up to {max_drafts} at once, by the prediction head in {head.report}"]
+    try:
+        rehearsal = Rehearsal(packed, loaded.vocab_size)
+        rehearsal.time_steps(drafter, costs, max_drafts)
+        if config.models.self_check:
+            report.append(f"drafts: {rehearsal.compare_windows()}")
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
+    speculator = Speculator(drafter, max_drafts, Ranking(), DepthPlanner(costs))
+    return Drafting(drafter, speculator, tuple(report), head.report)

@@ -274,7 +274,7 @@ def _prepare(
     )
     if constraints is not None:
         constraints.warm_up()
-    drafting = prepare_drafting(config, files, loaded.packed, here)
+    drafting = prepare_drafting(config, files, loaded, here)
     found = load_tower(files, dtype=config.models.dtype, device=here) if loaded.packed.takes_media else None
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
@@ -291,7 +291,7 @@ def _prepare(
         *loaded.report,
         f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
         f"{budget_bytes / 1e9:.1f} GB for all",
-        drafting.report,
+        *drafting.report,
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
     )

@@ -1,0 +1,121 @@
+"""Steps of made-up text before the first request: what windows of drafts take, and how exactly they compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from headrace.models.packed import PackedModel, Row
+from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.step_costs import StepCosts, StepShape
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+from headrace.types.request import SamplingParams
+
+_NUM_CONTEXT = 32
+"""Tokens before the steps."""
+
+_NUM_DRAFTS = (0, 1, 2, 4)
+_NUM_ROUNDS = 3
+"""Steps with each number of drafts. The first round is not timed: it builds kernels and touches memory."""
+
+_LONGEST_WINDOW = 8
+
+_STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
+"""What the parts may take; on a machine where they take longer they end early."""
+
+_GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMargin:
+    """Logits of windows beside those of the same tokens one at a time, as shares of the largest logit.
+
+    longest: the longest window that was tried, in tokens. difference: the largest one.
+    lead: the smallest distance of a likeliest token from the next; if it is less than the difference, they may change
+    places.
+    """
+
+    longest: int
+    difference: float
+    lead: float
+
+    def __str__(self) -> str:
+        return (
+            f"logits of windows up to {self.longest} differ from those of one token at a time by at most "
+            f"{self.difference:.1e} of the largest; the closest two leading tokens were {self.lead:.1e} apart"
+        )
+
+
+class Rehearsal:
+    """A sequence of random tokens on its way through steps that nobody asked for."""
+
+    def __init__(self, packed: PackedModel, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._packed = packed
+        self._clock = clock
+        ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _NUM_CONTEXT + _LONGEST_WINDOW).tolist()
+        self._ids, self._following = ids[:_NUM_CONTEXT], ids[_NUM_CONTEXT:]
+        self._state = SequenceState(SlabPool(), _NUM_CONTEXT + len(_NUM_DRAFTS) * _NUM_ROUNDS + _LONGEST_WINDOW)
+        self._run(self._ids)
+        self._record = self._state.checkpoint()
+
+    def compare_windows(self) -> WindowMargin:
+        """Run one text a token at a time and in windows of 2 to 8."""
+        self._state.restore(self._record)
+        alone = mx.concatenate([self._run([token]) for token in self._following])
+        difference, longest = 0.0, 1
+        started = self._clock()
+        while longest < _LONGEST_WINDOW and self._clock() - started <= _WINDOWS_LIMIT_S:
+            longest += 1
+            self._state.restore(self._record)
+            together = self._run(self._following[:longest], num_certain=1)
+            difference = max(difference, _number(mx.abs(together - alone[:longest]).max()))
+        scale = max(_number(mx.abs(alone).max()), 1e-30)
+        leading = mx.sort(alone, axis=-1)[:, -2:]
+        return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
+
+    def time_steps(self, drafter: HeadDrafter, costs: StepCosts, max_drafts: int) -> None:
+        """Let the planner of drafts know what one row's steps take, with and without them."""
+        self._state.restore(self._record)
+        ids = [*self._ids, self._following[0]]
+        started = self._clock()
+        for turn in range(_NUM_ROUNDS):
+            for num_drafts in _NUM_DRAFTS:
+                if num_drafts > max_drafts or self._clock() - started > _STEPS_LIMIT_S:
+                    continue
+                before = self._clock()
+                ids.append(self._step(drafter, ids, num_drafts))
+                if turn:
+                    costs.observe(StepShape(1, num_drafts, num_drafts, len(ids) - 1), self._clock() - before)
+
+    def _run(self, ids: list[int], num_certain: int | None = None) -> mx.array:
+        """Compute and keep tokens; gives their logits in float32."""
+        self._state.begin(len(ids), num_certain)
+        logits = self._packed.forward([Row(self._state, ids)], range(len(ids))).astype(mx.float32)
+        mx.eval(logits, self._state.arrays())
+        self._state.commit(len(ids))
+        return logits
+
+    def _step(self, drafter: HeadDrafter, ids: list[int], num_drafts: int) -> int:
+        """A step as the runner makes it, of which no draft is kept; gives the next token."""
+        window = mx.array(ids[-1:], dtype=mx.int32)
+        if num_drafts:
+            guesses = drafter.draft([HeadRow(self._state, ids, num_drafts, _GREEDY)])
+            mx.async_eval(guesses)
+            window = mx.concatenate([window, guesses[0]])
+        self._state.begin(1 + num_drafts, 1)
+        row = Row(self._state, (ids[-1], *(0,) * num_drafts))
+        drawn = mx.argmax(self._packed.forward([row], range(1 + num_drafts), window), axis=-1)
+        mx.eval(drawn, self._state.arrays())
+        self._state.commit(1)
+        return int(_number(drawn[0]))
+
+
+def _number(array: mx.array) -> float:
+    number: float = array.item()  # type: ignore[assignment]
+    return number

@@ -1,0 +1,127 @@
+"""What is learned before the first request: what steps with drafts take, and whether their windows compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from models import tiny_head
+from models.tiny_parts import VOCAB_SIZE
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.engine import Engine
+from headrace.engine.head_check import load_head_check
+from headrace.engine.rehearsal import Rehearsal
+from headrace.errors import ConfigError
+from headrace.models.mtp_head import MtpHead
+from headrace.models.packed import PackedModel, Row
+from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.step_costs import StepCosts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    head = tiny_head.prefixed(tiny_head.draw("qwen3_5"))
+    return tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("tiny"), head)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> tuple[PackedModel, MtpHead]:
+    config = Config(str(folder), ModelConfig(numerics="exact", self_check=False))
+    check = load_head_check(config, ())
+    return check.trunk, check.head
+
+
+class Clock:
+    """Goes on by the same time whenever it is looked at."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def test_in_exact_numerics_windows_compute_what_single_tokens_do(loaded: tuple[PackedModel, MtpHead]) -> None:
+    margin = Rehearsal(loaded[0], VOCAB_SIZE, Clock(0.0)).compare_windows()
+    assert margin.longest == 8
+    assert margin.difference == 0.0
+    assert 0 < margin.lead < 1
+
+
+@pytest.mark.parametrize("spoiled", [2, 5, 8])
+def test_a_window_that_computes_otherwise_is_noticed(
+    spoiled: int, loaded: tuple[PackedModel, MtpHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = 0.0
+    original = PackedModel.forward
+
+    def forward(self: PackedModel, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
+        nonlocal largest
+        logits = original(self, rows, picks, ids)
+        num_tokens = len(rows[0].token_ids)
+        if num_tokens == 1:
+            largest = max(largest, mx.abs(logits).max().item())
+        return logits + 0.25 if num_tokens == spoiled else logits
+
+    monkeypatch.setattr(PackedModel, "forward", forward)
+    margin = Rehearsal(loaded[0], VOCAB_SIZE, Clock(0.0)).compare_windows()
+    assert margin.difference == pytest.approx(0.25 / largest, rel=1e-4)
+    assert f"{margin.difference:.1e} of the largest" in str(margin)
+
+
+def test_windows_are_compared_as_far_as_time_allows(loaded: tuple[PackedModel, MtpHead]) -> None:
+    assert Rehearsal(loaded[0], VOCAB_SIZE, Clock(0.2)).compare_windows().longest == 3
+
+
+def test_steps_are_timed_with_and_without_drafts(loaded: tuple[PackedModel, MtpHead]) -> None:
+    trunk, head = loaded
+    costs = StepCosts()
+    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), costs, 16)
+    kinds = {tuple(map(int, name.split(",")))[:3]: times for name, times in costs.state().items()}
+    assert kinds.keys() == {(1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 4, 4)}
+    # from one look at the clock to the next
+    assert all(times == pytest.approx((0.001, 0.001)) for times in kinds.values())
+
+
+def test_no_more_drafts_are_timed_than_are_allowed(loaded: tuple[PackedModel, MtpHead]) -> None:
+    trunk, head = loaded
+    costs = StepCosts()
+    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), costs, 1)
+    assert {name.split(",")[1] for name in costs.state()} == {"0", "1"}
+
+
+def test_a_slow_machine_is_not_kept_from_its_work(loaded: tuple[PackedModel, MtpHead]) -> None:
+    trunk, head = loaded
+    costs = StepCosts()
+    Rehearsal(trunk, VOCAB_SIZE, Clock(2.0)).time_steps(HeadDrafter(head), costs, 16)
+    assert costs.state() == {}
+
+
+def launch(folder: Path, mtp: str = "auto") -> Engine:
+    return Engine.launch(Config(str(folder), ModelConfig(numerics="exact"), EngineConfig(mtp=mtp)))
+
+
+def test_the_report_says_how_exactly_windows_compute(folder: Path) -> None:
+    engine = launch(folder)
+    engine.stop()
+    (line,) = [line for line in engine.model.report if line.startswith("drafts: logits of windows")]
+    assert "at most 0.0e+00 of the largest" in line
+
+
+def test_a_head_that_cannot_run_is_left_aside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> mx.array:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(HeadDrafter, "draft", broken)
+    engine = launch(folder)
+    engine.stop()
+    said = [line for line in engine.model.report if line.startswith("drafts:")]
+    assert said == [
+        "drafts: none, the prediction head in model-00002-of-00002.safetensors can't run on cpu: no kernel for this"
+    ]
+    with pytest.raises(ConfigError, match="mtp is on, but the prediction head .* can't run"):
+        launch(folder, mtp="on")
