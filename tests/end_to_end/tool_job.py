@@ -1,0 +1,236 @@
+"""The bundled model's tool job over HTTP: held-out requests as each API writes them, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+from loopback import serving
+
+from headrace.config import Config, EngineConfig
+from headrace.engine.engine import MINIATURE, Engine
+from headrace.session.session import Session
+from headrace.session.words import load_words
+from training.jobs import tools
+from training.sample import Sample, Turn
+
+API = Literal["chat", "responses", "messages"]
+APIS: tuple[API, ...] = ("chat", "responses", "messages")
+Choice = Literal["auto", "required", "named"]
+KINDS = ("call", "parallel", "result", "decline")
+MAX_TOKENS = 400
+PATIENCE_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Text and calls (name, arguments as JSON text) of an answer."""
+
+    text: str
+    calls: tuple[tuple[str, str], ...]
+
+
+def held_out(number: int) -> list[Sample]:
+    """Samples that the model has not learned from, of every kind in turn."""
+    stream = random.Random("tool job over HTTP")
+    return [tools.make(stream, True, KINDS[index % len(KINDS)]) for index in range(number)]
+
+
+def is_right(sample: Sample, answer: Answer) -> bool:
+    """Whether an answer is the sample's last turn to the letter; its thinking may differ."""
+    last = sample.turns[-1]
+    calls = [(name, json.loads(arguments)) for name, arguments in answer.calls]
+    return answer.text.strip() == last.text and calls == [(call.name, dict(call.arguments)) for call in last.calls]
+
+
+def is_valid(sample: Sample, answer: Answer, choice: Choice) -> bool:
+    """Whether an answer is nothing but calls, each of a tool that may be called and with arguments of its schema."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools}
+    allowed = {named(sample)} if choice == "named" else set(schemas)
+    if not answer.calls or answer.text.strip() or not {name for name, _ in answer.calls} <= allowed:
+        return False
+    try:
+        for name, arguments in answer.calls:
+            jsonschema.validate(json.loads(arguments), schemas[name])
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def named(sample: Sample) -> str:
+    """The tool of a named choice: the last one, which is rarely the one that is asked for."""
+    name: str = sample.tools[-1]["function"]["name"]
+    return name
+
+
+def body(api: API, sample: Sample, choice: Choice = "auto", **fields: Any) -> dict[str, Any]:
+    """The request for a sample's last turn, its tools strict unless the choice is `auto`."""
+    build = {"chat": _chat_body, "responses": _responses_body, "messages": _messages_body}[api]
+    return {"model": "any", **build(sample, choice), **fields}
+
+
+def read(api: API, answered: Mapping[str, Any]) -> Answer:
+    """What an API's answer says."""
+    if api == "chat":
+        message = answered["choices"][0]["message"]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        return Answer(message["content"] or "", tuple((each["name"], each["arguments"]) for each in functions))
+    if api == "responses":
+        items = answered["output"]
+        texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
+        calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+        return Answer("".join(texts), tuple(calls))
+    blocks = answered["content"]
+    calls = [(block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"]
+    return Answer("".join(block["text"] for block in blocks if block["type"] == "text"), tuple(calls))
+
+
+def _chat_body(sample: Sample, choice: Choice) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for index, turn in enumerate(sample.turns[:-1]):
+        message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+        if turn.role == "assistant":
+            message["reasoning_content"] = turn.thought
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+                for id, call in zip(_ids(turn), turn.calls, strict=True)
+            ]
+        elif turn.role == "tool":
+            message["tool_call_id"] = _answered_id(sample, index)
+        messages.append(message)
+    strict = {"strict": True} if choice != "auto" else {}
+    choices = {"named": {"type": "function", "function": {"name": named(sample)}}}
+    return {
+        "messages": messages,
+        "tools": [{"type": "function", "function": {**tool["function"], **strict}} for tool in sample.tools],
+        "tool_choice": choices.get(choice, choice),
+        "max_tokens": MAX_TOKENS,
+        "chat_template_kwargs": {"enable_thinking": sample.thinking},
+    }
+
+
+def _responses_body(sample: Sample, choice: Choice) -> dict[str, Any]:
+    items: list[dict[str, Any]] = []
+    for index, turn in enumerate(sample.turns[:-1]):
+        if turn.role == "tool":
+            id = _answered_id(sample, index)
+            items.append({"type": "function_call_output", "call_id": id, "output": turn.text})
+            continue
+        if turn.thought is not None:
+            content = [{"type": "reasoning_text", "text": turn.thought}]
+            items.append({"type": "reasoning", "id": f"rs_{index}", "summary": [], "content": content})
+        if turn.text:
+            items.append({"type": "message", "role": turn.role, "content": turn.text})
+        items += [
+            {"type": "function_call", "call_id": id, "name": call.name, "arguments": json.dumps(call.arguments)}
+            for id, call in zip(_ids(turn), turn.calls, strict=True)
+        ]
+    strict = {"strict": choice != "auto"}
+    choices = {"named": {"type": "function", "name": named(sample)}}
+    return {
+        "input": items,
+        "tools": [{"type": "function", **tool["function"], **strict} for tool in sample.tools],
+        "tool_choice": choices.get(choice, choice),
+        "max_output_tokens": MAX_TOKENS,
+        "reasoning": {} if sample.thinking else {"effort": "none"},
+    }
+
+
+def _messages_body(sample: Sample, choice: Choice) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for index, turn in enumerate(sample.turns[:-1]):
+        if turn.role == "user":
+            messages.append({"role": "user", "content": turn.text})
+        elif turn.role == "assistant":
+            messages.append({"role": "assistant", "content": _blocks(turn)})
+        elif turn.role == "tool":
+            block = {"type": "tool_result", "tool_use_id": _answered_id(sample, index), "content": turn.text}
+            if sample.turns[index - 1].role == "tool":
+                messages[-1]["content"].append(block)
+            else:
+                messages.append({"role": "user", "content": [block]})
+    system = {"system": sample.turns[0].text} if sample.turns[0].role == "system" else {}
+    strict = {"strict": True} if choice != "auto" else {}
+    choices = {"required": {"type": "any"}, "named": {"type": "tool", "name": named(sample)}}
+    return {
+        **system,
+        "messages": messages,
+        "tools": [_message_tool(tool["function"]) | strict for tool in sample.tools],
+        "tool_choice": choices.get(choice, {"type": choice}),
+        "max_tokens": MAX_TOKENS,
+        "thinking": {"type": "adaptive" if sample.thinking else "disabled"},
+    }
+
+
+def _message_tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+
+
+def _blocks(turn: Turn) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if turn.thought is not None:
+        blocks.append({"type": "thinking", "thinking": turn.thought, "signature": ""})
+    if turn.text:
+        blocks.append({"type": "text", "text": turn.text})
+    calls = zip(_ids(turn), turn.calls, strict=True)
+    return blocks + [{"type": "tool_use", "id": id, "name": call.name, "input": call.arguments} for id, call in calls]
+
+
+def _ids(turn: Turn) -> list[str]:
+    return [f"call_{index}" for index in range(len(turn.calls))]
+
+
+def _answered_id(sample: Sample, index: int) -> str:
+    """The id of the call that the turn at an index answers: results come in the order of their calls."""
+    before = sample.turns[:index]
+    last_call = max(place for place, turn in enumerate(before) if turn.role == "assistant")
+    return f"call_{index - last_call - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A running server, and how many requests are sent to it at once."""
+
+    session: Session
+    client: httpx.AsyncClient
+    limit: asyncio.Semaphore
+
+    async def ask(self, api: API, sample: Sample, choice: Choice = "auto", **fields: Any) -> Answer:
+        """One request and its answer."""
+        path = {"chat": "chat/completions"}.get(api, api)
+        async with self.limit:
+            answered = await self.client.post(f"/v1/{path}", json=body(api, sample, choice, **fields))
+        if answered.status_code != 200:
+            raise AssertionError(f"{path}: {answered.text}")
+        return read(api, answered.json())
+
+    async def num_right(self, api: API, samples: list[Sample]) -> int:
+        """Samples that are answered to the letter at temperature 0."""
+        answers = await asyncio.gather(*(self.ask(api, sample, temperature=0) for sample in samples))
+        return sum(map(is_right, samples, answers))
+
+    async def num_valid(self, api: API, samples: list[Sample], choice: Choice) -> int:
+        """Samples whose answer, at temperature 1, is valid calls; without thinking, which may take all tokens."""
+        direct = [replace(sample, thinking=False) for sample in samples]
+        answers = await asyncio.gather(*(self.ask(api, sample, choice, temperature=1) for sample in direct))
+        return sum(is_valid(sample, answer, choice) for sample, answer in zip(direct, answers, strict=True))
+
+
+@asynccontextmanager
+async def running_job() -> AsyncIterator[Job]:
+    """The bundled model behind a server, with drafts as it comes."""
+    words = load_words(MINIATURE, "qwen3_5")
+    engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=16)), words.constraints)
+    session = Session.over(engine, words)
+    try:
+        async with serving(session) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            yield Job(session, client, asyncio.Semaphore(32))
+    finally:
+        engine.stop()
