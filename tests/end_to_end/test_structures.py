@@ -193,6 +193,34 @@ async def test_guessed_tokens_change_no_answer_that_is_held_to_a_form(session: S
     assert drafts.num_accepted > 0
 
 
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(range(6), id="six"), pytest.param(range(6, 50), id="others", marks=pytest.mark.slow)]
+)
+async def test_draws_behind_thinking_fit_the_schema_and_are_those_without_guessed_tokens(
+    session: Session, seeds: range
+) -> None:
+    before = (await session.status()).counters.drafts.num_accepted
+    requests = [
+        ask(
+            f"seed {seed}",
+            SCHEMA,
+            max_tokens=160,
+            enable_thinking=True,
+            thinking_budget=40,
+            sampling=RequestedSampling(temperature=(0.7, 0.85, 1.0)[seed % 3], seed=seed),
+        )
+        for seed in seeds
+    ]
+    guessed = await asyncio.gather(*(answers(session, request) for request in requests))
+    assert (await session.status()).counters.drafts.num_accepted > before
+    plain = [replace(request, answers=RequestedAnswers(max_draft_tokens=0)) for request in requests]
+    assert guessed == await asyncio.gather(*(answers(session, request) for request in plain))
+    for ((thinking, text, reason),) in guessed:
+        assert thinking
+        assert reason is FinishReason.STOP
+        jsonschema.validate(json.loads(text), SMALL)
+
+
 async def test_what_cannot_be_honoured_is_refused(session: Session) -> None:
     with pytest.raises(InvalidRequest, match="not a JSON schema"):
         await answers(session, ask("bad", Structure("json_schema", {"type": 3})))
