@@ -58,6 +58,8 @@ def talk(
 ) -> str:
     out = out or Terminal()
     clock = itertools.count(0.0, 0.5).__next__
+    # a shell that starts this in the background has Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with asyncio.Runner() as runner:
         converse(Conversation(fake_session(engine, template), out, clock), runner, person(*lines))
     return out.getvalue()
