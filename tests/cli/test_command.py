@@ -22,7 +22,7 @@ PROGRAM = textwrap.dedent("""
     engine = FakeEngine(sys.argv[1] * int(sys.argv[2]))
     chat.configured_words = lambda config: SimpleNamespace(constraints=None)
     chat.Engine.launch = lambda *_: engine
-    chat.Session.over = lambda engine, words: fake_session(engine)
+    chat.Session.over = lambda engine, *_, **__: fake_session(engine)
     sys.argv = ["headrace", "chat"]
     sys.exit(main.command())
 """)
@@ -42,8 +42,8 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
         # A turn is said, and another one after the reader has gone: that one can't be written.
         process.stdin.write(b"hello\n")
         process.stdin.flush()
-        while not process.stdout.readline().startswith(b"> word"):
-            pass
+        while not (line := process.stdout.readline()).startswith(b"> word"):
+            assert line, process.stderr.read()
         process.stdout.close()
         process.stdin.write(b"hello\n" * 20)
         process.stdin.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from end_to_end.tool_job import APIS, Choice, held_out, running_job
+from end_to_end.tool_job import APIS, Answer, Choice, held_out, running_job
 
 
 def test_held_out_requests_are_answered_as_the_models_card_says() -> None:
@@ -23,11 +23,11 @@ def test_held_out_requests_are_answered_as_the_models_card_says() -> None:
 def test_calls_that_must_come_are_valid_while_tokens_are_guessed_ahead(choice: Choice) -> None:
     samples = held_out(3)
 
-    async def measure() -> tuple[list[int], int]:
+    async def measure() -> tuple[list[list[Answer]], int]:
         async with running_job() as job:
-            valid = await asyncio.gather(*(job.num_valid(api, samples[at::3], choice) for at, api in enumerate(APIS)))
-            return valid, (await job.session.status()).counters.drafts.num_accepted
+            broken = await asyncio.gather(*(job.broken(api, samples[at::3], choice) for at, api in enumerate(APIS)))
+            return broken, (await job.session.status()).counters.drafts.num_accepted
 
-    valid, num_accepted = asyncio.run(measure())
-    assert valid == [1, 1, 1]
+    broken, num_accepted = asyncio.run(measure())
+    assert broken == [[], [], []]
     assert num_accepted > 0

@@ -31,10 +31,11 @@ PATIENCE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Text and calls (name, arguments as JSON text) of an answer."""
+    """Text and calls (name, arguments as JSON text) of an answer. is_cut: it used up all of its tokens."""
 
     text: str
     calls: tuple[tuple[str, str], ...]
+    is_cut: bool
 
 
 def held_out(number: int) -> list[Sample]:
@@ -81,15 +82,17 @@ def read(api: API, answered: Mapping[str, Any]) -> Answer:
     if api == "chat":
         message = answered["choices"][0]["message"]
         functions = [call["function"] for call in message.get("tool_calls") or ()]
-        return Answer(message["content"] or "", tuple((each["name"], each["arguments"]) for each in functions))
+        is_cut = answered["choices"][0]["finish_reason"] == "length"
+        return Answer(message["content"] or "", tuple((each["name"], each["arguments"]) for each in functions), is_cut)
     if api == "responses":
         items = answered["output"]
         texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
         calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
-        return Answer("".join(texts), tuple(calls))
+        return Answer("".join(texts), tuple(calls), answered["status"] == "incomplete")
     blocks = answered["content"]
     calls = [(block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"]
-    return Answer("".join(block["text"] for block in blocks if block["type"] == "text"), tuple(calls))
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    return Answer(text, tuple(calls), answered["stop_reason"] == "max_tokens")
 
 
 def _chat_body(sample: Sample, choice: Choice) -> dict[str, Any]:
@@ -216,11 +219,15 @@ class Job:
         answers = await asyncio.gather(*(self.ask(api, sample, temperature=0) for sample in samples))
         return sum(map(is_right, samples, answers))
 
-    async def num_valid(self, api: API, samples: list[Sample], choice: Choice) -> int:
-        """Samples whose answer, at temperature 1, is valid calls; without thinking, which may take all tokens."""
+    async def broken(self, api: API, samples: list[Sample], choice: Choice) -> list[Answer]:
+        """Answers, at temperature 1, that are not valid calls, though they had the tokens to end.
+
+        Without thinking, which may take all tokens; a text at this temperature may, too.
+        """
         direct = [replace(sample, thinking=False) for sample in samples]
         answers = await asyncio.gather(*(self.ask(api, sample, choice, temperature=1) for sample in direct))
-        return sum(is_valid(sample, answer, choice) for sample, answer in zip(direct, answers, strict=True))
+        pairs = zip(direct, answers, strict=True)
+        return [answer for sample, answer in pairs if not answer.is_cut and not is_valid(sample, answer, choice)]
 
 
 @asynccontextmanager
