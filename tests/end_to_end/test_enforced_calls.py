@@ -26,7 +26,7 @@ from headrace.types.chat import (
 )
 from headrace.types.events import Finished, FinishReason, Text, ToolArguments, ToolCallStart
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 BERTH = {
     "type": "object",

@@ -27,7 +27,7 @@ from headrace.types.events import Finished, Text, Usage
 from training.jobs import pictures
 from training.sample import Drawing, Sample
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 MARKUP = "<|vision_start|><|image_pad|><|vision_end|>"
 COLORS = {

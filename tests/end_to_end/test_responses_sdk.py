@@ -21,6 +21,8 @@ from headrace.session.session import Session
 from headrace.session.words import load_words
 from training.jobs import tools
 
+pytestmark = pytest.mark.slow
+
 BRIEF: dict[str, Any] = {"model": "miniature", "temperature": 0}
 DIRECT: dict[str, Any] = {**BRIEF, "reasoning": {"effort": "none"}}
 

@@ -24,6 +24,8 @@ from headrace.session.session import Session
 from headrace.session.words import load_words
 from headrace.types.request import GenerationRequest
 
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "hello"}]
 # Of the kind that the model was trained for; its card says how often it gets these right.
 QUESTION = [{"role": "user", "content": "Could you delete a ship number tadi_841 in celsius, please?"}]

@@ -29,7 +29,7 @@ from headrace.types.chat import (
 from headrace.types.events import Finished, FinishReason, Reasoning, Text
 from headrace.types.request import ConstraintSpec, GenerationRequest, SamplingParams
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SMALL = {
     "type": "object",

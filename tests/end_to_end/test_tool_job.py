@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from end_to_end.tool_job import APIS, Answer, Choice, held_out, running_job
 
+pytestmark = pytest.mark.slow
+
 
 def test_held_out_requests_are_answered_as_the_models_card_says() -> None:
     samples = held_out(12)

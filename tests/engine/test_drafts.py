@@ -26,7 +26,7 @@ from training.chat import encode
 from training.jobs import copying, recall, talk, thinking, tools
 from training.sample import Sample
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 MINIATURE = Path(headrace.__file__).parent / "miniature"
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)

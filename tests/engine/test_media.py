@@ -18,7 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.types.media import PromptMedia
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 DATA = Path(__file__).parent.parent / "data"
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)

@@ -13,7 +13,7 @@ from headrace.scheduler import preemption
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.status import MemoryStatus, Phase
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 

@@ -18,7 +18,7 @@ from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.status import EngineStatus, Phase
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0, seed=5)
