@@ -42,8 +42,12 @@ async def test_weights_states_checkpoints_and_records_are_all_that_the_device_ho
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
 
     async def run(asked: GenerationRequest) -> None:
-        async for _ in await engine.submit(asked):
-            pass
+        stream = await engine.submit(asked)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            await stream.aclose()
 
     try:
         low = [asyncio.create_task(run(request(f"low {n}", n, 300, 200, priority=1))) for n in range(2)]
