@@ -114,7 +114,7 @@ async def test_a_growing_chat(
                 said("tool", "high until noon", tool_call_id=call.id),
                 said("assistant", "It is high until noon."),
             ]
-        question, _ = ask(dice, dice.choice(ships))
+        question, *_ = ask(dice, dice.choice(ships))
         client.messages.append(said("user", question if turn else f"{log}\n\n{question}"))
         request = client.request(f"{history} {thinks} {echoes} {turn}")
         answer = await answer_of(cached, request)
