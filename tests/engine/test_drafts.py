@@ -331,6 +331,21 @@ async def test_a_head_that_fails_costs_drafts_and_nothing_else(
     assert "no more guesses" in caplog.text
 
 
+async def test_a_planner_that_fails_costs_drafts_and_nothing_else(
+    asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: DepthPlanner, *arguments: object, **options: object) -> None:
+        raise RuntimeError("no account")
+
+    engine = launch("miniature")
+    monkeypatch.setattr(DepthPlanner, "observe", broken)
+    try:
+        assert await ask(engine, replace(asked[1], request_id="unplanned", max_draft_tokens=2)) == alone[1]
+        assert (await engine.status()).drafts.num_failures == 1
+    finally:
+        engine.stop()
+
+
 async def test_ten_identical_requests_in_a_row_and_at_once_say_the_same(engine: Engine) -> None:
     one = request(prompt_of("talk", 5), WARM, depth=4)
     same = [replace(one, request_id=f"same {number}") for number in range(10)]

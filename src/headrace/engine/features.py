@@ -69,8 +69,6 @@ class FeatureCache:
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._pending: dict[str, list[MediaInput]] = {}
         self._failed: set[bytes] = set()
-        self.num_embedded = 0
-        """Inputs that the tower has computed."""
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +118,6 @@ class FeatureCache:
                 logger.exception("the vision tower failed on an input of %s", request_id)
                 self._failed.add(one.digest)
                 return
-            self.num_embedded += 1
             self._kept[one.digest] = _Kept(embeddings)
         self._kept[one.digest].needed_by.add(request_id)
         self._shrink(self._max_bytes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from headrace.grammar.constraint import Constraint
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.speculate.draft import Source
@@ -46,7 +47,7 @@ class Drafting:
     """A sequence that may be drafted for now.
 
     token_ids: all known ones, the last of them not yet computed. max_drafts: what its output has room for.
-    settings: how the token behind the known ones will be drawn. forced: what must come next, as far as that is known.
+    settings: how the token behind the known ones will be drawn. constraint: it may leave one token only to come next.
     media: see EntryMedia.
     """
 
@@ -55,7 +56,7 @@ class Drafting:
     token_ids: Sequence[int]
     max_drafts: int
     settings: SamplingRow
-    forced: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     media: EntryMedia | None = None
 
 
@@ -88,21 +89,26 @@ class Speculator:
         """Give each row the guesses for its next window, none where it is not worth while."""
         for one in decoding:
             one.row.guesses, one.row.outlook = NOTHING, _NO_OUTLOOK
-        going_on = [one for one in decoding if not one.row.has_failed]
-        if not going_on:
+        candidates: list[tuple[Drafting, Candidate]] = []
+        for one in decoding:
+            try:
+                if not one.row.has_failed:
+                    candidates.append((one, self._candidate(one)))
+            except Exception:  # an outer wall: a request must not fail of what only makes it faster
+                self._fail([one.row])
+        if not candidates:
             return
         try:
-            self._draft(going_on)
-        except Exception:  # an outer wall: a request must not fail of what only makes it faster
-            self._fail([one.row for one in going_on])
+            self._draft(candidates)
+        except Exception:  # the same for what is done for all rows together
+            self._fail([one.row for one, _ in candidates])
 
-    def _draft(self, decoding: Sequence[Drafting]) -> None:
-        candidates = [self._candidate(one) for one in decoding]
-        for one, candidate in zip(decoding, candidates, strict=True):
+    def _draft(self, candidates: Sequence[tuple[Drafting, Candidate]]) -> None:
+        for one, candidate in candidates:
             one.row.outlook = RowOutlook(candidate.survival, candidate.uses_head, len(one.token_ids))
-        depths = self._planner.plan([one.row.outlook for one in decoding])
+        depths = self._planner.plan([one.row.outlook for one, _ in candidates])
         by_head: list[tuple[Drafting, Candidate]] = []
-        for one, candidate, depth in zip(decoding, candidates, depths, strict=True):
+        for (one, candidate), depth in zip(candidates, depths, strict=True):
             chosen = candidate.first(depth)
             if chosen.uses_head:
                 by_head.append((one, chosen))
@@ -131,7 +137,7 @@ class Speculator:
         return self._ranking.best(
             one.row.record,
             limit,
-            forced=one.forced,
+            forced=() if one.constraint is None else one.constraint.forced_tokens(limit),
             copied=one.row.copies.propose(limit),
             num_head=limit if self._head is not None else 0,
         )
@@ -144,6 +150,12 @@ class Speculator:
         """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
         if not windows:
             return
+        try:
+            self._report(windows, seconds, is_mixed)
+        except Exception:  # as in `draft`
+            self._fail([one.row for one in windows])
+
+    def _report(self, windows: Sequence[Verified], seconds: float, is_mixed: bool) -> None:
         for one in windows:
             # what stands behind a stop token was neither right nor wrong
             num_judged = one.num_right if one.is_stopped else one.num_verified
