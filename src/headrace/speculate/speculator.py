@@ -148,12 +148,13 @@ class Speculator:
 
     def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
         """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
-        if not windows:
+        sound = [one for one in windows if not one.row.has_failed]
+        if not sound:
             return
         try:
-            self._report(windows, seconds, is_mixed)
+            self._report(sound, seconds, is_mixed or len(sound) < len(windows))
         except Exception:  # as in `draft`
-            self._fail([one.row for one in windows])
+            self._fail([one.row for one in sound])
 
     def _report(self, windows: Sequence[Verified], seconds: float, is_mixed: bool) -> None:
         for one in windows:
