@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -227,11 +226,3 @@ def test_a_context_that_was_not_timed_costs_by_the_ratio_of_the_nearest_that_was
     costs.observe(StepShape(1, 2, 2, 1000), 0.013)
     assert costs.expected(StepShape(1, 2, 2, 64_000)) == pytest.approx(0.05 * 1.3)
     assert costs.expected(StepShape(1, 0, 0, 50_000)) == 0.05
-
-
-def test_costs_survive_a_restart() -> None:
-    costs = timed(cpu, 3)
-    again = StepCosts(json.loads(json.dumps(costs.state())))
-    shapes = [StepShape(3, drafts, head, 3000) for drafts in range(24) for head in range(5)]
-    assert [again.expected(shape) for shape in shapes] == [costs.expected(shape) for shape in shapes]
-    assert again.state() == costs.state()

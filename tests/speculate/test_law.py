@@ -111,7 +111,7 @@ def head_drafts(rows: list[SamplingRow], last: list[int], depth: int) -> list[tu
     for _ in range(depth):
         later = [row_after(row, of_row) for row, of_row in zip(rows, drafts, strict=True)]
         logits = mx.array(HEAD[[[token, *of_row][-1] for token, of_row in zip(last, drafts, strict=True)]])
-        ids, _ = draw_drafts(logits, later)
+        ids = draw_drafts(logits, later)
         drafts = [(*of_row, token) for of_row, token in zip(drafts, ids.tolist(), strict=True)]  # type: ignore[arg-type]
     return drafts
 
@@ -214,18 +214,7 @@ def test_a_draft_of_the_head_is_right_as_often_as_the_shares_of_the_line_overlap
         assert abs((tokens == draft).mean() - reachable) < 5 * math.sqrt(0.25 / num_draws)
 
 
-def test_the_confidence_of_a_draft_is_the_probability_that_the_head_gives_it() -> None:
-    rows = [
-        SamplingRow(replace(PLAIN, temperature=0), 0),
-        SamplingRow(replace(PLAIN, temperature=0, banned_token_ids=frozenset({0})), 0),
-    ]
-    logits = mx.log(mx.array([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]))
-    ids, confidences = draw_drafts(logits, rows)
-    assert ids.tolist() == [0, 1]
-    assert confidences.tolist() == pytest.approx([0.5, 0.3 / 0.5])
-
-
 def test_a_row_without_a_distribution_gets_a_guess_all_the_same() -> None:
     logits = mx.array([[math.nan, 1.0], [0.0, 1.0], [-math.inf, -math.inf]])
-    ids, _ = draw_drafts(logits, [SamplingRow(replace(PLAIN, temperature=0), 0)] * 3)
+    ids = draw_drafts(logits, [SamplingRow(replace(PLAIN, temperature=0), 0)] * 3)
     assert ids.tolist() == [0, 1, 0]

@@ -119,28 +119,6 @@ def test_a_drafter_that_keeps_losing_pauses_longer_and_longer_and_comes_back() -
     assert proposed(drafter) != ()
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    drafter = NgramDrafter([1, 2, 3, 4, 5, 6])
-    fork = drafter.fork()
-    fork.append([2, 3, 4])
-    assert proposed(fork) == (5, 6, 2, 3)
-    assert proposed(drafter) == ()
-    drafter.append([3, 4, 5])
-    assert proposed(drafter, 1) == (6,)
-    fork.report(4, 0)
-    fork.report(4, 0)
-    assert proposed(fork) == ()
-    assert proposed(drafter, 1) == (6,)
-
-
-def test_a_long_text_takes_few_bytes_per_token_whatever_it_says() -> None:
-    rng = np.random.default_rng(0)
-    for text in (rng.integers(0, 250_000, 80_000), np.zeros(80_000, dtype=np.int64)):
-        drafter = NgramDrafter(text.tolist())
-        drafter.append(text[:1000].tolist())
-        assert drafter.num_bytes <= 16.1 * len(drafter)
-
-
 def test_a_passage_is_found_again_in_a_long_text() -> None:
     text = np.random.default_rng(1).integers(0, 250_000, 80_000).tolist()
     drafter = NgramDrafter(text)

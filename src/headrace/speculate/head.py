@@ -74,7 +74,7 @@ class HeadDrafter:
     def _guess(self, outputs: mx.array, rows: Sequence[HeadRow], place: int) -> mx.array:
         """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
         settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
-        return draw_drafts(self._head.logits(outputs), settings)[0]
+        return draw_drafts(self._head.logits(outputs), settings)
 
     def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]]) -> mx.array:
         """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media.

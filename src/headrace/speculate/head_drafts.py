@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from headrace.sampling.rows import row_sums
-from headrace.sampling.sampler import SamplingRow, adjust, sample
+from headrace.sampling.sampler import SamplingRow, sample
 
 
-def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> tuple[mx.array, mx.array]:
-    """One draft per row, [R] int32, and the head's probability of it, [R] float32; nothing is evaluated.
+def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """One draft per row, [R] int32, not evaluated.
 
     logits: the head's, [R, V] in any float type. rows: how verification will draw the same places, see `row_after`.
 
@@ -21,8 +20,4 @@ def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> tuple[mx.array
     overlap. A row whose logits are not fit to be drawn from gets token 0: a guess like any other.
     Raises ValueError like `sample`.
     """
-    adjusted = adjust(logits, rows).astype(mx.float32)
-    ids = mx.maximum(sample(logits, rows), 0)
-    masses = mx.exp(adjusted - mx.max(adjusted, axis=-1, keepdims=True))
-    confidences = mx.take_along_axis(masses, ids[:, None], axis=-1) / row_sums(masses)
-    return ids, confidences.squeeze(-1)
+    return mx.maximum(sample(logits, rows), 0)

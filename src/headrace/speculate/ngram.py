@@ -60,11 +60,6 @@ class NgramDrafter:
         """Tokens of the text."""
         return len(self._tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the text and its index take."""
-        return 4 * (len(self._tokens) + len(self._earlier) + len(self._newest))
-
     def append(self, token_ids: Sequence[int]) -> None:
         """Add committed tokens to the text."""
         for token_id in token_ids:
@@ -105,14 +100,6 @@ class NgramDrafter:
         if self._losses >= _LOSSES_BEFORE_PAUSE:
             self._silent_until = len(self._tokens) + self._pause
             self._pause = min(2 * self._pause, _MAX_PAUSE)
-
-    def fork(self) -> NgramDrafter:
-        """A copy that goes its own way."""
-        copy = NgramDrafter.__new__(NgramDrafter)
-        copy._tokens, copy._earlier, copy._newest = self._tokens[:], self._earlier[:], self._newest[:]
-        copy._size, copy._losses = self._size, self._losses
-        copy._pause, copy._silent_until = self._pause, self._silent_until
-        return copy
 
     def _index(self) -> None:
         """Index the whole text, in a table with room for it to grow up to twofold."""

@@ -7,7 +7,7 @@ compares with that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -89,26 +89,12 @@ class RowRecord:
         self._right[source] = _ROW_MEMORY * self._right.get(source, 0.0) + is_right
         self._expected[source] = _ROW_MEMORY * self._expected.get(source, 0.0) + estimate
 
-    def fork(self) -> RowRecord:
-        """A copy that goes its own way."""
-        copy = RowRecord()
-        copy._expected, copy._right = self._expected.copy(), self._right.copy()
-        return copy
-
 
 class Ranking:
     """Knows how often drafts were right, over all rows of a model."""
 
-    def __init__(self, state: Mapping[str, Sequence[float]] | None = None) -> None:
-        """state: what `state` gave, to go on from there."""
+    def __init__(self) -> None:
         self._means: dict[tuple[Source, int], tuple[float, float]] = {}
-        for name, (mean, count) in (state or {}).items():
-            source, grade = name.split(":")
-            self._means[Source(source), int(grade)] = mean, count
-
-    def state(self) -> dict[str, tuple[float, float]]:
-        """All that was learned, fit for JSON."""
-        return {f"{source}:{grade}": mean for (source, grade), mean in self._means.items()}
 
     def best(
         self,

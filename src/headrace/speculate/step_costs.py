@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -74,23 +73,10 @@ class StepCosts:
     Shapes cost the same within coarse steps: of rows and drafts see `coarse`, of the context half an octave.
     """
 
-    def __init__(self, state: Mapping[str, Sequence[float]] | None = None) -> None:
-        """state: what `state` gave, to go on from there."""
+    def __init__(self) -> None:
         self._cells: dict[int, dict[_Kind, dict[int, _Cell]]] = {}
         self._remembered: dict[tuple[int, _Kind, int], float | None] = {}
         self._num_observed = 0
-        for name, times in (state or {}).items():
-            rows, drafts, head, context = map(int, name.split(","))
-            self._of_kind(rows, (drafts, head))[context] = _Cell(deque(times, _NUM_KEPT), 0)
-
-    def state(self) -> dict[str, tuple[float, ...]]:
-        """All times that are kept, fit for JSON."""
-        return {
-            f"{rows},{drafts},{head},{context}": tuple(cell.times)
-            for rows, kinds in self._cells.items()
-            for (drafts, head), cells in kinds.items()
-            for context, cell in cells.items()
-        }
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Add a step that held nothing but these rows' tokens and drafts."""
