@@ -38,6 +38,8 @@ from headrace.models.vision import load_tower
 from headrace.scheduler.prefixes import NoPrefixes
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.state.disk import DiskTier
+from headrace.state.sequence import StateCost
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
@@ -295,15 +297,7 @@ def _prepare(
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
     )
-    prefixes = None
-    if config.engine.prefix_cache == "on":
-        prefixes = PrefixPool(
-            files.name if disk is None else disk.weights,
-            has_spans=cost.has_spans,
-            needs_snapshots=cost.needs_snapshots,
-            grid=SNAPSHOT_GRID,
-            disk=disk,
-        )
+    prefixes = _prefix_pool(files.name, cost, disk) if config.engine.prefix_cache == "on" else None
     features = None
     if found is not None:
         features = FeatureCache(
@@ -321,6 +315,17 @@ def _prepare(
     runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints, drafting.speculator, features)
     loop = Loop(runner, scheduler, prefixes, features, MemoryPlan(budget_bytes, weights_bytes), inbox)
     return loop, _describe(files, loaded, max_model_len, report, takes_media=features is not None)
+
+
+def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPool:
+    """name: stands for the weights where no disk tells them from others'."""
+    return PrefixPool(
+        name if disk is None else disk.weights,
+        has_spans=cost.has_spans,
+        needs_snapshots=cost.needs_snapshots,
+        grid=SNAPSHOT_GRID,
+        disk=disk,
+    )
 
 
 def model_files(config: Config) -> ModelFiles:

@@ -28,7 +28,6 @@ from headrace.session.session import Session
 def build_app(session: Session, config: ServerConfig) -> Starlette:
     """The application that serves one session."""
     names = config.served_model_name or (session.model.name,)
-    created = int(time.time())
     live = LiveRequests()
     ignored = IgnoredFields()
     chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
@@ -52,13 +51,6 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     async def messages(request: Request) -> Response:
         return await message(request)
 
-    async def models(request: Request) -> Response:
-        return JSONResponse(model_list(names, created, session.model.max_model_len))
-
-    async def model(request: Request) -> Response:
-        asked = request.path_params["name"]
-        return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
-
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -71,9 +63,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}/input_items", responses.input_items),
             Route("/v1/messages", messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
-            Route("/v1/models", models),
-            # Names may be hub ids with a slash in them.
-            Route("/v1/models/{name:path}", model),
+            *_model_routes(session, names),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/requests/{id}/cancel", operations.cancel, methods=["POST"]),
@@ -89,6 +79,20 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     # A redirect to the path without its last slash would lose the body of a POST in some clients.
     app.router.redirect_slashes = False
     return app
+
+
+def _model_routes(session: Session, names: tuple[str, ...]) -> list[Route]:
+    created = int(time.time())
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(model_list(names, created, session.model.max_model_len))
+
+    async def model(request: Request) -> Response:
+        asked = request.path_params["name"]
+        return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
+
+    # Names may be hub ids with a slash in them.
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
