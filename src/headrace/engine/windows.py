@@ -70,7 +70,8 @@ class LiveSequence:
         """What drafts for the next window are made from. No more of them than the output has room for beside one."""
         has_ended = self.token_ids[-1] in self.request.stop_token_ids
         room = 0 if has_ended else self.request.max_tokens - self.num_output - 1
-        return Drafting(row, self.state, self.token_ids, room, self.settings, self.constraint, self.entry_media)
+        forced = None if self.constraint is None else self.constraint.forced_tokens
+        return Drafting(row, self.state, self.token_ids, room, self.settings, forced, self.entry_media)
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from headrace.grammar.constraint import Constraint
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.speculate.draft import Source
@@ -47,8 +46,9 @@ class Drafting:
     """A sequence that may be drafted for now.
 
     token_ids: all known ones, the last of them not yet computed. max_drafts: what its output has room for.
-    settings: how the token behind the known ones will be drawn. constraint: it may leave one token only to come next.
-    media: see EntryMedia.
+    settings: how the token behind the known ones will be drawn. forced_tokens: those,
+    at most so many, that a constraint leaves as the only ones to come next; None without a constraint. media: see
+    EntryMedia.
     """
 
     row: DraftedRow
@@ -56,7 +56,7 @@ class Drafting:
     token_ids: Sequence[int]
     max_drafts: int
     settings: SamplingRow
-    constraint: Constraint | None = None
+    forced_tokens: Callable[[int], tuple[int, ...]] | None = None
     media: EntryMedia | None = None
 
 
@@ -137,7 +137,7 @@ class Speculator:
         return self._ranking.best(
             one.row.record,
             limit,
-            forced=() if one.constraint is None else one.constraint.forced_tokens(limit),
+            forced=() if one.forced_tokens is None else one.forced_tokens(limit),
             copied=one.row.copies.propose(limit),
             num_head=limit if self._head is not None else 0,
         )
