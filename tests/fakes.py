@@ -17,6 +17,7 @@ from headrace.session.session import Session
 from headrace.text.template import PromptHead, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
+from headrace.types.media import Route
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
 from headrace.types.status import (
@@ -239,7 +240,7 @@ class FakeEngine:
             num_waiting=0,
             requests=tuple(_status_of(stream.request) for stream in self._live()),
             memory=MemoryStatus(1000, 500, 20, 10, 0, 5, 0, 515, 0),
-            counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), DraftCounters(), *[histogram] * 4),
+            counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), DraftCounters(), *[histogram] * 4, ((Route.TEXT, 1),)),
             cache=self.held,
         )
 

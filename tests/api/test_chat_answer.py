@@ -24,6 +24,7 @@ from headrace.types.events import (
     ToolCallStart,
     Usage,
 )
+from headrace.types.media import Route
 
 HEADING = AnswerHeading(id="chatcmpl-1", model="m")
 EVENTS: list[Event] = [
@@ -32,13 +33,13 @@ EVENTS: list[Event] = [
     Reasoning(" so"),
     Text("\n"),
     Text("yes"),
-    Finished(FinishReason.LENGTH, Usage(7, 5, 3, 2, num_drafted_tokens=5, num_accepted_tokens=3)),
+    Finished(FinishReason.LENGTH, Usage(7, 5, 3, 2, num_drafted_tokens=5, num_accepted_tokens=3, route=Route.MEDIA)),
 ]
 USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 5,
     "total_tokens": 12,
-    "prompt_tokens_details": {"cached_tokens": 3},
+    "prompt_tokens_details": {"cached_tokens": 3, "route": "media"},
     "completion_tokens_details": {
         "reasoning_tokens": 2,
         "accepted_prediction_tokens": 3,

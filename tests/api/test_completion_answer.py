@@ -73,7 +73,7 @@ def test_usage_stands_in_a_chunk_of_its_own_without_choices() -> None:
     chunk = CompletionAnswer(HEADING).usage_chunk(USAGE)
     assert chunk["choices"] == []
     assert chunk["usage"]["prompt_tokens"] == 7
-    assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 3, "route": "text"}
 
 
 def test_a_ping_says_nothing_and_belongs_to_a_choice_that_goes_on() -> None:

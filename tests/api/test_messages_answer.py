@@ -26,10 +26,11 @@ from headrace.types.events import (
     ToolCallStart,
     Usage,
 )
+from headrace.types.media import Route
 
 HEADING = AnswerHeading(id="msg_1", model="m")
 EVENTS: list[Event] = [
-    Started(7),
+    Started(7, Route.MEDIA),
     Reasoning("hm"),
     Reasoning(" so"),
     Text("Let me"),
@@ -38,7 +39,7 @@ EVENTS: list[Event] = [
     ToolArguments(0, '{"x": '),
     ToolArguments(0, "1}"),
     ToolCallStart(1, "call_b", "g"),
-    Finished(FinishReason.TOOL_CALLS, Usage(7, 5, 3, 2)),
+    Finished(FinishReason.TOOL_CALLS, Usage(7, 5, 3, 2, route=Route.MEDIA)),
 ]
 SIGNATURE = base64.b64encode(hashlib.sha256(b"hm so").digest()).decode()
 
@@ -73,6 +74,7 @@ def test_a_stream_is_blocks_between_a_start_and_a_stop() -> None:
             "input_tokens": 7,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
+            "input_tokens_details": {"route": "media"},
             "output_tokens": 0,
             "output_tokens_details": {"thinking_tokens": 0},
         },
@@ -100,6 +102,7 @@ def test_a_stream_is_blocks_between_a_start_and_a_stop() -> None:
         "input_tokens": 4,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 3,
+        "input_tokens_details": {"route": "media"},
         "output_tokens": 5,
         "output_tokens_details": {"thinking_tokens": 2},
     }

@@ -27,9 +27,10 @@ from headrace.types.events import (
     ToolCallStart,
     Usage,
 )
+from headrace.types.media import Route
 
 HEADING = AnswerHeading("resp_1", "model", created=5)
-USAGE = Usage(num_prompt_tokens=7, num_output_tokens=5, num_cached_tokens=2, num_reasoning_tokens=3)
+USAGE = Usage(num_prompt_tokens=7, num_output_tokens=5, num_cached_tokens=2, num_reasoning_tokens=3, route=Route.MEDIA)
 STOP = Finished(FinishReason.STOP, USAGE)
 CALLED = Finished(FinishReason.TOOL_CALLS, USAGE)
 
@@ -103,7 +104,7 @@ def test_the_end_has_the_usage_and_the_head_has_not() -> None:
     assert (events[-1]["response"]["status"], events[-1]["response"]["id"]) == ("completed", "resp_1")
     assert events[-1]["response"]["usage"] == {
         "input_tokens": 7,
-        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0, "route": "media"},
         "output_tokens": 5,
         "output_tokens_details": {"reasoning_tokens": 3},
         "total_tokens": 12,

@@ -85,8 +85,10 @@ def test_what_is_in_a_picture_is_seen_and_several_at_once_are_kept_apart(engine:
     assert "red circle" in red and "in the middle" in red
     assert "blue circle" in blue and "in the middle" in blue
     assert "blue circle" in corner and "at the top left" in corner
+    assert {each["usage"]["prompt_tokens_details"]["route"] for each in told} == {"media"}
     # 128 x 128 pixels are 4 x 4 tokens.
     (plain,) = answers(engine, [question("What is in the picture?")])
+    assert plain["usage"]["prompt_tokens_details"]["route"] == "text"
     assert told[0]["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 16 + 2
 
 

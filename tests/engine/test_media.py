@@ -15,7 +15,7 @@ from models.test_media import CASES, FOLDERS, expected, media_of
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.types.media import PromptMedia
+from headrace.types.media import PromptMedia, Route
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -110,3 +110,11 @@ async def test_another_picture_in_the_same_text_is_not_answered_from_the_cache(e
     assert negative != answer and num_cached <= image.start
     again, num_cached = await ask(engine, prompt, media)
     assert again == answer and num_cached > image.end
+
+
+async def test_requests_count_by_route_once_they_are_queued(engine: Engine, folder: str) -> None:
+    before = dict((await engine.status()).counters.routes)
+    await ask(engine, case_of(folder, "image")[0], digested(folder, "image"), 1)
+    await ask(engine, case_of(folder, "text40")[0], None, 1)
+    routes = dict((await engine.status()).counters.routes)
+    assert routes == {Route.TEXT: before[Route.TEXT] + 1, Route.MEDIA: before[Route.MEDIA] + 1}

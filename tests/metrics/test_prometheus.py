@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from headrace.metrics.prometheus import render
+from headrace.types.media import Route
 from headrace.types.status import (
     CacheStatus,
     Counters,
@@ -29,7 +30,7 @@ STATUS = EngineStatus(
     memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 15, 640, 35),
     counters=Counters(
         11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), DraftCounters(12, 31, (9, 4)),
-        FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5), OTHER, OTHER,
+        FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5), OTHER, OTHER, ((Route.TEXT, 16), (Route.MEDIA, 17)),
     ),
     cache=CacheStatus(50, 30, 4, 2, 9, 5, 700, 600),
     num_misfits=6,
@@ -126,6 +127,11 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
 )
 def test_each_number_stands_under_its_name(name: str, number: float) -> None:
     assert value(read(render(STATUS, "m", PROCESS)), name) == number
+
+
+def test_requests_are_told_by_their_route() -> None:
+    families = read(render(STATUS, "m", PROCESS))
+    assert [value(families, "headrace:requests_total", route=route) for route in ("text", "media")] == [16, 17]
 
 
 def test_a_cache_that_is_switched_off_has_no_numbers() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.metrics.stats import Stats
 from headrace.types.events import FinishReason, TokenOutput
+from headrace.types.media import Route
 from headrace.types.status import DraftCounters, Histogram
 
 
@@ -39,6 +40,16 @@ def test_nothing_happened_yet() -> None:
         assert holds(histogram)
         assert len(histogram.counts) == len(histogram.bounds) + 1
         assert list(histogram.bounds) == sorted(set(histogram.bounds))
+
+
+def test_requests_count_by_what_they_need_of_the_model_also_those_that_never_run() -> None:
+    stats = Stats()
+    assert dict(stats.counters().routes) == {Route.TEXT: 0, Route.MEDIA: 0}
+    stats.submitted("a", 1, 0.0)
+    stats.submitted("b", 1, 0.0, route=Route.MEDIA)
+    stats.submitted("c", 1, 0.0, num_choices=3, route=Route.MEDIA)
+    stats.ended("b", "abort", 1.0)
+    assert dict(stats.counters().routes) == {Route.TEXT: 1, Route.MEDIA: 2}
 
 
 def test_a_request_from_its_arrival_to_its_end() -> None:

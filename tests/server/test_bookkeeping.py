@@ -11,6 +11,7 @@ from headrace.server.live import LiveRequests
 from headrace.server.log_format import FIELDS, JsonLines, use_log_format
 from headrace.server.record import RequestRecord
 from headrace.types.events import Finished, FinishReason, Started, Text, Usage
+from headrace.types.media import Route
 
 
 def test_work_is_found_by_the_requests_id_and_by_its_answers_until_it_is_released() -> None:
@@ -49,10 +50,10 @@ def test_a_record_measures_from_arrival_to_the_first_text_and_from_there_to_the_
     moments = iter([100.0, 100.5, 102.0, 103.0, 106.0, 107.0])
     record = RequestRecord("req_1", "POST", "/v1/completions", clock=lambda: next(moments))
     record.begin_answer("cmpl-1", "m")
-    record.take(Started(9))
+    record.take(Started(9, Route.MEDIA))
     record.take(Text("a"))
     record.take(Text("b", 1))
-    record.take(Finished(FinishReason.LENGTH, Usage(9, 13, 4)))
+    record.take(Finished(FinishReason.LENGTH, Usage(9, 13, 4, route=Route.MEDIA)))
     record.status = 200
     assert record.fields() == {
         "request_id": "req_1",
@@ -63,6 +64,7 @@ def test_a_record_measures_from_arrival_to_the_first_text_and_from_there_to_the_
         "answer_id": "cmpl-1",
         "model": "m",
         "num_prompt_tokens": 9,
+        "route": "media",
         "num_cached_tokens": 4,
         "num_output_tokens": 13,
         "time_to_first_token_s": 2.0,

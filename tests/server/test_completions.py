@@ -65,7 +65,7 @@ def test_several_prompts_with_several_choices_are_one_answer() -> None:
         "prompt_tokens": 2 + 3,
         "completion_tokens": 8,
         "total_tokens": 13,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "route": "text"},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": 0,

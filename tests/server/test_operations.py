@@ -66,6 +66,7 @@ def test_status_tells_the_engine_the_model_and_what_was_ignored() -> None:
     assert status["num_running"] == 1
     assert status["memory"]["budget_bytes"] == 1000
     assert status["counters"]["finished"] == {"stop": 1}
+    assert (request["route"], status["counters"]["routes"]) == ("text", {"text": 1})
     assert set(status["counters"]["request_s"]) == {"bounds", "counts", "total"}
     assert status["process"]["peak_memory_bytes"] > 1_000_000
     assert status["process"]["cpu_s"] > 0

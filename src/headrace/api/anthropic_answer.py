@@ -77,8 +77,8 @@ class MessagesAnswer:
     def _written(self, event: Event) -> Iterator[dict[str, Any]]:
         """Events of the stream that say what one event says."""
         match event:
-            case Started(num_prompt_tokens):
-                yield {"type": "message_start", "message": self._message(num_prompt_tokens)}
+            case Started(num_prompt_tokens, route):
+                yield {"type": "message_start", "message": self._message(Usage(num_prompt_tokens, 0, route=route))}
             case Reasoning(text):
                 yield from self._in_block({"type": "thinking", "thinking": "", "signature": ""})
                 self._thought.update(text.encode())
@@ -98,7 +98,7 @@ class MessagesAnswer:
             case _:
                 raise TypeError(f"a message has no form for {type(event).__name__}")
 
-    def _message(self, num_prompt_tokens: int) -> dict[str, Any]:
+    def _message(self, usage: Usage) -> dict[str, Any]:
         return {
             "id": self._heading.id,
             "type": "message",
@@ -108,7 +108,7 @@ class MessagesAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             # How many of them are cached is not known before they are looked at; the message's end tells it.
-            "usage": _usage(Usage(num_prompt_tokens, 0)),
+            "usage": _usage(usage),
         }
 
     def _in_block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -154,6 +154,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_cached_tokens,
+        "input_tokens_details": {"route": usage.route.value},
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
     }

@@ -78,7 +78,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, "route": usage.route.value},
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning_tokens,
             "accepted_prediction_tokens": usage.num_accepted_tokens,

@@ -216,6 +216,7 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
             "cached_tokens": usage.num_cached_tokens,
             # Every prompt is kept as far as there is room, whatever was asked: nothing is counted for it.
             "cache_write_tokens": 0,
+            "route": usage.route.value,
         },
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},

@@ -22,6 +22,7 @@ def status_body(
     """names: that the model is served under. ignored: how often each unknown field was sent."""
     body = asdict(status)
     body["counters"]["finished"] = dict(status.counters.finished)
+    body["counters"]["routes"] = dict(status.counters.routes)
     return {
         "version": version,
         "process": asdict(process),

@@ -230,7 +230,9 @@ class Loop:
         self._sinks[request.request_id] = command.sink
         if request.priority < IDLE_PRIORITY:
             # preparing a finished turn for the next one is nobody's request: all later calls skip an unknown id
-            self._stats.submitted(request.request_id, len(request.prompt), command.now, request.num_choices)
+            self._stats.submitted(
+                request.request_id, len(request.prompt), command.now, request.num_choices, request.route
+            )
         command.sink(Accepted())
 
     def _abort(self, command: Abort) -> None:

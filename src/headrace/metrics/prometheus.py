@@ -116,6 +116,10 @@ def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
 def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:
     memory = status.memory
     yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
+    name = "headrace:requests_total"
+    yield from _heading(name, "counter", "Requests that were queued, by what they need of the model.")
+    for route, count in status.counters.routes:
+        yield _sample(name, {**labels, "route": route.value}, count)
     help = "Answers that ended by themselves and don't fit their JSON schema."
     yield from _counter("headrace:schema_misfits", help, status.num_misfits, labels)
     help = "What began as a tool call and could not be made one; it was given as text."

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from headrace.types.events import TokenOutput
+from headrace.types.media import Route
 from headrace.types.status import Counters, DraftCounters, Histogram
 
 UNFINISHED = ("abort", "error")
@@ -71,6 +72,7 @@ class Stats:
         self._num_cached_tokens = 0
         self._num_steps = 0
         self._finished: Counter[str] = Counter()
+        self._routes = Counter(dict.fromkeys(Route, 0))
         self._num_windows = 0
         self._num_drafted = 0
         self._accepted_at: list[int] = []
@@ -79,8 +81,16 @@ class Stats:
         self._request = _Buckets(_REQUEST_BOUNDS)
         self._queue = _Buckets(_REQUEST_BOUNDS)
 
-    def submitted(self, request_id: str, num_prompt_tokens: int, now: float, num_choices: int = 1) -> None:
+    def submitted(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        now: float,
+        num_choices: int = 1,
+        route: Route = Route.TEXT,
+    ) -> None:
         """A request is in the queue."""
+        self._routes[route] += 1
         self._requests[request_id] = _Timing(now, num_prompt_tokens, num_choices)
 
     def scheduled(self, request_id: str, now: float) -> None:
@@ -161,6 +171,7 @@ class Stats:
             time_per_output_token_s=self._token.snapshot(),
             request_s=self._request.snapshot(),
             queue_s=self._queue.snapshot(),
+            routes=tuple(self._routes.items()),
         )
 
     def _close(self, request_id: str, now: float) -> None:

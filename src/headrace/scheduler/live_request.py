@@ -78,6 +78,7 @@ class LiveRequest:
             age_s=max(0.0, now - self.added_s),
             session=self.request.session,
             priority=self.request.priority,
+            route=self.request.route,
             reuse=self.reuse,
         )
 

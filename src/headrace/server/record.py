@@ -90,8 +90,8 @@ class _AnswerRecord:
 
     def take(self, event: Event, now: float) -> None:
         match event:
-            case Started(num_prompt_tokens):
-                self._usage = Usage(num_prompt_tokens, 0)
+            case Started(num_prompt_tokens, route):
+                self._usage = Usage(num_prompt_tokens, 0, route=route)
             case Text() | Reasoning() | ToolCallStart() | ToolArguments():
                 self._first = now if self._first is None else self._first
                 self._last = now
@@ -108,6 +108,7 @@ class _AnswerRecord:
             "answer_id": self._answer_id,
             "model": self._model,
             "num_prompt_tokens": self._usage.num_prompt_tokens,
+            "route": self._usage.route.value,
             "num_cached_tokens": self._usage.num_cached_tokens,
             "num_output_tokens": self._usage.num_output_tokens,
             "time_to_first_token_s": None if self._first is None else round(self._first - arrived, 6),

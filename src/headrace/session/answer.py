@@ -23,6 +23,7 @@ from headrace.types.events import (
     ToolArguments,
     Usage,
 )
+from headrace.types.media import Route
 from headrace.types.request import GenerationRequest
 
 
@@ -263,6 +264,7 @@ def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
         num_drafted_tokens=sum(prompt.num_drafted_tokens for prompt in prompts),
         num_accepted_tokens=sum(prompt.num_accepted_tokens for prompt in prompts),
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
+        route=Route.MEDIA if any(prompt.request.route is Route.MEDIA for prompt in prompts) else Route.TEXT,
     )
 
 

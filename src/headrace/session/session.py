@@ -232,7 +232,8 @@ class Session:
             prompts = await prepare()
             outputs = await self._submit(prompts, open_streams)
             streams = [self._events(prompt, each, prompts) for prompt, each in zip(prompts, outputs, strict=True)]
-            yield Started(usage_of(prompts).num_prompt_tokens)
+            usage = usage_of(prompts)
+            yield Started(usage.num_prompt_tokens, usage.route)
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
                     yield event

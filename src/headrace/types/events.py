@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.types.media import Route
+
 
 class FinishReason(StrEnum):
     """Why an output ended."""
@@ -78,6 +80,7 @@ class Started:
     """The prompts are rendered and queued; the first event of every session. Tokens are counted over all prompts."""
 
     num_prompt_tokens: int
+    route: Route = Route.TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class Usage:
     """Token counts of one request, over all its choices; a prompt counts once however many it has.
 
     Cached tokens were really skipped; reasoning is part of output. Accepted drafts are part of drafted tokens.
+    route: media if any of the prompts holds some.
     """
 
     num_prompt_tokens: int
@@ -146,6 +150,7 @@ class Usage:
     num_reasoning_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    route: Route = Route.TEXT
 
 
 @dataclass(frozen=True, slots=True)

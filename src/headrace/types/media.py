@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+
+
+class Route(StrEnum):
+    """What a request needs of the model."""
+
+    TEXT = "text"
+    """The language model alone."""
+    MEDIA = "media"
+    """Its vision tower as well, unless what that has made of the pictures is still held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.types.media import PromptMedia
+from headrace.types.media import PromptMedia, Route
 
 IDLE_PRIORITY = 2**31
 """Of work that nobody waits for; lower than any that a client can ask for. It does not count as a request."""
@@ -120,3 +120,8 @@ class GenerationRequest:
     constraint: ConstraintSpec | None = None
     max_draft_tokens: int | None = None
     media: PromptMedia | None = None
+
+    @property
+    def route(self) -> Route:
+        """What it needs of the model."""
+        return Route.TEXT if self.media is None else Route.MEDIA

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.types.media import Route
+
 
 class Phase(StrEnum):
     """How far a request has come."""
@@ -36,6 +38,7 @@ class RequestStatus:
     priority: int
     reuse: str = ""
     """What of the prompt came out of the prefix cache, and why no more; empty before it starts."""
+    route: Route = Route.TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,10 @@ class DraftCounters:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Since the start. finished: number of choices by finish reason, and by `abort` and `error`."""
+    """Since the start. finished: number of choices by finish reason, and by `abort` and `error`.
+
+    routes: number of requests that were queued, by what they need of the model.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -100,6 +106,7 @@ class Counters:
     time_per_output_token_s: Histogram
     request_s: Histogram
     queue_s: Histogram
+    routes: tuple[tuple[Route, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
