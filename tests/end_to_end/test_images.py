@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.models.vision import VisionTower
+from headrace.models.vision import Embedding, VisionTower
 from headrace.session.session import Session
 from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.types.chat import (
@@ -24,6 +24,7 @@ from headrace.types.chat import (
     TextPart,
 )
 from headrace.types.events import Finished, Text, Usage
+from headrace.types.media import MediaInput
 from training.jobs import pictures
 from training.sample import Drawing, Sample
 
@@ -166,14 +167,14 @@ async def test_the_same_words_about_another_picture_get_another_answer(session: 
 async def test_a_picture_is_not_looked_at_again_in_the_next_turn(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embed = VisionTower.embed
-    looked_at: list[int] = []
+    begin = VisionTower.begin
+    looked_at: list[MediaInput] = []
 
-    def counted(self: VisionTower, inputs):
-        looked_at.append(len(inputs))
-        return embed(self, inputs)
+    def counted(self: VisionTower, one: MediaInput) -> Embedding:
+        looked_at.append(one)
+        return begin(self, one)
 
-    monkeypatch.setattr(VisionTower, "embed", counted)
+    monkeypatch.setattr(VisionTower, "begin", counted)
     (sample,) = samples(31)[30:]
     asked = question(sample)
     said, _ = await say(session, asked)
@@ -188,13 +189,13 @@ async def test_a_picture_is_not_looked_at_again_in_the_next_turn(
 async def test_a_tower_that_fails_costs_its_request_and_nobody_elses(
     session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: VisionTower, inputs):
+    def broken(self: VisionTower, one: MediaInput) -> Embedding:
         raise RuntimeError("blind")
 
     hello = ChatMessage("user", (TextPart("hello"),))
     expected, _ = await say(session, hello)
     with monkeypatch.context() as patch:
-        patch.setattr(VisionTower, "embed", broken)
+        patch.setattr(VisionTower, "begin", broken)
         sample = samples(41)[40]
         seen, greeted = await asyncio.gather(
             say(session, question(sample)), say(session, hello), return_exceptions=True

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from models.embedding import embed
 
 from headrace.backend import blas, device
 from headrace.backend.kernels import Kernels
@@ -117,8 +118,7 @@ class Stream:
             return Row(self.state, tokens)
         end = start + len(tokens)
         wanted = [each for each in inputs_within(self.media, start, end) if each.digest not in self._embedded]
-        found = self._tower.embed(wanted) if wanted else []
-        mx.eval([made.rows for made in found])
+        found = embed(self._tower, wanted)
         self._embedded |= {each.digest: made for each, made in zip(wanted, found, strict=True)}
         return Row(self.state, tokens, row_media(self.media, start, end, self._embedded))
 
@@ -281,7 +281,7 @@ def test_qwen_2_5_gives_the_logits_of_mlx_vlm_s_own_model(tmp_path: Path) -> Non
     image = MediaInput(3, 27, patches.data, grid, HALF, HALF, b"0")
     positions, delta = media_positions(len(ids), [Block(3, (0,), 4, 6)])
     media = PromptMedia((image,), positions.data, delta)
-    embedded = {image.digest: tower[0].embed([image])[0]}
+    embedded = {image.digest: embed(tower[0], [image])[0]}
     state, logits = SequenceState(SlabPool()), []
     for start, end in itertools.pairwise((0, 10, 11, len(ids))):
         state.begin(end - start)

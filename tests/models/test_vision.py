@@ -13,10 +13,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from models.embedding import embed
 
 from headrace.backend import device
 from headrace.errors import ModelError
 from headrace.models import vision
+from headrace.models.pieces import LEAST_ROWS
 from headrace.models.source import read_files
 from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
 from headrace.types.media import MediaInput
@@ -65,7 +67,7 @@ def test_embeddings_are_those_of_transformers(folder: str, case: str, kind: str)
     with np.load(DATA / folder / "expected.npz") as data:
         patches = data[f"{case}/pixel_values{'_videos' if kind == 'video' else ''}_u8"]
         grids, expected = data[f"{case}/{kind}_grid_thw"], data[f"{case}/{kind}_features"]
-    embedded = tower(DATA / folder).embed(inputs(patches, grids))
+    embedded = embed(tower(DATA / folder), inputs(patches, grids))
     assert [each.rows.shape[0] for each in embedded] == [r * c // 4 for t, r, c in grids.tolist() for _ in range(t)]
     assert np.abs(rows(embedded) - expected).max() <= TOLERANCE
 
@@ -74,19 +76,11 @@ def test_a_tower_with_deepstack_gives_a_part_for_each_of_its_layers() -> None:
     folder = DATA / "tiny_qwen3vl_torch"
     with np.load(folder / "expected.npz") as data:
         made = inputs(data["two_images/pixel_values_u8"], data["two_images/image_grid_thw"])
-    embedded = tower(folder).embed(made)
+    embedded = embed(tower(folder), made)
     config = json.loads((folder / "config.json").read_text())["vision_config"]
     for each in embedded:
         assert [layer.shape for layer in each.deep] == [each.rows.shape] * len(config["deepstack_visual_indexes"])
-    assert all(not each.deep for each in tower(DATA / FOLDERS[0]).embed(made))
-
-
-def test_inputs_do_not_see_each_other() -> None:
-    with np.load(DATA / FOLDERS[0] / "expected.npz") as data:
-        made = inputs(data["two_images/pixel_values_u8"], data["two_images/image_grid_thw"])
-    together = rows(tower(DATA / FOLDERS[0]).embed(made))
-    alone = np.concatenate([rows(tower(DATA / FOLDERS[0]).embed([each])) for each in made])
-    assert np.abs(together - alone).max() <= TOLERANCE
+    assert all(not each.deep for each in embed(tower(DATA / FOLDERS[0]), made))
 
 
 def test_blocks_of_scores_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +89,48 @@ def test_blocks_of_scores_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch) ->
         expected = data["video/video_features"]
     for elements in (1, 4 * 24, 4 * 24 * 7, 4 * 24 * 24 * 2):
         monkeypatch.setattr(vision, "SCORE_ELEMENTS", elements)
-        assert np.abs(rows(tower(DATA / FOLDERS[0]).embed(made)) - expected).max() <= TOLERANCE
+        assert np.abs(rows(embed(tower(DATA / FOLDERS[0]), made)) - expected).max() <= TOLERANCE
+
+
+def work_of(config: dict[str, Any], grid: tuple[int, int, int]) -> int:
+    """Multiply-adds of Qwen3's tower for a grid of one frame; a bias counts as one more input."""
+    num_patches, width, inner = grid[1] * grid[2], config["hidden_size"], config["intermediate_size"]
+    merged = width * config["spatial_merge_size"] ** 2
+    num_values = 3 * config["temporal_patch_size"] * config["patch_size"] ** 2
+    block = 3 * width * (width + 1) + width * (width + 1) + inner * (width + 1) + width * (inner + 1)
+    attention = 2 * num_patches * width
+    per_patch = num_values + width * (num_values + 1) + config["depth"] * (block + attention)
+
+    def merger(norm: int) -> int:
+        return (2 * norm + merged * (merged + 1) + config["out_hidden_size"] * (merged + 1)) // 4
+
+    deep = len(config.get("deepstack_visual_indexes") or ()) * merger(merged)
+    return num_patches * (per_patch + merger(width) + deep)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_picture_in_slices_gives_the_same_to_the_bit_whatever_the_slices(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = read_files(folder, DATA / folder)
+    piece_work = 2_000_000
+    monkeypatch.setitem(vision.PIECE_WORK, device.current().kind, piece_work)
+    loaded = load_tower(files, dtype="float32", device=device.current())
+    assert loaded is not None
+    grid = (1, 24, 32)
+    pixels = np.random.default_rng(2).integers(0, 256, (24 * 32, 1536), dtype=np.uint8)
+    picture = MediaInput(0, 0, pixels.data, grid, HALF, HALF, b"")
+    (whole,) = embed(loaded[0], [picture])
+    largest = LEAST_ROWS * (1536 + 1) * 64  # of the products here that of patches has the longest rows
+    for allowed in (0, 3 * piece_work):
+        embedding, slices = loaded[0].begin(picture), []
+        while not embedding.is_done:
+            slices.append(embedding.compute(allowed))
+        assert sum(slices) == work_of(files.config["vision_config"], grid)
+        assert len(slices) > 10 and max(slices) <= max(allowed, piece_work, largest)
+        made = embedding.embeddings
+        for one, other in zip((made.rows, *made.deep), (whole.rows, *whole.deep), strict=True):
+            assert np.array_equal(np.array(one), np.array(other))
 
 
 def saved_tower(folder: Path, config: dict[str, Any], module: Any, prefix: str) -> None:
@@ -142,7 +177,7 @@ def test_an_older_tower_computes_what_mlx_vlm_computes(name: str, fields: dict[s
         MediaInput(0, 0, patches[480:].data, (1, 10, 6), HALF, HALF, b""),
     ]
     expected = module(mx.array(patches.astype(np.float32) / 127.5 - 1), mx.array([each.grid for each in made]))
-    embedded = loaded[0].embed(made)
+    embedded = embed(loaded[0], made)
     assert [each.rows.shape for each in embedded] == [(120, 48), (15, 48)]
     assert np.abs(rows(embedded) - np.array(expected)).max() <= TOLERANCE
 
@@ -157,7 +192,7 @@ def test_a_quantised_tower_is_read(tmp_path: Path) -> None:
     for dtype, line in (("stored", "8-bit, as stored"), ("float32", "float32, stored as 8-bit")):
         loaded = load_tower(read_files("tiny", tmp_path), dtype=dtype, device=device.current())
         assert loaded is not None and line in loaded[1]
-        results.append(rows(loaded[0].embed(made)))
+        results.append(rows(embed(loaded[0], made)))
     assert np.abs(results[0] - results[1]).max() <= TOLERANCE
 
 
@@ -165,7 +200,7 @@ def test_the_bundled_model_has_a_tower() -> None:
     loaded = load_tower(read_files("miniature", MINIATURE), dtype="float32", device=device.current())
     assert loaded is not None and loaded[1].startswith("vision tower: 2 layers")
     picture = np.random.default_rng(0).integers(0, 256, (64, 1536), dtype=np.uint8)
-    (embedded,) = loaded[0].embed([MediaInput(0, 0, picture.data, (1, 8, 8), HALF, HALF, b"")])
+    (embedded,) = embed(loaded[0], [MediaInput(0, 0, picture.data, (1, 8, 8), HALF, HALF, b"")])
     assert embedded.rows.shape == (16, 256) and bool(mx.isfinite(embedded.rows).all())
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import mlx.core as mx
+from statistics import median_low
 
 from headrace.errors import GenerationFailed
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
-from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.models.vision import Embedding, MediaEmbeddings, VisionTower
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
+
+SLICE_SHARE = 0.75
+"""Of a plain step's time, what the tower takes between two steps of running streams; the rest is for what is not seen
+coming, so that they never wait for two steps' time."""
+
+IDLE_SLICE_S = 0.25
+"""The same when no stream runs: a request that arrives waits for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +64,17 @@ class LiveMedia:
 class FeatureCache:
     """Stands in front of the prefix cache and holds requests back until their media are embedded.
 
-    Inputs are embedded one by one between steps, so that running streams go on. Those that the prefix cache covers are
-    left out. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
+    Inputs are embedded one by one, in slices between steps, so that running streams go on. Those that the prefix cache
+    covers are left out. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
     """
 
-    def __init__(self, tower: VisionTower, prefixes: PrefixIndex, max_bytes: int) -> None:
+    def __init__(
+        self,
+        tower: VisionTower,
+        prefixes: PrefixIndex,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """max_bytes: of embeddings that no request needs any more."""
         self._tower = tower
         self._prefixes = prefixes
@@ -69,16 +82,15 @@ class FeatureCache:
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._pending: dict[str, list[MediaInput]] = {}
         self._failed: set[bytes] = set()
+        self._begun: tuple[bytes, Embedding] | None = None
+        self._clock = clock
+        self._work_s: deque[float] = deque(maxlen=9)
+        """Seconds that a multiply-add of the latest slices took."""
 
     @property
     def num_bytes(self) -> int:
         """Of all embeddings that are held."""
         return sum(kept.num_bytes for kept in self._kept.values())
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a request waits for the tower."""
-        return any(self._pending.values())
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
         """See PrefixIndex. None also as long as media behind the cached part are not embedded."""
@@ -102,25 +114,44 @@ class FeatureCache:
                 self._kept[one.digest].needed_by.add(request_id)
                 self._kept.move_to_end(one.digest)
 
-    def advance(self) -> None:
-        """Embed one input of the request that waits longest; nothing if none waits."""
-        for request_id, missing in self._pending.items():
-            if missing:
-                self._embed(missing.pop(0), request_id)
-                return
+    def advance(self, plain_step_s: float | None) -> None:
+        """Go on with the first input of the request that waits longest; nothing if none waits.
 
-    def _embed(self, one: MediaInput, request_id: str) -> None:
+        plain_step_s: what a step of the running streams takes, for as much as they are to wait at most; 0 for as little
+        as can be, None if there are none.
+        """
+        waiting = next(((request_id, missing) for request_id, missing in self._pending.items() if missing), None)
+        if waiting is None:
+            return
+        request_id, missing = waiting
+        one = missing[0]
         if one.digest not in self._kept:
+            spare_s = IDLE_SLICE_S if plain_step_s is None else SLICE_SHARE * plain_step_s
             try:
-                (embeddings,) = self._tower.embed([one])
-                mx.eval(embeddings.rows, embeddings.deep)
+                self._embed(one, spare_s)
             except Exception:  # an outer wall to the tower: the request fails when it comes to the input
                 logger.exception("the vision tower failed on an input of %s", request_id)
+                self._begun = None
                 self._failed.add(one.digest)
+                missing.pop(0)
                 return
-            self._kept[one.digest] = _Kept(embeddings)
-        self._kept[one.digest].needed_by.add(request_id)
-        self._shrink(self._max_bytes)
+        if one.digest in self._kept:
+            missing.pop(0)
+            self._kept[one.digest].needed_by.add(request_id)
+            self._shrink(self._max_bytes)
+
+    def _embed(self, one: MediaInput, spare_s: float) -> None:
+        """A slice of the work on an input. What was begun of another one, which nobody waits for any more, is lost."""
+        if self._begun is None or self._begun[0] != one.digest:
+            self._begun = (one.digest, self._tower.begin(one))
+        embedding = self._begun[1]
+        started = self._clock()
+        work = embedding.compute(spare_s / median_low(self._work_s) if self._work_s else 0)
+        if work:
+            self._work_s.append(max(self._clock() - started, 0.0) / work)
+        if embedding.is_done:
+            self._kept[one.digest] = _Kept(embedding.embeddings)
+            self._begun = None
 
     def media_of(self, request: GenerationRequest) -> LiveMedia | None:
         """What a request that starts needs of its media; None for text alone."""
@@ -133,6 +164,8 @@ class FeatureCache:
         """See PrefixIndex."""
         self._prefixes.end(request_id)
         self._pending.pop(request_id, None)
+        if not any(self._pending.values()):
+            self._begun = None
         for kept in self._kept.values():
             kept.needed_by.discard(request_id)
         self._failed.clear()

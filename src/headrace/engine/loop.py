@@ -122,7 +122,7 @@ class Loop:
             if self._is_stopping:
                 break
             if self._features is not None:
-                self._features.advance()
+                self._features.advance(self._scheduler.plain_step_s)
             plan = self._scheduler.schedule()
             if plan.is_empty:
                 self._wait_for_disk()

@@ -2,13 +2,14 @@
 
 The tower is mlx-vlm's module with the checkpoint's weights. Its attention is replaced: patches attend within one frame
 or window, and what mlx-vlm computes for each of these one after the other, and on a CPU with all scores at once, is
-done in batches of bounded size here.
+done in batches of bounded size here. Its forward only builds the graph of a computation, which `Embedding` carries out
+in pieces: a large picture takes many times as long as a step, and running streams would wait for it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -20,8 +21,9 @@ from mlx.utils import tree_flatten
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
+from headrace.models.pieces import PIECE_WORK, Pieces, RowPieces, by_rows
 from headrace.models.source import ModelFiles
-from headrace.models.weights import LISTED_NAMES, hold
+from headrace.models.weights import LISTED_NAMES, hold, num_parameters
 from headrace.types.media import MediaInput
 
 SCORE_ELEMENTS = 16 * 1024 * 1024
@@ -53,35 +55,51 @@ class MediaEmbeddings:
     deep: tuple[mx.array, ...] = ()
 
 
+class Embedding:
+    """The embeddings of one input, on their way: `compute` until `is_done`."""
+
+    def __init__(self, embeddings: MediaEmbeddings, pieces: Pieces) -> None:
+        self.embeddings = embeddings
+        self._pieces = pieces
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the embeddings are evaluated."""
+        return self._pieces.is_done
+
+    def compute(self, max_work: float) -> int:
+        """Go on with pieces of at most `max_work` multiply-adds together, or with one; gives how many they had."""
+        return self._pieces.compute(max_work)
+
+
 class VisionTower:
     """Computes embeddings; keeps nothing of what it has seen."""
 
-    def __init__(self, module: Any, merge_size: int) -> None:
+    def __init__(self, module: Any, dtype: mx.Dtype, pieces: Pieces) -> None:
+        """dtype: of its activations. pieces: where the module's parts note what they are to compute."""
         self.module = module
-        self._merge_size = merge_size
+        self._dtype = dtype
+        self.pieces = pieces
 
     @property
     def num_bytes(self) -> int:
         """Of its weights."""
         return sum(array.nbytes for _, array in _flat(self.module))
 
-    def embed(self, inputs: Sequence[MediaInput]) -> list[MediaEmbeddings]:
-        """Embeddings of inputs, not evaluated; at least one. Inputs don't see each other."""
-        patches = mx.concatenate([_normalised(each) for each in inputs])
-        grids = mx.array([each.grid for each in inputs], dtype=mx.int32)
-        computed = self.module(patches.astype(self._dtype), grids)
+    def begin(self, one: MediaInput) -> Embedding:
+        """The embeddings of an input, of which little more than the graph is there yet."""
+        self.pieces.take()  # of one that has failed on the way
+        computed = self.module(self._patches(one), mx.array([one.grid], dtype=mx.int32))
         # Towers without deepstack give their embeddings alone, or with an empty list.
         rows, deep = computed if isinstance(computed, tuple) else (computed, [])
-        ends = np.cumsum([_num_rows(each.grid, self._merge_size) for each in inputs]).tolist()
-        return [
-            MediaEmbeddings(rows[start:end], tuple(layer[start:end] for layer in deep))
-            for start, end in pairwise([0, *ends])
-        ]
+        for array in (rows, *deep):
+            self.pieces.note(array, 0)
+        return Embedding(MediaEmbeddings(rows, tuple(deep)), self.pieces.take())
 
-    @property
-    def _dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.module.patch_embed.proj.weight.dtype
-        return dtype
+    def _patches(self, one: MediaInput) -> mx.array:
+        """`[patches, channels * values]`, normalised."""
+        pixels = mx.array(np.asarray(one.pixels))
+        return by_rows(lambda some: _normalised(some, one).astype(self._dtype), pixels, pixels.shape[1], self.pieces)
 
 
 def load_tower(files: ModelFiles, *, dtype: str, device: Device) -> tuple[VisionTower, str] | None:
@@ -107,10 +125,25 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device) -> tuple[Vision
     module.load_weights(list(weights.items()), strict=False)
     module.eval()
     precision = hold(module, dtype, device.kind, device.memory_bytes)
-    for block in module.blocks:
-        block.attn = SegmentAttention(block.attn, vision.apply_rotary_pos_emb_vision, device.kind != "cpu")
-    tower = VisionTower(module, module.spatial_merge_size)
+    tower = VisionTower(module, module.patch_embed.proj.weight.dtype, Pieces(PIECE_WORK[device.kind]))
+    _cut(module, tower, vision.apply_rotary_pos_emb_vision, has_fused=device.kind != "cpu")
     return tower, f"vision tower: {len(module.blocks)} layers, {tower.num_bytes / 1e6:.0f} MB, {precision}"
+
+
+def _cut(module: Any, tower: VisionTower, rotate: Any, *, has_fused: bool) -> None:
+    """Let the parts of the tower's module compute in pieces."""
+
+    def in_rows(inner: Any, rows_of_one: int = 1) -> RowPieces:
+        return RowPieces(inner, num_parameters(inner) // rows_of_one, tower.pieces)
+
+    merged = module.spatial_merge_size**2
+    module.patch_embed = in_rows(module.patch_embed)
+    for block in module.blocks:
+        block.attn = SegmentAttention(block.attn, rotate, tower.pieces, has_fused=has_fused)
+        block.mlp = in_rows(block.mlp)
+    module.merger = in_rows(module.merger, merged)
+    if "deepstack_merger_list" in module:
+        module.deepstack_merger_list = [in_rows(each, merged) for each in module.deepstack_merger_list]
 
 
 class SegmentAttention(nn.Module):
@@ -119,16 +152,19 @@ class SegmentAttention(nn.Module):
     inner: mlx-vlm's module. rotate: its rotary embedding. has_fused: whether the device has fused attention.
     """
 
-    def __init__(self, inner: Any, rotate: Any, has_fused: bool) -> None:
+    def __init__(self, inner: Any, rotate: Any, pieces: Pieces, *, has_fused: bool) -> None:
         super().__init__()
         self.inner = inner
         self._rotate = rotate
+        self._pieces = pieces
         self._has_fused = has_fused
+        self._qkv_work, self._proj_work = num_parameters(inner.qkv), num_parameters(inner.proj)
 
     def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array) -> mx.array:
         """x: `[patches, width]`. cu_seqlens: where segments end, a zero before them."""
         num_patches, inner = x.shape[0], self.inner
-        qkv = inner.qkv(x).reshape(num_patches, 3, inner.num_heads, -1)
+        joined = by_rows(inner.qkv, x, self._qkv_work, self._pieces)
+        qkv = joined.reshape(num_patches, 3, inner.num_heads, -1)
         queries, keys = (self._rotate(qkv[None, :, index], rotary_pos_emb)[0] for index in (0, 1))
         values, outputs, start = qkv[:, 2], [], 0
         ends: Any = cu_seqlens.tolist()
@@ -138,23 +174,26 @@ class SegmentAttention(nn.Module):
                 parts = (_segments(part[start:end], length) for part in (queries, keys, values))
                 outputs.append(self._attend(*parts).transpose(0, 2, 1, 3).reshape(end - start, -1))
             start = end
-        projected: mx.array = inner.proj(mx.concatenate(outputs))
-        return projected
+        return by_rows(inner.proj, mx.concatenate(outputs), self._proj_work, self._pieces)
 
     def _attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """All `[segments, heads, length, head_dim]`."""
-        if self._has_fused:
-            return _fused(queries, keys, values, self.inner.scale)
-        num_segments, num_heads, length, _ = queries.shape
-        block = max(1, min(length, SCORE_ELEMENTS // (num_heads * length)))
-        at_once = max(1, SCORE_ELEMENTS // (num_heads * length * block))
+        num_segments, num_heads, length, head_dim = queries.shape
+        query_work = 2 * num_heads * length * head_dim
+        most = self._pieces.piece_work // query_work
+        if not self._has_fused:
+            most = min(most, SCORE_ELEMENTS // (num_heads * length))
+        block = max(1, min(length, most))
+        at_once = max(1, most // block)
+        attend = _fused if self._has_fused else _scored
         outputs = []
         for first in range(0, num_segments, at_once):
             some = slice(first, first + at_once)
-            rows = [
-                _scored(queries[some, :, lo : lo + block], keys[some], values[some], self.inner.scale)
-                for lo in range(0, length, block)
-            ]
+            rows = []
+            for lo in range(0, length, block):
+                part = queries[some, :, lo : lo + block]
+                row = attend(part, keys[some], values[some], self.inner.scale)
+                rows.append(self._pieces.note(row, part.shape[0] * part.shape[2] * query_work))
             outputs.append(mx.concatenate(rows, axis=2))
         return mx.concatenate(outputs)
 
@@ -177,16 +216,11 @@ def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float) ->
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)[..., :head_dim]
 
 
-def _normalised(each: MediaInput) -> mx.array:
-    """Patches as float32: `[patches, channels * values]`."""
-    pixels = mx.array(np.asarray(each.pixels))
-    by_channel = pixels.reshape(pixels.shape[0], len(each.mean), -1).astype(mx.float32) / 255
-    mean, std = (mx.array(numbers, dtype=mx.float32)[:, None] for numbers in (each.mean, each.std))
+def _normalised(pixels: mx.array, one: MediaInput) -> mx.array:
+    """Patches of an input as float32: `[patches, channels * values]`."""
+    by_channel = pixels.reshape(pixels.shape[0], len(one.mean), -1).astype(mx.float32) / 255
+    mean, std = (mx.array(numbers, dtype=mx.float32)[:, None] for numbers in (one.mean, one.std))
     return ((by_channel - mean) / std).reshape(pixels.shape)
-
-
-def _num_rows(grid: tuple[int, int, int], merge_size: int) -> int:
-    return grid[0] * grid[1] * grid[2] // merge_size**2
 
 
 def _tower_weights(files: ModelFiles) -> dict[str, mx.array]:

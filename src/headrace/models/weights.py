@@ -114,7 +114,7 @@ def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
     stored = _stored_precision(model)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "stored"
-        needed = _num_parameters(model) * 4
+        needed = num_parameters(model) * 4
         if dtype == "float32" and needed > MEMORY_SHARE * memory_bytes:
             mx.eval(model.parameters())
             return (
@@ -156,8 +156,8 @@ def _stored_precision(model: Any) -> str:
     return " and ".join(sorted(str(one).removeprefix("mlx.core.") for one in floats))
 
 
-def _num_parameters(model: Any) -> int:
-    """Weights after dequantisation; scales and biases of quantised modules don't count."""
+def num_parameters(model: Any) -> int:
+    """Weights of a module after dequantisation; scales and biases of quantised modules don't count."""
     total = 0
     for _, module in model.named_modules():
         quantised = "scales" in module

@@ -110,6 +110,12 @@ class Scheduler:
         return self._admission.reserved_bytes
 
     @property
+    def plain_step_s(self) -> float | None:
+        """Seconds of a step that only decodes, with the sequences that do so now; None if none does, 0 if unknown."""
+        num_rows = sum(sequence.is_decoding for sequence in self._rows.running())
+        return self._pace.plain_step_s(num_rows) if num_rows else None
+
+    @property
     def num_preemptions(self) -> int:
         """How often a running sequence has made room for others."""
         return self._rows.num_preemptions

@@ -1,0 +1,84 @@
+"""Long computations cut into pieces, so that other work can go on between them.
+
+MLX builds a graph first and computes it when its arrays are asked for. A computation is cut by noting arrays on the way
+through it, in the order in which they depend on each other, and asking for them one after the other later. Where the
+cuts lie depends on shapes alone, and what is computed does not depend on how many pieces are taken at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+PIECE_WORK = {"cpu": 2**27, "cuda": 2**36, "metal": 2**35}
+"""Multiply-adds that a piece has at most, where rows are enough: some 2 ms of each kind of device."""
+
+LEAST_ROWS = 64
+"""Rows of a matrix product below which a piece would rather wait for its weights than compute; a multiple of 4."""
+
+
+class Pieces:
+    """What is still to be computed, in order. Work is counted in multiply-adds."""
+
+    def __init__(self, piece_work: int) -> None:
+        """piece_work: what a piece is to have at most."""
+        self.piece_work = piece_work
+        self._left: deque[tuple[mx.array, int]] = deque()
+
+    def note(self, array: mx.array, work: int) -> mx.array:
+        """The array, which takes so much work once all that was noted before it is there."""
+        self._left.append((array, work))
+        return array
+
+    def take(self) -> Pieces:
+        """All that was noted, as an object of its own; nothing is left here."""
+        taken = Pieces(self.piece_work)
+        taken._left, self._left = self._left, taken._left
+        return taken
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything is computed."""
+        return not self._left
+
+    def compute(self, max_work: float) -> int:
+        """Compute pieces with at most `max_work` together, but one at least; gives the work that they had."""
+        arrays: list[mx.array] = []
+        done = 0
+        while self._left and (not arrays or done + self._left[0][1] <= max_work):
+            array, work = self._left.popleft()
+            arrays.append(array)
+            done += work
+        mx.eval(arrays)
+        return done
+
+
+class RowPieces(nn.Module):
+    """A module that takes each row by itself, in pieces of so many rows.
+
+    inner: such a module. row_work: multiply-adds per row that it is given.
+    """
+
+    def __init__(self, inner: nn.Module, row_work: int, pieces: Pieces) -> None:
+        super().__init__()
+        self.inner = inner
+        self._row_work = row_work
+        self._pieces = pieces
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[…, rows, width]`."""
+        return by_rows(self.inner, x, self._row_work, self._pieces)
+
+
+def by_rows(compute: Callable[[mx.array], mx.array], x: mx.array, row_work: int, pieces: Pieces) -> mx.array:
+    """`compute` of all rows of `x`, `[…, rows, width]`, which it takes each by itself or in fours, in noted pieces."""
+    num_rows = x.shape[-2]
+    at_once = max(LEAST_ROWS, pieces.piece_work // row_work // LEAST_ROWS * LEAST_ROWS)
+    parts = [
+        pieces.note(compute(x[..., lo : lo + at_once, :]), min(at_once, num_rows - lo) * row_work)
+        for lo in range(0, num_rows, at_once)
+    ]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)

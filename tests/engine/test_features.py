@@ -1,0 +1,114 @@
+"""Slices of the vision tower's work: as long as running streams can bear, in order, for whoever still waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from headrace.engine.features import IDLE_SLICE_S, SLICE_SHARE, FeatureCache
+from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.scheduler.prefixes import NoPrefixes
+from headrace.types.media import MediaInput, PromptMedia
+from headrace.types.request import GenerationRequest, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+HALF = (0.5, 0.5, 0.5)
+WORK_S = 2.0**-10
+"""Seconds of a unit of the made-up tower's work."""
+
+
+@dataclass
+class MadeUpEmbedding:
+    """Pieces of one unit each; a slice takes as long as it has units."""
+
+    tower: MadeUpTower
+    left: int
+    embeddings: MediaEmbeddings = field(default_factory=lambda: MediaEmbeddings(mx.zeros((4, 8))))
+
+    @property
+    def is_done(self) -> bool:
+        return self.left == 0
+
+    def compute(self, max_work: float) -> int:
+        done = min(self.left, max(1, int(max_work)))
+        self.left -= done
+        self.tower.now += done * WORK_S
+        self.tower.slices.append(done)
+        return done
+
+
+class MadeUpTower:
+    """Takes as many units for an input as that has bytes."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slices: list[int] = []
+        self.begun: list[bytes] = []
+
+    def begin(self, one: MediaInput) -> MadeUpEmbedding:
+        self.begun.append(one.digest)
+        return MadeUpEmbedding(self, one.pixels.nbytes)
+
+
+def features(tower: MadeUpTower, max_bytes: int = 10**6) -> FeatureCache:
+    return FeatureCache(cast(VisionTower, cast(Any, tower)), NoPrefixes(), max_bytes, clock=lambda: tower.now)
+
+
+def request(request_id: str, works: Sequence[int]) -> GenerationRequest:
+    """A prompt with an input for each number, which takes so many units; equal ones are the same picture."""
+    inputs = [
+        MediaInput(4 * index, 4 * index + 4, memoryview(bytes(work)), (1, 4, 4), HALF, HALF, b"%d" % work)
+        for index, work in enumerate(works)
+    ]
+    return GenerationRequest(request_id, (7,) * (4 * len(works) + 1), GREEDY, 1, media=PromptMedia(tuple(inputs)))
+
+
+def test_a_slice_takes_no_more_than_running_streams_can_bear() -> None:
+    tower = MadeUpTower()
+    cache = features(tower)
+    one = request("a", [500])
+    assert cache.find(one) is None
+    step_s = 2.0**-5
+    while cache.find(one) is None:
+        cache.advance(step_s)
+    assert sum(tower.slices) == 500 and tower.begun == [b"500"]
+    assert tower.slices[0] == 1  # how fast the tower is was not known
+    assert set(tower.slices[1:-1]) == {int(SLICE_SHARE * step_s / WORK_S)}
+
+
+def test_where_no_step_was_measured_a_slice_is_one_piece_and_without_streams_it_is_long() -> None:
+    tower = MadeUpTower()
+    cache = features(tower)
+    assert cache.find(request("a", [1000])) is None
+    for _ in range(3):
+        cache.advance(0.0)
+    cache.advance(None)
+    assert tower.slices == [1, 1, 1, int(IDLE_SLICE_S / WORK_S)]
+
+
+def test_inputs_are_looked_at_in_order_and_the_same_one_once() -> None:
+    tower = MadeUpTower()
+    cache = features(tower)
+    first, second = request("a", [30, 20]), request("b", [20, 10])
+    assert cache.find(first) is None and cache.find(second) is None
+    while cache.find(second) is None:
+        cache.advance(None)
+    assert tower.begun == [b"30", b"20", b"10"]
+    assert cache.find(first) is not None
+
+
+def test_what_nobody_waits_for_any_more_is_given_up() -> None:
+    tower = MadeUpTower()
+    cache = features(tower)
+    assert cache.find(request("a", [50])) is None
+    cache.advance(0.0)
+    cache.end("a")
+    cache.advance(0.0)
+    assert tower.slices == [1]
+    assert cache.find(request("b", [40])) is None
+    while cache.find(request("b", [40])) is None:
+        cache.advance(None)
+    assert tower.begun == [b"50", b"40"] and sum(tower.slices) == 1 + 40
