@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.models.packed import PackedModel, Row
+from headrace.models.positions import TokenPositions
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
 
@@ -16,13 +17,14 @@ class MixedSteps:
     """Brings rows of known token ids through steps of random shape.
 
     Each step takes some rows, and of each a chunk of one to nine tokens: some certain, some kept, and the rest
-    replaced by junk that is rolled back.
+    replaced by junk that is rolled back. positions: of each row, None for those without.
     """
 
     model: PackedModel
     rows: Sequence[Sequence[int]]
     vocab_size: int
     seed: int = 0
+    positions: Sequence[TokenPositions | None] = ()
 
     def run(self) -> list[mx.array]:
         """Logits `[n, vocab_size]` of every token of each row."""
@@ -46,7 +48,8 @@ class MixedSteps:
             num_kept = int(random.integers(num_certain, num_window + 1))
             junk = random.integers(0, self.vocab_size, num_window - num_kept).tolist()
             state.begin(num_window, num_certain)
-            rows.append(Row(state, [*ids[state.length : state.length + num_kept], *junk]))
+            positions = self.positions[number] if self.positions else None
+            rows.append(Row(state, [*ids[state.length : state.length + num_kept], *junk], positions=positions))
             picks += range(num_tokens, num_tokens + num_kept)
             kept.append((number, num_kept))
             num_tokens += num_window

@@ -18,7 +18,7 @@ from headrace.backend.kernels import Kernels
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.mrope import MropeSections
-from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes
+from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes, wrap_row_ropes
 from headrace.models.step import Windows
 from headrace.models.upstream import REPLACEMENTS
 
@@ -200,7 +200,9 @@ class Installation:
         elif level is Level.PACKED:
             self._replace(place, GatedDeltaMixer(place.module))
         else:
-            self._replace(place, RowwiseMixer(place.module, fresh_cache))
+            ropes, undo = wrap_row_ropes(place.module)
+            self._undos.append(undo)
+            self._replace(place, RowwiseMixer(place.module, fresh_cache, ropes))
 
     def _replace(self, place: Place, mixer: nn.Module) -> None:
         setattr(place.parent, place.name, mixer)

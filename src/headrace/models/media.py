@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from headrace.models.positions import TokenPositions
 from headrace.models.seams import Undo
 from headrace.models.vision import MediaEmbeddings
 from headrace.types.media import MediaInput, PromptMedia
@@ -64,6 +65,16 @@ def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.
         of_prompt = np.asarray(media.positions)[:, start:end]
         positions[:, : of_prompt.shape[1]] = of_prompt
     return positions
+
+
+def row_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
+    """Chosen positions of a sequence's computed tokens `start` to `end`, in a sequence without media."""
+    return RowMedia(np.broadcast_to(positions.at(start, end), (3, end - start)))
+
+
+def entry_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
+    """The same for a prediction head, which reads each token at the position of the one before it."""
+    return row_at(positions, start - 1, end - 1)
 
 
 def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.NDArray[np.int32]:

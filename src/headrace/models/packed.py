@@ -12,11 +12,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.install import Installation, Level, Levels, windows_of
-from headrace.models.media import Deepstack, RowMedia, packed_positions, step_media
+from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
 from headrace.models.mixers.whole import run_rows
 from headrace.models.mrope import find_sections
+from headrace.models.position_support import positions_refusal
+from headrace.models.positions import TokenPositions
 from headrace.models.seams import views_of
 from headrace.models.step import PackedStep, RowSpan
+from headrace.models.watch import QueryWatch
 from headrace.state.hidden import HiddenState
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
@@ -27,11 +30,15 @@ class Row:
     """One sequence's tokens in a step; the state's window is open and as long as they are.
 
     media: what the sequence's media mean for these tokens; None if it has none.
+    positions: where the sequence's tokens stand; None if that is their place among those that the state has computed.
+    watch: notes what the tokens whose logits are wanted ask of the earlier ones; for rows whose tokens are all certain.
     """
 
     state: SequenceState
     token_ids: Sequence[int]
     media: RowMedia | None = None
+    positions: TokenPositions | None = None
+    watch: QueryWatch | None = None
 
 
 class PackedModel:
@@ -44,6 +51,8 @@ class PackedModel:
         self.model = model
         self.levels = levels
         self.kernels = kernels
+        self.positions_refusal = positions_refusal(model, levels)
+        """Why rows can't have chosen positions; None if they can."""
         self._windows = windows_of(model)
         self._installation = Installation(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
@@ -56,7 +65,7 @@ class PackedModel:
         ids: the tokens `[T]` where some are on the device only; then the rows' `token_ids` tell no more than how many.
         Gives logits `[len(picks), vocab_size]`, not evaluated, and leaves the states' windows written.
         """
-        step = self._pack(rows)
+        step = self._pack(rows, picks)
         if ids is None:
             ids = mx.array([token for row in rows for token in row.token_ids], dtype=mx.int32)
         ids = ids[None]
@@ -75,15 +84,18 @@ class PackedModel:
             tap.hidden = None
         return logits if self._installation.is_tapped else logits[wanted]
 
-    def _pack(self, rows: Sequence[Row]) -> PackedStep:
+    def _pack(self, rows: Sequence[Row], picks: Sequence[int]) -> PackedStep:
         spans: list[RowSpan] = []
         lo = 0
         for row in rows:
-            hi = lo + len(row.token_ids)
-            spans.append(RowSpan(row.state, lo, hi, row.state.length, row.state.num_certain))
+            hi, state = lo + len(row.token_ids), row.state
+            picked = () if row.watch is None else tuple(pick for pick in picks if lo <= pick < hi)
+            if row.watch is not None and picked:
+                row.watch.begin()
+            spans.append(RowSpan(state, lo, hi, state.length, state.num_certain, row.positions, row.watch, picked))
             lo = hi
-        positions = packed_positions([(row.state.length, len(row.token_ids), row.media) for row in rows])
-        return PackedStep(tuple(spans), mx.array(positions), self.kernels)
+        placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
+        return PackedStep(tuple(spans), mx.array(packed_positions(placed)), self.kernels)
 
     def _media(self, rows: Sequence[Row], ids: mx.array) -> dict[str, mx.array]:
         """Arguments for the model's forward where tokens of the step stand for media; prepares deeper layers."""
@@ -147,3 +159,12 @@ class PackedModel:
         """Take everything off the model again; this object is of no use afterwards."""
         self._deepstack.undo()
         self._installation.undo()
+
+
+def _placed(row: Row) -> RowMedia | None:
+    """What says where a row's tokens stand, if it is not the state's length."""
+    if row.positions is None:
+        return row.media
+    if row.media is not None:
+        raise ValueError("a row has its positions from its media or of its own, not both")
+    return row_at(row.positions, row.state.length, row.state.length + len(row.token_ids))

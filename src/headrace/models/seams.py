@@ -16,10 +16,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
 from headrace.models.mixers.attention import attend
 from headrace.models.mrope import MropeSections
+from headrace.models.positions import TokenPositions
 from headrace.models.step import KVReference, PackedStep, View, WindowMask
 from headrace.models.upstream import largest_rope_batch
 
@@ -115,6 +117,43 @@ def wrap_ropes(module: nn.Module, sections: MropeSections | None = None) -> Undo
             setattr(module, name, child)
 
     return undo
+
+
+class RowRope(nn.Module):
+    """A rope of a module that runs row by row and counts its tokens by its own cache.
+
+    positions: where the tokens of the row that runs stand; None if they stand where the module's cache says.
+    """
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+        self.positions: TokenPositions | None = None
+        self._packed = PackedRope(rope)
+
+    def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
+        """x: `[1, num_heads, n, head_dim]`; offset: how many tokens came before."""
+        if self.positions is None:
+            rotated: mx.array = self.rope(x, offset=offset, **options)
+            return rotated
+        return self._packed(x, mx.array(self.positions.at(offset, offset + x.shape[-2])))
+
+
+def wrap_row_ropes(module: nn.Module) -> tuple[tuple[RowRope, ...], Undo]:
+    """Put `RowRope` around every rope below a module: a child without weights that takes an `offset`."""
+    wrapped = []
+    for _, parent in list(module.named_modules()):
+        for name, child in parent.children().items():
+            if isinstance(child, nn.Module) and takes(child, "offset") and not tree_flatten(child.parameters()):
+                wrapped.append((parent, name, child, RowRope(child)))
+    for parent, name, _, rope in wrapped:
+        setattr(parent, name, rope)
+
+    def undo() -> None:
+        for parent, name, child, _ in wrapped:
+            setattr(parent, name, child)
+
+    return tuple(rope for *_, rope in wrapped), undo
 
 
 def takes(module: nn.Module, parameter: str) -> bool:

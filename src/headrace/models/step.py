@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
+from headrace.models.positions import TokenPositions
+from headrace.models.watch import QueryWatch
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
 
@@ -17,13 +19,20 @@ Windows = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The tokens `lo` to `hi` of the step belong to one sequence and stand at `start` in it."""
+    """The tokens `lo` to `hi` of the step belong to one sequence and are its computed tokens from `start` on.
+
+    positions: where all computed tokens of the sequence stand; None if that is their place among them.
+    watch: notes the queries at `picks`, which are packed tokens of this row; None if nobody asks.
+    """
 
     state: SequenceState
     lo: int
     hi: int
     start: int
     num_certain: int
+    positions: TokenPositions | None = None
+    watch: QueryWatch | None = None
+    picks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

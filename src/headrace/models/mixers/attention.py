@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from headrace.models.step import RowSpan, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
@@ -28,7 +29,8 @@ def attend(
     queries: `[1, num_heads, T, head_dim]`.
     new: keys and values `[1, num_kv_heads, T, head_dim]` of the step's tokens; None for a layer that reads what
     another one wrote.
-    window: how many tokens a token sees, itself included; None for all.
+    window: how many positions a token sees, its own included; None for all. Where positions have gaps, the tokens
+    that stand in them are those that the model alone would see, were the others masked.
 
     Gives `[1, num_heads, T, value_dim]`.
     """
@@ -45,11 +47,16 @@ def attend(
     fold = kernels.folds_query_heads and sinks is None
     outputs = []
     for span, state in zip(spans, states, strict=True):
+        if span.watch is not None and span.picks and window is None:
+            span.watch.note(view.layer, queries, span.picks, scale, sinks)
         for lo, hi in _parts(span, window is not None and kernels.goes_token_by_token):
             start, end = span.start + lo - span.lo, span.start + hi - span.lo
-            read = state.read(max(0, start - window + 1) if window else 0, end)
-            part = queries[:, :, lo:hi]
-            outputs.append(_folded(part, *read, scale, window) if fold else _fused(part, *read, scale, window, sinks))
+            first, positions = _reach(span, start, end, window)
+            read, part = state.read(first, end), queries[:, :, lo:hi]
+            if fold:
+                outputs.append(_folded(part, *read, scale, window, positions))
+            else:
+                outputs.append(_fused(part, *read, scale, window, positions, sinks))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
@@ -58,16 +65,33 @@ def _parts(span: RowSpan, token_by_token: bool) -> list[tuple[int, int]]:
     return [(token, token + 1) for token in range(span.lo, span.hi)] if token_by_token else [(span.lo, span.hi)]
 
 
+def _reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
+    """The first token that any of the tokens `start` to `end` sees, and positions from there on if they have gaps."""
+    if window is None:
+        return 0, None
+    first = max(0, start - window + 1)
+    if span.positions is None:
+        return first, None
+    positions = span.positions.at(first, end)
+    if positions[-1] - positions[0] == end - first - 1:
+        return first, None
+    hidden = int(np.searchsorted(positions, positions[start - first] - window, side="right"))
+    return first + hidden, mx.array(positions[hidden:])
+
+
 def _state(view: View, span: RowSpan, window: int | None) -> FullAttentionState | SlidingAttentionState:
     if window is None:
         return span.state.full_attention(view.layer)
     return span.state.layer(view.layer, partial(SlidingAttentionState, window))
 
 
-def _visible(num_queries: int, num_keys: int, window: int | None) -> mx.array:
-    """`[num_queries, num_keys]`: which keys a query sees; the last query stands at the last key."""
-    query = mx.arange(num_keys - num_queries, num_keys)[:, None]
-    key = mx.arange(num_keys)[None]
+def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.array | None) -> mx.array:
+    """`[num_queries, num_keys]`: which keys a query sees; the last query stands at the last key.
+
+    positions: of the keys, `[num_keys]`; None if they have no gaps.
+    """
+    places = mx.arange(num_keys) if positions is None else positions
+    query, key = places[num_keys - num_queries :, None], places[None]
     visible = key <= query
     return visible if window is None else visible & (key > query - window)
 
@@ -78,17 +102,25 @@ def _fused(
     values: mx.array,
     scale: float,
     window: int | None,
+    positions: mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
     """The library's own attention."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     mask: mx.array | str | None = None if num_queries == 1 else "causal"
-    if window is not None and num_queries > 1 and num_keys > window:
-        mask = _visible(num_queries, num_keys, window)
+    if window is not None and num_queries > 1 and (num_keys > window or positions is not None):
+        mask = _visible(num_queries, num_keys, window, positions)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def _folded(queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None) -> mx.array:
+def _folded(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    window: int | None,
+    positions: mx.array | None,
+) -> mx.array:
     """The query heads of a key head as rows of one matmul, queries in blocks that bound the scores' memory."""
     _, num_heads, num_queries, _ = queries.shape
     num_keys = keys.shape[2]
@@ -98,18 +130,21 @@ def _folded(queries: mx.array, keys: mx.array, values: mx.array, scale: float, w
         hi = min(lo + block, num_queries)
         end = num_keys - num_queries + hi  # keys after the block's last query are invisible to all of it
         start = 0 if window is None else max(0, end - (hi - lo) - window + 1)
-        part = queries[:, :, lo:hi]
-        outputs.append(_folded_block(part, keys[:, :, start:end], values[:, :, start:end], scale, window))
+        part, reach = queries[:, :, lo:hi], slice(start, end)
+        own = None if positions is None else positions[reach]
+        visible = _visible(hi - lo, end - start, window, own) if num_queries > 1 else None
+        outputs.append(_folded_block(part, keys[:, :, reach], values[:, :, reach], scale, visible))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def _folded_block(queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None) -> mx.array:
+def _folded_block(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, visible: mx.array | None
+) -> mx.array:
     _, num_heads, num_queries, head_dim = queries.shape
-    num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
+    num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     scores = (queries * scale).reshape(1, num_kv_heads, group * num_queries, head_dim) @ keys.swapaxes(-1, -2)
-    if num_queries > 1:
-        visible = mx.concatenate([_visible(num_queries, num_keys, window)] * group)
-        scores = mx.where(visible, scores, mx.array(-mx.inf, scores.dtype))
+    if visible is not None:
+        scores = mx.where(mx.concatenate([visible] * group), scores, mx.array(-mx.inf, scores.dtype))
     weights = mx.softmax(scores, axis=-1, precise=True)
     return (weights @ values).reshape(1, num_heads, num_queries, values.shape[-1])

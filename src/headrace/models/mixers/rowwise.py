@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
+from headrace.models.positions import TokenPositions
+from headrace.models.seams import RowRope
 from headrace.state.layer import LayerKey
 from headrace.state.module import Feed, ModuleState, token_by_token
 
@@ -25,12 +27,13 @@ FreshCache = Callable[[LayerKey], Any]
 
 
 class RowwiseMixer(nn.Module):
-    """Stands where a module with a `cache` parameter stood."""
+    """Stands where a module with a `cache` parameter stood. ropes: those inside of it."""
 
-    def __init__(self, inner: nn.Module, fresh_cache: FreshCache) -> None:
+    def __init__(self, inner: nn.Module, fresh_cache: FreshCache, ropes: Sequence[RowRope]) -> None:
         super().__init__()
         self.inner = inner
         self._fresh_cache = fresh_cache
+        self._ropes = tuple(ropes)
         self._signature = inspect.signature(type(inner).__call__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
@@ -41,19 +44,28 @@ class RowwiseMixer(nn.Module):
         arguments.pop("mask", None)
         inputs_name = next(iter(arguments))
         inputs = arguments.pop(inputs_name)
-        feed: Feed = partial(self._feed, inputs_name, arguments)
-        if view.step.kernels.goes_token_by_token:
-            feed = partial(token_by_token, feed)
         outputs = []
         for span in view.step.spans:
+            feed: Feed = partial(self._feed, inputs_name, arguments, span.positions)
+            if view.step.kernels.goes_token_by_token:
+                feed = partial(token_by_token, feed)
             state = span.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
             row = inputs[:, span.lo : span.hi]
             outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.marks))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
-    def _feed(self, inputs_name: str, arguments: dict[str, Any], cache: Any, inputs: mx.array) -> mx.array:
+    def _feed(
+        self,
+        inputs_name: str,
+        arguments: dict[str, Any],
+        positions: TokenPositions | None,
+        cache: Any,
+        inputs: mx.array,
+    ) -> mx.array:
         if "mask" in self._signature.parameters:
             arguments = dict(arguments, mask=_mask(cache, inputs))
+        for rope in self._ropes:
+            rope.positions = positions
         output: mx.array = self.inner(**{inputs_name: inputs}, cache=cache, **arguments)
         return output
 

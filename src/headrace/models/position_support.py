@@ -1,0 +1,74 @@
+"""Whether a model's tokens can stand at chosen positions, which need not be their places in the state."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, make_prompt_cache
+
+from headrace.models.install import Level, Levels
+from headrace.models.seams import takes
+
+_PLAIN_CACHES = (KVCache, ConcatenateKVCache, ArraysCache)
+"""Caches that keep all tokens, or none: what a token sees doesn't depend on where it stands."""
+
+
+def positions_refusal(model: Any, levels: Levels) -> str | None:
+    """Why a model that runs at these levels can't take chosen positions; None if it can. Asked before installation.
+
+    Seams and packed mixers take any. A module that runs row by row does if all that it does with positions is to hand
+    them to a rope of its own, and if it forgets no token by its place.
+    """
+    if Level.WHOLE in levels.values():
+        return "it runs as a whole, a row at a time, and counts its tokens itself"
+    by_row = [one for one, level in levels.items() if level is Level.ROWS]
+    caches = {type(part) for entry in make_prompt_cache(model) for part in _parts(entry)}
+    for _, module in model.named_modules():
+        if type(module) in by_row and (reason := _refusal(module, caches)) is not None:
+            return f"{type(module).__name__} runs row by row, and {reason}"
+    return None
+
+
+def _refusal(mixer: nn.Module, caches: set[type]) -> str | None:
+    names: set[str] = set()
+    for _, module in mixer.named_modules():
+        if module is not mixer and _is_rope(module):
+            if "DynamicNTKScaling" in type(module).__name__:
+                return "its rope turns by the length of the sequence"
+            continue
+        ropes = {name for name, child in module.children().items() if _is_rope(child)}
+        for module_class in type(module).__mro__:
+            if module_class.__module__.startswith("mlx_lm."):
+                names |= _called(module_class) - ropes
+    if any("rope" in name or "rotary" in name for name in names):
+        return "turns its queries and keys by itself"
+    if "update_and_fetch" in names and not caches <= set(_PLAIN_CACHES):
+        return "the model's caches keep windows of tokens"
+    return None
+
+
+def _is_rope(child: Any) -> bool:
+    return isinstance(child, nn.Module) and takes(child, "offset")
+
+
+@cache
+def _called(module_class: type) -> set[str]:
+    """Names of what the class's methods call, but for the one that makes it."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(module_class))).body
+    assert isinstance(tree, ast.ClassDef)
+    methods = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+    calls = [node.func for method in methods for node in ast.walk(method) if isinstance(node, ast.Call)]
+    return {
+        func.attr if isinstance(func, ast.Attribute) else func.id
+        for func in calls
+        if isinstance(func, ast.Attribute | ast.Name)
+    }
+
+
+def _parts(entry: Any) -> list[Any]:
+    return list(entry.caches) if isinstance(entry, CacheList) else [entry]

@@ -1,0 +1,57 @@
+"""What a sequence's tokens ask of its earlier ones: queries, noted while packed steps run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from headrace.state.layer import LayerKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerQueries:
+    """Queries of one attention layer and how it makes scores of them.
+
+    layer: the owner of the keys that it reads. queries: `[num_heads, n, head_dim]`, turned by their positions.
+    scale: a factor of the scores. sinks: `[num_heads]`, one more score in each head's softmax; None if there are none.
+    """
+
+    layer: LayerKey
+    queries: mx.array
+    scale: float
+    sinks: mx.array | None
+
+
+class QueryWatch:
+    """Notes a sequence's queries in layers of full attention, in each step at its tokens whose logits are wanted.
+
+    Layers with windows and mixers without keys note nothing. `arrays` belong to what a step evaluates: left for later
+    they would keep the step's keys and values from being written in place.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[list[LayerQueries]] = []
+
+    def begin(self) -> None:
+        """A step begins, whose layers call `note` in their order."""
+        self._steps.append([])
+
+    def note(
+        self, layer: LayerKey, queries: mx.array, places: Sequence[int], scale: float, sinks: mx.array | None
+    ) -> None:
+        """Copy the queries at `places` out of `[1, num_heads, T, head_dim]`."""
+        copied = queries[0][:, mx.array(list(places), dtype=mx.int32)]
+        self._steps[-1].append(LayerQueries(layer, copied, scale, sinks))
+
+    def arrays(self) -> list[mx.array]:
+        """What the last step has noted."""
+        return [one.queries for one in self._steps[-1]] if self._steps else []
+
+    def layers(self) -> list[LayerQueries]:
+        """One entry per layer, its queries of all steps behind each other."""
+        return [
+            replace(of_layer[0], queries=mx.concatenate([one.queries for one in of_layer], axis=1))
+            for of_layer in zip(*self._steps, strict=True)
+        ]

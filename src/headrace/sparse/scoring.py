@@ -1,0 +1,100 @@
+"""How important each token of a prompt is to what follows it, by a draft model's attention.
+
+SpecPrefill (arXiv 2502.02789, section 3): of every token that asks (the prompt's last one and those of a short greedy
+continuation) and every head the attention over the prompt, smoothed along it; of these the largest over layers and
+heads, and the mean over the tokens that ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from headrace.models.packed import PackedModel, Row
+from headrace.models.watch import LayerQueries, QueryWatch
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+
+POOL = 13
+"""Tokens that an attention weight is averaged over, itself in their middle; near the ends fewer."""
+BLOCK_BYTES = 16 * 1024 * 1024
+"""Size of the largest arrays that scoring makes at once: a few of them at a time."""
+
+
+def num_scoring_layers(model: PackedModel) -> int:
+    """How many of a model's layers tell what its tokens ask: those that attend to all tokens by keys of their own."""
+    state, watch = SequenceState(SlabPool()), QueryWatch()
+    state.begin(1)
+    model.forward([Row(state, (0,), watch=watch)], (0,))
+    state.rollback(0)
+    return len(watch.layers())
+
+
+def importance(state: SequenceState, watch: QueryWatch, start: int, end: int) -> npt.NDArray[np.float32]:
+    """Importance `[end - start]` of a prompt's tokens from `start` on, layer by layer and a few heads at a time.
+
+    state: of the draft model, behind the prompt's `end` tokens at least; no window is open. watch: what has asked.
+    """
+    best: mx.array | None = None
+    for layer in watch.layers():
+        for smooth in _attention(state, layer, end):
+            best = smooth if best is None else mx.maximum(best, smooth)
+            mx.eval(best)
+    if best is None:
+        raise ValueError("no layer has told what the tokens ask")
+    return np.array(best.mean(axis=0)[start:])
+
+
+def _attention(state: SequenceState, layer: LayerQueries, end: int) -> Iterator[mx.array]:
+    """Smoothed attention `[n, end]` of the tokens that ask, the largest of a few heads each time; not evaluated."""
+    keys, _ = state.full_attention(layer.layer).read(0, end)
+    num_heads, num_queries, _ = layer.queries.shape
+    group = num_heads // keys.shape[1]
+    most = max(1, BLOCK_BYTES // (4 * num_queries * end))
+    for lo in range(0, num_heads, group):
+        for first in range(lo, lo + group, most):
+            heads = slice(first, min(first + most, lo + group))
+            sinks = None if layer.sinks is None else layer.sinks[heads]
+            scores = _scores(layer.queries[heads].astype(mx.float32) * layer.scale, keys[0, lo // group])
+            yield _smooth(_softmax(scores, sinks)).max(axis=0)
+
+
+def _scores(queries: mx.array, keys: mx.array) -> mx.array:
+    """Of queries `[num_heads, n, head_dim]` in float32 and keys `[M, head_dim]` of any precision, a block at a time."""
+    num_keys, head_dim = keys.shape
+    block = max(1, BLOCK_BYTES // (4 * head_dim))
+    parts = []
+    for lo in range(0, num_keys, block):
+        parts.append(queries @ keys[lo : lo + block].astype(mx.float32).T)
+        mx.eval(parts[-1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Over the last axis of `[num_heads, n, M]`; a head's sink takes its share and is left out."""
+    if sinks is None:
+        return mx.softmax(scores, axis=-1)
+    sink = sinks.astype(mx.float32)[:, None, None]
+    largest = mx.maximum(scores.max(axis=-1, keepdims=True), sink)
+    weights = mx.exp(scores - largest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + mx.exp(sink - largest))
+
+
+def _smooth(weights: mx.array) -> mx.array:
+    """The mean over POOL neighbours along the last axis, or those of them that exist."""
+    num_tokens, reach = weights.shape[-1], POOL // 2
+    sums = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(reach, reach)])
+    total: mx.array = mx.zeros_like(weights)
+    size, begin = 1, 0
+    while size <= POOL:  # sums of 1, 2, 4… neighbours, put together to POOL
+        if POOL & size:
+            total = total + sums[..., begin : begin + num_tokens]
+            begin += size
+        sums = sums[..., :-size] + sums[..., size:]
+        size *= 2
+    places = mx.arange(num_tokens)
+    counts = mx.minimum(places, reach) + mx.minimum(num_tokens - 1 - places, reach) + 1
+    return total / counts

@@ -1,0 +1,194 @@
+"""Tokens at chosen positions are what the untouched model makes of them there."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from models import positioned, tiny
+from models.mixed_steps import MixedSteps
+
+from headrace.backend import blas
+from headrace.backend.kernels import Kernels
+from headrace.models.install import choose_levels
+from headrace.models.media import RowMedia
+from headrace.models.packed import PackedModel, Row
+from headrace.models.positions import TokenPositions
+from headrace.models.selfcheck import check
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+
+TOLERANCE = 1e-4
+KEPT = (0, 1, 2, 5, 6, 13, 14, 15, 16, 30, 31, 47, 48, 49, 60, 61, 62)
+"""With gaps shorter and longer than the windows of the tiny models, which are 8; the prompt is 63 tokens long."""
+NUM_BEHIND = 14
+"""Tokens behind the prompt: more than a window."""
+
+FAMILIES = [
+    *("llama", "smollm3", "mistral", "qwen3", "glm4", "minimax", "phi3", "hunyuan_v1_dense"),
+    *("ministral3", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("nemotron_h", "granitemoehybrid", "lfm2", "falcon_h1", "deepseek_v3", "deepseek_v32", "kimi_linear", "mamba2"),
+]
+REFUSED = {
+    "llama4": "as a whole",
+    "gemma3n": "as a whole",
+    "internlm3": "its rope turns by the length of the sequence",
+}
+OTHERS = sorted(set(tiny.FAMILIES) - set(FAMILIES) - set(REFUSED))
+
+
+@pytest.fixture(autouse=True)
+def stock_blas() -> None:
+    blas.install("exact")
+
+
+def positions(*kept: int) -> TokenPositions:
+    return TokenPositions(np.array(kept, dtype=np.int32))
+
+
+def tokens(vocab_size: int, num_tokens: int) -> list[int]:
+    return np.random.default_rng(7).integers(0, vocab_size, num_tokens).tolist()
+
+
+# The type
+
+
+def test_positions_go_on_behind_the_last_kept_one() -> None:
+    kept = positions(0, 7, 900)
+    assert kept.at(0, 3).tolist() == [0, 7, 900]
+    assert kept.at(1, 6).tolist() == [7, 900, 901, 902, 903]
+    assert kept.at(5, 8).tolist() == [903, 904, 905]
+    assert kept.at(2, 2).tolist() == []
+    assert kept.at(9, 9).tolist() == []
+
+
+@pytest.mark.parametrize("kept", [[], [3, 3], [4, 2], [-1, 2]])
+def test_positions_have_to_rise(kept: list[int]) -> None:
+    with pytest.raises(ValueError, match="rise"):
+        positions(*kept)
+
+
+# What layers see
+
+
+class Recorder(nn.Module):
+    """Stands for a rope and turns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def __call__(self, x: mx.array, offset: mx.array) -> mx.array:
+        self.seen.append(offset.tolist())
+        return x
+
+
+def test_a_layer_sees_exactly_the_chosen_positions() -> None:
+    model = tiny.build("llama")
+    recorder = model.model.layers[1].self_attn.rope = Recorder()
+    packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
+    chosen, pool = positions(0, 7, 900), SlabPool()
+    sparse, dense = SequenceState(pool), SequenceState(pool)
+    for ids in ((1, 2), (3,), (4, 5)):
+        for state in (sparse, dense):
+            state.begin(len(ids))
+        rows = [Row(sparse, ids, positions=chosen), Row(dense, ids)]
+        mx.eval(packed.forward(rows, [0]), sparse.arrays(), dense.arrays())
+        for state in (sparse, dense):
+            state.rollback(0)
+    queries = recorder.seen[::2]
+    assert queries == [[0, 7, 0, 1], [900, 2], [901, 902, 3, 4]]
+    assert recorder.seen[1::2] == queries
+
+
+def test_a_row_has_positions_from_one_source() -> None:
+    model = tiny.build("qwen3_5")
+    packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
+    state = SequenceState(SlabPool())
+    state.begin(1)
+    media = RowMedia(np.zeros((3, 1), dtype=np.int32))
+    with pytest.raises(ValueError, match="not both"):
+        packed.forward([Row(state, (1,), media, positions(5))], [0])
+
+
+# Against the untouched model
+
+
+def compare(name: str) -> float:
+    """Largest difference of a logit, of two rows at chosen positions and one without in mixed, rejected steps."""
+    model = tiny.build(name)
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    chosen = positions(*KEPT)
+    ids = tokens(vocab_size, len(KEPT) + NUM_BEHIND)
+    places = [int(place) for place in chosen.at(0, len(ids))]
+    expected = positioned.reference(model, ids, places)
+    dense = tiny.reference(model, ids)
+    packed = check(model, Kernels("exact", "cpu"), vocab_size, "float32").packed
+    assert packed.positions_refusal is None
+    whole = positions(*range(len(KEPT)))
+    got = MixedSteps(packed, [ids, ids, ids], vocab_size, positions=[chosen, None, whole]).run()
+    references = (expected, dense, dense)
+    return max(float(mx.abs(a - b).max()) for a, b in zip(got, references, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chosen_positions_give_what_the_untouched_model_gives_there(name: str) -> None:
+    """And positions without gaps give what none do, which is the whole prompt kept."""
+    assert compare(name) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_does_every_other_family_of_mlx_lm(name: str) -> None:
+    assert compare(name) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_a_model_that_counts_its_tokens_itself_is_refused_with_the_reason(name: str, reason: str) -> None:
+    model = tiny.build(name)
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    refusal = check(model, Kernels("exact", "cpu"), vocab_size, "float32").packed.positions_refusal
+    assert refusal is not None
+    assert reason in refusal
+
+
+class ThinnedCache(KVCache):
+    """A whole prompt, of which only the tokens at some positions are to be seen, in windows of the layer's own."""
+
+    def __init__(self, kept: Sequence[int], window: int | None) -> None:
+        super().__init__()
+        self.kept, self.window = set(kept), window
+
+    def make_mask(self, num_tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        window = window_size or self.window or num_tokens
+        return mx.array(
+            [
+                [key <= query < key + window and (key in self.kept or key == query) for key in range(num_tokens)]
+                for query in range(num_tokens)
+            ]
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "gemma3_text", "gpt_oss", "olmo3", "minimax"])
+def test_kept_tokens_are_the_whole_prompt_with_the_others_masked(name: str) -> None:
+    """Where all mixers are attention, leaving tokens out is hiding their keys."""
+    model = tiny.build(name)
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    prompt = tokens(vocab_size, KEPT[-1] + 1)
+    windows = [getattr(cache, "max_size", None) for cache in make_prompt_cache(model)]
+    caches = [ThinnedCache(KEPT, window) for window in windows]
+    expected = model(mx.array([prompt]), cache=caches)[0][mx.array(KEPT)]
+    mx.eval(expected)
+    packed = check(model, Kernels("fast", "cpu"), vocab_size, "float32").packed
+    state = SequenceState(SlabPool())
+    kept = [prompt[place] for place in KEPT]
+    parts = []
+    for lo, hi in ((0, 6), (6, len(kept))):
+        state.begin(hi - lo)
+        parts.append(packed.forward([Row(state, kept[lo:hi], positions=positions(*KEPT))], range(hi - lo)))
+        mx.eval(parts[-1], state.arrays())
+        state.rollback(0)
+    assert float(mx.abs(mx.concatenate(parts) - expected).max()) <= TOLERANCE
