@@ -21,23 +21,35 @@ from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
 
 TOLERANCE = 1e-4
+FAST_TOLERANCE = 5e-4
+"""Of fast numerics, in models of up to eight layers: what summation orders make."""
 KEPT = (0, 1, 2, 5, 6, 13, 14, 15, 16, 30, 31, 47, 48, 49, 60, 61, 62)
 """With gaps shorter and longer than the windows of the tiny models, which are 8; the prompt is 63 tokens long."""
 NUM_BEHIND = 14
 """Tokens behind the prompt: more than a window."""
 
 FAMILIES = [
-    *("llama", "smollm3", "mistral", "qwen3", "glm4", "minimax", "phi3", "hunyuan_v1_dense"),
-    *("ministral3", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("nemotron_h", "granitemoehybrid", "lfm2", "falcon_h1", "deepseek_v3", "deepseek_v32", "kimi_linear", "mamba2"),
+    "llama",
+    "ministral3",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_5",
+    "nemotron_h",
+    "deepseek_v3",
+    "falcon_h1",
 ]
 REFUSED = {
-    "llama4": "as a whole",
     "gemma3n": "as a whole",
     "internlm3": "its rope turns by the length of the sequence",
+    "talkie": "turns its queries and keys by itself",
 }
-OTHERS = sorted(set(tiny.FAMILIES) - set(FAMILIES) - set(REFUSED))
+ALSO_REFUSED = {
+    *("afm7", "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "deepseek_v41", "exaone", "glm_moe_dsa", "gpt2"),
+    *("gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash", "longcat_flash_ngram", "minimax_m3_vl", "mistral4"),
+    *("mistral3_mistral4", "nanbeige", "nanochat", "plamo", "rwkv7"),
+}
+"""As gemma3n and talkie are, seen in a run of `compare` over all families."""
+OTHERS = sorted(set(tiny.FAMILIES) - set(FAMILIES) - set(REFUSED) - ALSO_REFUSED)
 
 
 @pytest.fixture(autouse=True)
@@ -117,33 +129,38 @@ def test_a_row_has_positions_from_one_source() -> None:
 # Against the untouched model
 
 
-def compare(name: str) -> float:
-    """Largest difference of a logit, of two rows at chosen positions and one without in mixed, rejected steps."""
+def compare(name: str, numerics: str) -> float:
+    """Largest difference of a logit, of a row at chosen positions and one without gaps in mixed, rejected steps."""
     model = tiny.build(name)
     vocab_size = model(mx.array([[0]])).shape[-1]
-    chosen = positions(*KEPT)
+    chosen, whole = positions(*KEPT), positions(*range(len(KEPT)))
     ids = tokens(vocab_size, len(KEPT) + NUM_BEHIND)
     places = [int(place) for place in chosen.at(0, len(ids))]
-    expected = positioned.reference(model, ids, places)
-    dense = tiny.reference(model, ids)
-    packed = check(model, Kernels("exact", "cpu"), vocab_size, "float32").packed
+    expected = [positioned.reference(model, ids, places), tiny.reference(model, ids[:20])]
+    packed = check(model, Kernels(numerics, "cpu"), vocab_size, "float32").packed
     assert packed.positions_refusal is None
-    whole = positions(*range(len(KEPT)))
-    got = MixedSteps(packed, [ids, ids, ids], vocab_size, positions=[chosen, None, whole]).run()
-    references = (expected, dense, dense)
-    return max(float(mx.abs(a - b).max()) for a, b in zip(got, references, strict=True))
+    got = MixedSteps(packed, [ids, ids[:20]], vocab_size, positions=[chosen, whole]).run()
+    return max(float(mx.abs(a - b).max()) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chosen_positions_give_what_the_untouched_model_gives_there(name: str) -> None:
     """And positions without gaps give what none do, which is the whole prompt kept."""
-    assert compare(name) <= TOLERANCE
+    assert compare(name, "exact") <= TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_does_every_other_family_of_mlx_lm(name: str) -> None:
-    assert compare(name) <= TOLERANCE
+    assert compare(name, "fast") <= FAST_TOLERANCE
+
+
+def test_positions_matter() -> None:
+    """What the comparisons above would show of a token that stood elsewhere."""
+    model = tiny.build("llama")
+    ids = tokens(tiny.FAMILIES["llama"]["vocab_size"], 8)
+    places = positioned.reference(model, ids, [0, 1, 2, 5, 6, 13, 14, 15])
+    assert float(mx.abs(places - tiny.reference(model, ids))[-1].max()) > 100 * FAST_TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -172,7 +189,7 @@ class ThinnedCache(KVCache):
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "gemma3_text", "gpt_oss", "olmo3", "minimax"])
+@pytest.mark.parametrize("name", ["llama", "glm4", "gemma3_text", "gpt_oss"])
 def test_kept_tokens_are_the_whole_prompt_with_the_others_masked(name: str) -> None:
     """Where all mixers are attention, leaving tokens out is hiding their keys."""
     model = tiny.build(name)

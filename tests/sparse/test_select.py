@@ -25,7 +25,7 @@ def test_the_most_important_chunks_are_kept_whole() -> None:
 
 
 def test_of_equal_chunks_the_earlier_ones_are_kept() -> None:
-    assert select(by_chunk(1, 1, 1, 1, 1, 1), 0, 0.4, chunk=4) == (*range(0, 8), 23)
+    assert select(by_chunk(1, 1, 1, 1, 1, 1), 0, 0.4, chunk=4) == (*range(8), 23)
 
 
 def test_a_share_of_one_keeps_everything() -> None:
