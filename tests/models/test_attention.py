@@ -61,3 +61,25 @@ def test_blocks_of_queries_give_the_bits_of_one_query_at_a_time(monkeypatch: pyt
     ]
     assert mx.array_equal(at_once, in_sevens)
     assert mx.array_equal(at_once, mx.concatenate(one_by_one, axis=2))
+
+
+@pytest.mark.parametrize("window", [1, 20, 60])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(2, 9), (130, 200)])
+def test_windows_of_both_forms_count_positions_where_these_have_gaps(
+    num_queries: int, num_keys: int, window: int
+) -> None:
+    queries, keys, values = random(1, 6, num_queries, 16), random(1, 2, num_keys, 16), random(1, 2, num_keys, 24)
+    places = np.cumsum(np.random.default_rng(1).choice([1, 1, 1, 9, 30], num_keys))
+    q, k, v = (np.array(array, dtype=np.float64)[0] for array in (queries, keys, values))
+    expected = np.zeros((6, num_queries, 24))
+    for row in range(num_queries):
+        last = num_keys - num_queries + row
+        seen = [key for key in range(last + 1) if places[key] > places[last] - window]
+        for head in range(6):
+            weights = np.exp(k[head // 3, seen] @ q[head, row] / 4)
+            expected[head, row] = weights / weights.sum() @ v[head // 3, seen]
+    positions = mx.array(places.astype(np.int32))
+    folded = attention._folded(queries, keys, values, 0.25, window, positions)
+    fused = attention._fused(queries, keys, values, 0.25, window, None, positions)
+    assert np.abs(np.array(folded[0]) - expected).max() < 2e-6
+    assert np.abs(np.array(fused[0]) - expected).max() < 2e-6

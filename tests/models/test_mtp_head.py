@@ -16,9 +16,11 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.install import choose_levels
+from headrace.models.media import entry_at
 from headrace.models.mtp_head import HeadEntries, MtpHead, load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel, Row
+from headrace.models.positions import TokenPositions
 from headrace.models.source import read_files
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
@@ -80,9 +82,11 @@ class Reference:
     """The head in float64, all tokens of a sequence at once.
 
     weights: as `tiny_head.draw` gives them. Source: Qwen3-Next's attention and experts as transformers has them.
+    places: positions of the hidden rows; None for 0 and following.
     """
 
     weights: Mapping[str, np.ndarray]
+    places: Sequence[int] | None = None
 
     def __call__(self, embeddings: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         """Embeddings of tokens 1 to n and the hidden rows of tokens 0 to n - 1 give the head's n outputs."""
@@ -101,7 +105,7 @@ class Reference:
         keys, values = (
             (x @ self.of(f"{path}.{one}_proj").T).reshape(count, NUM_KV_HEADS, HEAD_DIM) for one in ("k", "v")
         )
-        positions = np.arange(count)
+        positions = np.arange(count) if self.places is None else np.array(self.places)
         queries = turned(rms(queries, self.of(f"{path}.q_norm")), positions)
         keys = turned(rms(keys, self.of(f"{path}.k_norm")), positions)
         output = np.empty_like(queries)
@@ -135,11 +139,11 @@ def embeddings_of(trunk: PackedModel, ids: Sequence[int]) -> np.ndarray:
     return np.array(table, dtype=np.float64)[list(ids)]
 
 
-def hidden_of(trunk: PackedModel, ids: Sequence[int]) -> np.ndarray:
+def hidden_of(trunk: PackedModel, ids: Sequence[int], positions: TokenPositions | None = None) -> np.ndarray:
     """Hidden rows of the trunk, all tokens at once."""
     state = SequenceState(SlabPool())
     state.begin(len(ids))
-    mx.eval(trunk.forward([Row(state, ids)], [0]), state.arrays())
+    mx.eval(trunk.forward([Row(state, ids, positions=positions)], [0]), state.arrays())
     (rows,) = state.layer(trunk.hidden_key, lambda: pytest.fail("no hidden rows")).arrays()
     return np.array(rows[0], dtype=np.float64)
 
@@ -176,14 +180,20 @@ def run(
     return outputs
 
 
-def read(head: MtpHead, readings: Sequence[tuple[int, Reading]], outputs: list[dict[int, np.ndarray]]) -> None:
-    """Let the head read what is known, up to the token behind the last computed one."""
+def read(
+    head: MtpHead,
+    readings: Sequence[tuple[int, Reading]],
+    outputs: list[dict[int, np.ndarray]],
+    kept: TokenPositions | None = None,
+) -> None:
+    """Let the head read what is known, up to the token behind the last computed one. kept: positions of all of them."""
     entries = []
     for _, one in readings:
         hidden, end = head.hidden_of(one.state), one.state.length + 1
         start = hidden.num_folded
         one.state.reserve(1)
-        entries.append(HeadEntries(one.state, start, one.ids[start:end], hidden.part(start - 1, end - 1)))
+        media = None if kept is None else entry_at(kept, start, end)
+        entries.append(HeadEntries(one.state, start, one.ids[start:end], hidden.part(start - 1, end - 1), media))
     got = head.read(entries)
     mx.eval(got, [one.state.arrays() for _, one in readings])
     for (number, one), row in zip(readings, got, strict=True):
@@ -215,6 +225,29 @@ def test_a_row_gets_the_same_alone_and_in_company(name: str, tmp_path: Path) -> 
         (alone,) = run(trunk, head, [ids], [cut])
         for token, output in found.items():
             assert np.abs(output - alone[token]).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_entries_of_a_prompt_with_gaps_stand_where_their_hidden_rows_do(name: str, tmp_path: Path) -> None:
+    trunk, tensors, ids = trunk_of(name), tiny_head.draw(name), TEXTS[0]
+    kept = TokenPositions(np.array([0, 1, 7, 8, 30], dtype=np.int32))
+    head = load(trunk, name, tmp_path, tensors)
+    state = SequenceState(SlabPool(), len(ids))
+    outputs: dict[int, np.ndarray] = {}
+    reading = Reading(ids, state)
+    for end in (3, 4, 9, 12):
+        row = Row(state, ids[state.length : end], positions=kept)
+        state.begin(len(row.token_ids))
+        mx.eval(trunk.forward([row], [0]), state.arrays())
+        state.rollback(0)
+        read(head, [(0, reading)], [outputs], kept)
+    places = [0, 1, 7, 8, 30, *range(31, 38)]
+    hidden = hidden_of(trunk, ids[:-1], kept)
+    expected = Reference(tensors, places)(embeddings_of(trunk, ids[1:]), hidden)
+    for token, output in outputs.items():
+        assert np.abs(output - expected[token - 1]).max() < 2e-5, token
+    elsewhere = Reference(tensors)(embeddings_of(trunk, ids[1:]), hidden)
+    assert np.abs(elsewhere - expected)[-1].max() > 1e-3
 
 
 def test_what_the_head_reads_is_the_trunks_output_after_its_norm() -> None:

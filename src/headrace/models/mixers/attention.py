@@ -56,7 +56,7 @@ def attend(
             if fold:
                 outputs.append(_folded(part, *read, scale, window, positions))
             else:
-                outputs.append(_fused(part, *read, scale, window, positions, sinks))
+                outputs.append(_fused(part, *read, scale, window, sinks, positions))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
@@ -102,8 +102,8 @@ def _fused(
     values: mx.array,
     scale: float,
     window: int | None,
-    positions: mx.array | None,
     sinks: mx.array | None,
+    positions: mx.array | None = None,
 ) -> mx.array:
     """The library's own attention."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
@@ -119,7 +119,7 @@ def _folded(
     values: mx.array,
     scale: float,
     window: int | None,
-    positions: mx.array | None,
+    positions: mx.array | None = None,
 ) -> mx.array:
     """The query heads of a key head as rows of one matmul, queries in blocks that bound the scores' memory."""
     _, num_heads, num_queries, _ = queries.shape
