@@ -152,7 +152,9 @@ def test_a_mistake_is_one_line_before_anything_is_asked(
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    options = "model workload streams requests repeats seed max-tokens prompt-tokens json api-key label peer tokenizer"
+    options = (
+        "model workload streams requests repeats seed max-tokens prompt-tokens turns json api-key label peer tokenizer"
+    )
     assert all(f"--{option}" in shown for option in options.split())
 
 

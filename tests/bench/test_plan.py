@@ -26,6 +26,7 @@ def test_the_defaults_pass() -> None:
         ({"num_repeats": 0}, "--repeats"),
         ({"max_tokens": 0}, "--max-tokens"),
         ({"num_prompt_tokens": 3}, "--prompt-tokens must be at least 16"),
+        ({"num_turns": 0}, "--turns must be at least 1"),
         ({"timeout_s": 0.0}, "--timeout"),
         ({"timeout_s": float("nan")}, "--timeout"),
         ({"workloads": ("mixed",), "streams": (1,)}, "--streams must hold 2 or more"),

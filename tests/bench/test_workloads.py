@@ -14,7 +14,7 @@ import pytest
 import headrace
 from headrace.bench.plan import WORKLOADS, Plan
 from headrace.bench.words import TOKENS_PER_WORD, WORDS, random_text
-from headrace.bench.workloads import TURNS, Conversation, Round, build_round, num_requests
+from headrace.bench.workloads import Conversation, Round, build_round, num_requests
 
 PLAN = Plan((), num_prompt_tokens=300, max_tokens=20)
 
@@ -107,14 +107,15 @@ def test_a_repeated_prompt_is_asked_cold_and_right_after_that_warm() -> None:
         assert cold == warm != other
 
 
-def test_a_growing_conversation_has_a_long_turn_and_then_short_ones() -> None:
-    made = build_round(PLAN, "growing-conversation", 3, 0)
+@pytest.mark.parametrize("num_turns", [1, 5, 12])
+def test_a_growing_conversation_has_a_long_turn_and_then_short_ones(num_turns: int) -> None:
+    made = build_round(replace(PLAN, num_turns=num_turns), "growing-conversation", 3, 0)
     assert [len(stream.conversations) for stream in made] == [1] * 3
     for each in conversations(made):
-        assert len(each.questions) == len(each.kinds) == TURNS
+        assert len(each.questions) == num_turns
         assert len(each.questions[0].split()) > 250
         assert all(len(question.split()) < 30 for question in each.questions[1:])
-        assert each.kinds[:2] == ("turn 1", "turn 2")
+        assert each.kinds == tuple(f"turn {turn}" for turn in range(1, num_turns + 1))
 
 
 def test_mixed_has_chats_on_all_streams_but_one_that_comes_late_with_long_prompts() -> None:

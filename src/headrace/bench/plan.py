@@ -31,8 +31,8 @@ class Plan:
     """Every workload at every number of streams, `num_repeats` times on each target in turn.
 
     num_conversations: per level; None chooses by workload and streams. num_prompt_tokens: aimed at by an estimate, for
-    the long prompts. tokenizer: a tokenizer.json that counts answers of servers which don't say their usage.
-    timeout_s: longest silence within an answer.
+    the long prompts. num_turns: questions of a growing conversation. tokenizer: a tokenizer.json that counts answers of
+    servers which don't say their usage. timeout_s: longest silence within an answer.
     """
 
     targets: tuple[Target, ...]
@@ -43,6 +43,7 @@ class Plan:
     seed: int = 0
     max_tokens: int = 64
     num_prompt_tokens: int = 2500
+    num_turns: int = 5
     tokenizer: Path | None = None
     timeout_s: float = 600.0
 
@@ -66,6 +67,7 @@ def check(plan: Plan) -> None:
     _at_least(1, "--repeats", plan.num_repeats)
     _at_least(1, "--max-tokens", plan.max_tokens)
     _at_least(_MIN_PROMPT_TOKENS, "--prompt-tokens", plan.num_prompt_tokens)
+    _at_least(1, "--turns", plan.num_turns)
     if not plan.timeout_s > 0:
         raise ConfigError(f"--timeout must be more than 0, not {plan.timeout_s}")
     if not plan.levels():

@@ -14,9 +14,6 @@ from random import Random
 from headrace.bench.plan import Plan
 from headrace.bench.words import random_text, random_words
 
-TURNS = 5
-"""Of a growing conversation."""
-
 _CONVERSATIONS_PER_STREAM = 2
 _LONG_ANSWER_TOKENS = 16
 
@@ -92,8 +89,8 @@ def _growing_conversation(plan: Plan, streams: int, random: Random) -> Round:
     chats = []
     for _ in range(plan.num_conversations or streams):
         opening = f"{random_text(random, plan.num_prompt_tokens)}\n\n{_short_question(random)}"
-        questions = (opening, *(_short_question(random) for _ in range(TURNS - 1)))
-        kinds = tuple(f"turn {number}" for number in range(1, TURNS + 1))
+        questions = (opening, *(_short_question(random) for _ in range(plan.num_turns - 1)))
+        kinds = tuple(f"turn {number}" for number in range(1, plan.num_turns + 1))
         chats.append(Conversation(questions, kinds, plan.max_tokens))
     return _dealt(chats, streams)
 

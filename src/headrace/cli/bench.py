@@ -104,6 +104,7 @@ def _add_numbers(parser: argparse.ArgumentParser, defaults: Plan) -> None:
         ("--seed", "seed", "other seeds ask other questions", defaults.seed),
         ("--max-tokens", "max_tokens", "length of an answer at most", defaults.max_tokens),
         ("--prompt-tokens", "num_prompt_tokens", "length of long prompts, about", defaults.num_prompt_tokens),
+        ("--turns", "num_turns", "questions of a growing conversation", defaults.num_turns),
     )
     for flag, name, text, shown in numbers:
         default = getattr(defaults, name)
@@ -140,6 +141,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         seed=given.seed,
         max_tokens=given.max_tokens,
         num_prompt_tokens=given.num_prompt_tokens,
+        num_turns=given.num_turns,
         tokenizer=given.tokenizer,
         timeout_s=given.timeout_s,
     )
