@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from models import tiny
 
 from headrace.models.fingerprint import SAMPLE_BYTES, fingerprint
@@ -78,4 +79,29 @@ def test_config_header_name_and_content_of_every_file_count(
     changed(4, flip(-1))
     changed(5, flip(20))
     changed(6, flip((folder / "model.safetensors").stat().st_size // 2 - SAMPLE_BYTES // 2))
+    changed(7, lambda copied: (copied / "preprocessor_config.json").write_text('{"image_mean": [0.5]}') and None)
     assert len(set(prints)) == len(prints)
+
+
+def test_every_single_number_of_the_loaded_weights_counts(folder: Path) -> None:
+    """Whatever the samples of the files miss: the files are the same here."""
+    model, tower = tiny.build("llama"), tiny.build("qwen3")
+
+    def of(*, with_tower: bool = True) -> str:
+        return fingerprint(folder, model, "exact", choose_levels(model), "", tower if with_tower else None)
+
+    prints = [of(), of(with_tower=False)]
+    for module in (model, tower):
+        for _, weight in tree_flatten(module.parameters()):
+            before = weight[...] + 0
+            first = (0,) * weight.ndim
+            weight[first] = weight[first] * 1.0001 + 1e-6
+            prints.append(of())
+            weight[...] = before
+    assert of() == prints[0]
+    assert len(set(prints)) == len(prints)
+    # two rows that have changed places
+    embeddings = model.model.embed_tokens
+    rows = embeddings.weight
+    embeddings.weight = mx.concatenate([rows[1:2], rows[:1], rows[2:]])
+    assert of() not in prints

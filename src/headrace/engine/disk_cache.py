@@ -8,6 +8,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
+from headrace.models.vision import VisionTower
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import StateCost
 
@@ -25,13 +26,14 @@ def open_disk_tier(
     directory: Path,
     loaded: LoadedModel,
     head: str,
+    tower: VisionTower | None,
     cost: StateCost,
     budget_bytes: int,
     device_kind: str,
 ) -> DiskTier | None:
     """The disk tier of a loaded model; None if none is asked for.
 
-    directory: the model's. head: see `fingerprint`. budget_bytes: the memory for states.
+    directory: the model's. head, tower: see `fingerprint`. budget_bytes: the memory for states.
     Raises ConfigError if the folder can't be used.
     """
     knobs = config.engine
@@ -40,7 +42,14 @@ def open_disk_tier(
     if knobs.prefix_cache == "off":
         raise ConfigError("cache_dir keeps the prefix cache on disk, but prefix_cache is off", param="cache_dir")
     folder = Path(knobs.cache_dir).expanduser()
-    weights = fingerprint(directory, loaded.packed.model, config.models.numerics, loaded.packed.levels, head)
+    weights = fingerprint(
+        directory,
+        loaded.packed.model,
+        config.models.numerics,
+        loaded.packed.levels,
+        head,
+        None if tower is None else tower.module,
+    )
     try:
         return DiskTier(
             folder,

@@ -286,7 +286,8 @@ def _prepare(
         budget_bytes, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
     )
     max_model_len = _context(config, loaded, memory)
-    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, cost, budget_bytes, here.kind)
+    tower = None if found is None else found[0]
+    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, cost, budget_bytes, here.kind)
     report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",
@@ -299,9 +300,9 @@ def _prepare(
     )
     prefixes = _prefix_pool(files.name, cost, disk) if config.engine.prefix_cache == "on" else None
     features = None
-    if found is not None:
+    if tower is not None:
         features = FeatureCache(
-            found[0], NoPrefixes() if prefixes is None else prefixes, int(FEATURES_SHARE * budget_bytes)
+            tower, NoPrefixes() if prefixes is None else prefixes, int(FEATURES_SHARE * budget_bytes)
         )
     chunk = config.engine.prefill_chunk
     scheduler = Scheduler(

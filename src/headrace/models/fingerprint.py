@@ -9,38 +9,61 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
+
+from headrace import __version__
 
 NUM_SAMPLES = 64
 """Blocks of content read from each file of weights, evenly spread, the last one at its end."""
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
+PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files that say how pixels are prepared for a tower; a model of text alone has none."""
 
-def fingerprint(directory: Path, model: Any, numerics: str, levels: Any, head: str) -> str:
+
+def fingerprint(
+    directory: Path, model: nn.Module, numerics: str, levels: Any, head: str, tower: nn.Module | None = None
+) -> str:
     """32 hex digits for a loaded model and the way it computes.
 
-    It covers config.json whole; of every *.safetensors file its name, its size, its header (names, shapes and types of
-    all weights) and NUM_SAMPLES blocks of its content; the precision of every loaded weight, quantised or not; the
-    numerics, the levels at which the layers run, the device, and MLX's version. It does not read all of the weights:
-    files that differ in nothing but numbers between the samples have the same fingerprint. Fine-tuning changes numbers
-    everywhere, so that this takes a deliberate edit.
+    It covers config.json and what says how pixels are prepared; of every *.safetensors file its name, its size, its
+    header (names, shapes and types of all weights) and NUM_SAMPLES blocks of its content; of every weight as it was
+    loaded its precision, quantised or not, and the sums of its rows, so that no number changes unnoticed; the numerics,
+    the levels at which the layers run, the device, and the versions of what computes.
 
     levels: of each class of layers, see Installation. head: what is loaded of a prediction head, whose entries states
-    hold too; empty for none. Raises OSError if a file can't be read.
+    hold too; empty for none. tower: what embeds images and videos. Raises OSError if a file can't be read.
     """
     digest = blake2b(digest_size=16)
-    _add(digest, (directory / "config.json").read_bytes())
+    for name in ("config.json", *PREPARATION):
+        path = directory / name
+        if path.is_file():
+            _add(digest, name.encode())
+            _add(digest, path.read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             _add(digest, path.name.encode())
             _add_file(digest, file)
-    held: Any = tree_flatten(model.parameters())
-    _add(digest, repr(sorted((name, str(array.dtype), array.shape) for name, array in held)).encode())
+    for module in (model, tower):
+        if module is not None:
+            _add_weights(digest, module)
     _add(digest, repr(sorted((one.__name__, str(level)) for one, level in levels.items())).encode())
     _add(digest, head.encode())
-    _add(digest, f"{numerics} {mx.default_device()} {version('mlx')}".encode())
+    versions = [f"{name} {version(name)}" for name in ("mlx", "mlx-lm")]
+    _add(digest, f"{numerics} {mx.default_device()} headrace {__version__} {versions}".encode())
     return digest.hexdigest()
+
+
+def _add_weights(digest: blake2b, module: nn.Module) -> None:
+    """Of each weight its name, type and shape, and the sums of its rows' bits, read as whole numbers."""
+    held: Any = tree_flatten(module.parameters())
+    for name, array in sorted(held, key=lambda item: item[0]):
+        _add(digest, repr((name, str(array.dtype), array.shape)).encode())
+        bits = mx.atleast_1d(array).view({1: mx.uint8, 2: mx.uint16}.get(array.itemsize, mx.uint32))
+        _add(digest, np.asarray(mx.sum(bits, axis=-1)).tobytes())
 
 
 def _add_file(digest: blake2b, file: BinaryIO) -> None:
