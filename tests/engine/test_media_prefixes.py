@@ -39,3 +39,16 @@ def test_a_prompt_does_not_wait_for_one_with_another_picture_or_none() -> None:
         prefixes = pool()
         prefixes.find(request("first", b"cat"))
         assert prefixes.find(request("second", picture)) is not None
+
+
+def test_who_is_found_and_then_waits_for_its_picture_is_one_lookup() -> None:
+    prefixes = pool()
+    for _ in range(3):
+        assert prefixes.find(request("one", b"cat")) is not None
+        prefixes.end("one")
+    assert prefixes.status().num_lookups == 0
+    prefixes.find(request("one", b"cat"))
+    for start in (0, 30):
+        prefixes.marks("one", start, start + 30)
+    status = prefixes.status()
+    assert (status.num_lookups, status.num_lookup_tokens) == (1, END + 10)

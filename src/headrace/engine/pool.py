@@ -43,6 +43,7 @@ class _Prompt:
     """A request whose prompt is being computed.
 
     marks: lengths at which snapshots are still to be taken. num_computed: tokens that have been handed to the runner.
+    counts: whether it is somebody's lookup, once it begins.
     """
 
     namespace: Namespace
@@ -50,7 +51,9 @@ class _Prompt:
     match: Match
     marks: set[int]
     num_computed: int
+    counts: bool
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
+    has_begun: bool = False
     is_done: bool = False
 
 
@@ -122,9 +125,9 @@ class PrefixPool:
         if self._reads is not None and self._is_worth_reading(self._reads, request.request_id, namespace, key, match):
             return None
         plan = plan_restore(match, request.boundaries, needs_snapshots=self._needs_snapshots, grid=self._grid)
-        self._tree.use(match, counts=request.priority < IDLE_PRIORITY)
         self._tree.lock(match)
-        self._prompts[request.request_id] = _Prompt(namespace, key, match, set(plan.marks), match.num_tokens)
+        counts = request.priority < IDLE_PRIORITY
+        self._prompts[request.request_id] = _Prompt(namespace, key, match, set(plan.marks), match.num_tokens, counts)
         return CachedPrefix(match.num_tokens, plan.divergence.text)
 
     def _is_worth_waiting(self, namespace: Namespace, key: tuple[int, ...], match: Match) -> bool:
@@ -188,6 +191,9 @@ class PrefixPool:
     def marks(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
         """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
         prompt = self._prompts[request_id]
+        if not prompt.has_begun:  # not before: what waits for something else may be found again and again
+            prompt.has_begun = True
+            self._tree.use(prompt.match, counts=prompt.counts)
         prompt.num_computed = max(prompt.num_computed, end)
         return tuple(sorted(mark for mark in prompt.marks if start < mark <= end))
 
