@@ -242,3 +242,18 @@ def test_what_was_to_be_written_before_a_clearing_is_not(
     release.set()
     disk.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_something_else_in_the_folders_place_is_told_once_and_nothing_waits_for_ever(
+    state: SequenceState, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    disk = tier(folder)
+    folder.rmdir()
+    folder.write_text("a file of somebody's")
+    for length in (300, 600, len(KEY)):
+        disk.save(SPACE, KEY[:length], [length], computed(length), [], {})
+    disk.close()
+    assert (disk.pending_bytes, disk.status().num_dropped) == (0, 2 + 2 + 1)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the disk cache can't be written"]
+    assert folder.read_text() == "a file of somebody's"

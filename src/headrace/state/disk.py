@@ -195,9 +195,9 @@ class DiskTier:
         except OSError as error:
             self._tell_once("write", "the disk cache can't be written: %s", error)
         finally:
-            self._held = self._folder.held()
             for plan in save.plans:
                 self._pending.pop(plan.name, None)
+            self._held = self._folder.held()
 
     def _write_files(self, save: HostSave, generation: int) -> None:
         num_bytes = sum(plan.num_bytes for plan in save.plans)

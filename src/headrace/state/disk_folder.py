@@ -40,9 +40,12 @@ class DiskFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def files(self) -> list[StoredFile]:
-        """All files of ours, unfinished ones too, the one that was of use last at the end. None without a folder."""
+        """All files of ours, unfinished ones too, the one that was of use last at the end.
+
+        None without a folder, or where somebody has put something else in its place.
+        """
         found = []
-        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as entries:
             for entry in entries:
                 if _OURS.fullmatch(entry.name) or _UNFINISHED.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
