@@ -208,6 +208,8 @@ class PrefixPool:
 
         token_ids: at least so many. The first call that reaches the prompt's end lets waiting requests go.
         """
+        if state.is_untouched:  # it was brought back and ended before it went on
+            return
         prompt = self._prompts[request_id]
         length = state.length
         snapshots: dict[int, SequenceRecord] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -34,6 +35,15 @@ class KVRecord:
     def num_bytes(self) -> int:
         """Bytes of both arrays."""
         return sum(array.nbytes for array in self.arrays)
+
+
+def joined(records: Sequence[KVRecord], end: int) -> KVRecord:
+    """A copy of records that follow each other, up to the token `end`, not evaluated."""
+    held = [(record.keys, record.values) for record in records if record.keys is not None and record.values is not None]
+    if not held:
+        return records[0]
+    keys, values = (mx.concatenate(list(parts), axis=2) for parts in zip(*held, strict=True))
+    return KVRecord(records[0].start, keys, values).part(records[0].start, end)
 
 
 class FullAttentionState:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from headrace.state.attention import FullAttentionState, KVRecord
+from headrace.state.attention import FullAttentionState, KVRecord, joined
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord
 from headrace.state.slabs import SlabPool, slot_capacity
 
@@ -104,6 +104,8 @@ class SequenceState:
         """Records that layers which no mixer has asked for yet are to be filled from."""
         self._restored: SequenceRecord | None = None
         """What was restored last, until a window is opened."""
+        self._parts: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
+        """What was restored last out of parts, until a window is opened or a checkpoint is taken."""
         self.marks: tuple[int, ...] = ()
         """Lengths inside the open window at which windowed and opaque layers note a record."""
         self.length = 0
@@ -121,7 +123,7 @@ class SequenceState:
         """
         if self.num_open:
             raise RuntimeError("the last window is still open: commit or roll back first")
-        self._restored = None
+        self._restored = self._parts = None
         self.reserve(num_tokens)
         self.num_open = num_tokens
         self.num_certain = num_tokens if num_certain is None else num_certain
@@ -168,6 +170,8 @@ class SequenceState:
 
     def checkpoint(self) -> SequenceRecord:
         """An immutable record at the committed length; evaluated, so that later writes stay in place."""
+        if self._parts is not None:
+            self._restored, self._parts = _joined(self.length, *self._parts), None
         if self._restored is not None:
             return self._restored
         return self._record(lambda state: True)
@@ -191,14 +195,22 @@ class SequenceState:
         return {length: SequenceRecord(length, layers) for length, layers in noted.items()}
 
     def snapshot(self) -> SequenceRecord:
-        """A record of the windowed and opaque layers at the committed length."""
+        """A record of the windowed and opaque layers at the committed length; not of an untouched state."""
         return self._record(lambda state: not state.is_sliceable)
 
     def copy_span(self, start: int, end: int) -> SpanRecord:
-        """A copy of the keys and values of full attention layers for the committed tokens `start` to `end`."""
+        """A copy of the keys and values of full attention layers for the committed tokens `start` to `end`.
+
+        Not of an untouched state.
+        """
         layers = {key: state.copy(start, end) for key, state in self._layers.items() if state.is_sliceable}
         mx.eval([record.arrays for record in layers.values()])
         return SpanRecord(start, end, layers)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was computed since the last restore: then layers are still in the records they came from."""
+        return bool(self._sources)
 
     @property
     def span_token_bytes(self) -> int:
@@ -214,10 +226,11 @@ class SequenceState:
         """Become the state at `length` out of spans that follow each other from token 0 on, and a snapshot there."""
         parts: list[Mapping[LayerKey, LayerRecord]] = [span.layers for span in spans]
         self._restore(length, [*parts, snapshot.layers] if snapshot is not None else parts)
+        self._parts = spans, snapshot
 
     def _restore(self, length: int, parts: Sequence[Mapping[LayerKey, LayerRecord]]) -> None:
         self._layers.clear()
-        self._sources, self._restored = {}, None
+        self._sources, self._restored, self._parts = {}, None, None
         for part in parts:
             for key, record in part.items():
                 self._sources.setdefault(key, []).append(record)
@@ -246,4 +259,13 @@ class SequenceState:
         self._pool.free(self._slot)
         self._layers.clear()
         self._sources.clear()
-        self._restored = None
+        self._restored = self._parts = None
+
+
+def _joined(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:
+    """One record of the state at `length` that spans, which follow each other, and a snapshot make together."""
+    layers: dict[LayerKey, LayerRecord] = {}
+    for key in spans[0].layers if spans else ():
+        layers[key] = joined([span.layers[key] for span in spans], length)
+    mx.eval([record.arrays for record in layers.values()])
+    return SequenceRecord(length, {**layers, **(snapshot.layers if snapshot is not None else {})})
