@@ -62,7 +62,8 @@ def _add_weights(digest: blake2b, module: nn.Module) -> None:
     held: Any = tree_flatten(module.parameters())
     for name, array in sorted(held, key=lambda item: item[0]):
         _add(digest, repr((name, str(array.dtype), array.shape)).encode())
-        bits = mx.atleast_1d(array).view({1: mx.uint8, 2: mx.uint16}.get(array.itemsize, mx.uint32))
+        rows = array if array.ndim else array[None]
+        bits = rows.view({1: mx.uint8, 2: mx.uint16}.get(array.itemsize, mx.uint32))
         _add(digest, np.asarray(mx.sum(bits, axis=-1)).tobytes())
 
 
