@@ -1,11 +1,19 @@
 """What is kept of a prompt: whole chunks, the most important first, what is protected besides, never more than that."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.sparse.select import select
+from headrace.sparse import select as module
+from headrace.sparse.select import NEIGHBOURS
+
+
+def select(*arguments: Any, neighbours: float = 0.0, **options: Any) -> tuple[int, ...]:
+    """By each chunk's own importance, unless a test says otherwise."""
+    return module.select(*arguments, neighbours=neighbours, **options)
 
 
 def by_chunk(*means: float, chunk: int = 4) -> np.ndarray:
@@ -51,6 +59,28 @@ def test_a_chunk_counts_by_what_keeping_it_adds() -> None:
     assert select(importance, 0, 0.4, [range(4, 7)], chunk=4) == (4, 5, 6, *range(8, 12), 15)
 
 
+def test_neighbours_of_an_important_chunk_come_before_what_matters_less_than_half_of_it() -> None:
+    importance = by_chunk(0, 3, 0, 9, 1, 5, 0, 4)
+    # of 31 free tokens 0.66 are 20: chunk 3, chunk 5, then 2 and 4 (half of 9), then 7, of which three are free
+    assert chunks(select(importance, 0, 0.66, chunk=4, neighbours=0.5)) == [2, 3, 4, 5, 7]
+    assert chunks(select(importance, 0, 0.66, chunk=4)) == [1, 3, 4, 5, 7]
+
+
+def test_what_is_said_across_a_border_is_kept_by_default() -> None:
+    importance = np.full(32 * 12, 0.1, np.float32)
+    importance[32 * 5 : 32 * 5 + 8] = 10.0
+    importance[32 * 9 : 32 * 10] = 1.0
+    assert 0.0 < NEIGHBOURS < 1.0
+    kept = set(module.select(importance, 0, 0.3))
+    assert set(range(32 * 4, 32 * 7)) <= kept
+
+
+def test_a_neighbour_that_is_protected_makes_nothing_important() -> None:
+    importance = by_chunk(0, 0, 9, 0, 1, 0)
+    kept = select(importance, 0, 0.25, [range(8, 12)], chunk=4, neighbours=0.5)
+    assert kept == (*range(8, 12), *range(16, 20), 23)
+
+
 def test_a_chunk_that_does_not_fit_is_passed_over_for_a_smaller_one() -> None:
     kept = select(by_chunk(9, 0, 0, 1), 0, 0.25, [range(4, 12), range(13, 15)], chunk=4)
     # a quarter of the five free tokens is one: not the four of chunk 0, but the one left in chunk 3
@@ -87,6 +117,7 @@ def test_importance_has_to_be_finite_numbers(importance: list[float]) -> None:
     spans=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 40)), max_size=4),
     chunk=st.sampled_from([1, 4, 32]),
     backbone=st.none() | st.integers(1, 5),
+    neighbours=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_never_more_than_the_share_and_what_is_protected(
     importance: list[float],
@@ -95,11 +126,12 @@ def test_never_more_than_the_share_and_what_is_protected(
     spans: list[tuple[int, int]],
     chunk: int,
     backbone: int | None,
+    neighbours: float,
 ) -> None:
     end = start + len(importance)
     protected = [range(lo, lo + length) for lo, length in spans]
     values = np.array(importance, np.float32)
-    kept = select(values, start, share, protected, chunk, backbone)
+    kept = module.select(values, start, share, protected, chunk, backbone, neighbours)
     must = {at for span in protected for at in span if start <= at < end} | {end - 1}
     assert list(kept) == sorted(set(kept))
     assert start <= kept[0] and kept[-1] == end - 1
@@ -109,4 +141,4 @@ def test_never_more_than_the_share_and_what_is_protected(
     places = {at // chunk for at in set(kept) - must}
     whole = {at for place in places for at in range(place * chunk, (place + 1) * chunk) if start <= at < end}
     assert whole <= set(kept)
-    assert select(values.copy(), start, share, list(reversed(protected)), chunk, backbone) == kept
+    assert module.select(values.copy(), start, share, list(reversed(protected)), chunk, backbone, neighbours) == kept

@@ -1,0 +1,263 @@
+"""What thinned prompts still know: recall of single lines of long logs, by what chose the tokens that are computed.
+
+    python -m training.sparse_recall recall [--lengths 2048 4096 8192] [--keep 0.2 0.3] [--count 20] [--by draft]
+    python -m training.sparse_recall times [--lengths 2048 4096 8192] [--keep 0.1 0.2 0.3] [--repeats 3] [--clock cpu]
+
+`recall` asks the bundled model one question about each log and counts whole answers that are right to the letter, with
+the prompt computed whole, and with a share of it: chosen by the bundled draft model (as `paper` by each chunk's own
+importance alone), at random, and evenly. All choose whole chunks beside the same protected tokens: the last turn of the
+user's, or its ends where the log is in it.
+Questions come in rounds of one for each length and depth, and what has been counted is printed after each round.
+`times` measures the time to the first token, what of it the draft model takes, and how near that comes to the bound,
+which is the draft's share and the share of tokens that are computed.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+import headrace
+from headrace.backend import blas, device
+from headrace.models.load import load
+from headrace.models.packed import PackedModel, Row
+from headrace.models.positions import TokenPositions
+from headrace.models.source import read_files
+from headrace.models.watch import QueryWatch
+from headrace.sparse.scoring import importance
+from headrace.sparse.select import CHUNK, NEIGHBOURS, select
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+from training.chat import encode
+from training.jobs import recall
+
+FOLDER = Path(headrace.__file__).parent / "miniature"
+DEPTHS = (0.1, 0.5, 0.9)
+CHOICES = ("whole", "draft", "paper", "random", "even")
+NUM_LOOKAHEAD = 8
+STEP_TOKENS = 512
+LONG_TURN, TURN_EDGE = 1024, 128
+"""A last turn is kept whole up to so many tokens; of a longer one so many at either end. As the server has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Token ids of a prompt and of its only answer, and what of the prompt is kept in any case."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    protected: tuple[range, ...]
+
+
+def question(tokenizer: Tokenizer, length: int, depth: float, stream: random.Random) -> Question:
+    """About a held-out line at a depth of a log, in a prompt of nearly `length` tokens."""
+    encoded = encode(recall.make(stream, True, int(length * 0.86), depth, thinking=False), tokenizer)
+    last = int(np.flatnonzero(encoded.learned)[-1])
+    first = int(np.flatnonzero(~encoded.learned[:last])[-1]) + 1
+    prompt = tuple(encoded.ids[:first].tolist())
+    opening = [tokenizer.token_to_id("<|im_start|>"), *tokenizer.encode("user", add_special_tokens=False).ids]
+    start = max(at for at in range(first) if list(prompt[at : at + len(opening)]) == opening)
+    edges = (range(start, start + TURN_EDGE), range(first - TURN_EDGE, first))
+    protected = edges if first - start > LONG_TURN else (range(start, first),)
+    return Question(prompt, tuple(encoded.ids[first : last + 1].tolist()), (*protected, range(first - CHUNK, first)))
+
+
+class Reader:
+    """One sequence of a model after the other."""
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model = model
+        self._pool = SlabPool()
+
+    def open(self, num_tokens: int) -> SequenceState:
+        return SequenceState(self._pool, num_tokens)
+
+    def read(
+        self,
+        state: SequenceState,
+        ids: Sequence[int],
+        positions: TokenPositions | None = None,
+        watch: QueryWatch | None = None,
+        num_picks: int = 1,
+    ) -> list[int]:
+        """Compute the ids in steps; gives the first choices behind the last `num_picks`, which watched rows tell."""
+        body = len(ids) - num_picks
+        cuts = [*range(0, body, STEP_TOKENS), body] if body else [0]
+        for lo, hi in zip(cuts, cuts[1:], strict=False):
+            self._step(state, ids[lo:hi], positions, None, 0)
+        return self._step(state, ids[body:], positions, watch, num_picks)
+
+    def _step(
+        self,
+        state: SequenceState,
+        ids: Sequence[int],
+        positions: TokenPositions | None,
+        watch: QueryWatch | None,
+        num_picks: int,
+    ) -> list[int]:
+        state.begin(len(ids))
+        picks = range(len(ids) - num_picks, len(ids)) if num_picks else [0]
+        logits = self.model.forward([Row(state, ids, positions=positions, watch=watch)], picks)
+        choices = mx.argmax(logits, axis=-1) if num_picks else mx.array([0])
+        mx.eval(choices, state.arrays(), [] if watch is None else watch.arrays())
+        state.rollback(0)
+        chosen: list[int] = choices.tolist()
+        return chosen
+
+
+def score(draft: Reader, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Importance `[M]` of a prompt's tokens."""
+    state, watch = draft.open(len(prompt) + NUM_LOOKAHEAD), QueryWatch()
+    token = draft.read(state, prompt, watch=watch)
+    for _ in range(NUM_LOOKAHEAD - 1):
+        token = draft.read(state, token, watch=watch)
+    found = importance(state, watch, 0, len(prompt))
+    state.release()
+    return found
+
+
+def choose(
+    how: str, asked: Question, found: npt.NDArray[np.float32], share: float, stream: random.Random
+) -> tuple[int, ...]:
+    """Positions of a share of the prompt, and the protected ones."""
+    num_tokens = len(asked.prompt)
+    if how == "random":
+        found = np.repeat([stream.random() for _ in range(-(-num_tokens // CHUNK))], CHUNK)[:num_tokens]
+    elif how == "even":
+        # chunks in the order in which a golden ratio's multiples fall: any first few of them are spread out
+        phases = [(place * 0.6180339887) % 1.0 for place in range(-(-num_tokens // CHUNK))]
+        found = np.repeat([1.0 - phase for phase in phases], CHUNK)[:num_tokens]
+    neighbours = NEIGHBOURS if how == "draft" else 0.0
+    return select(found.astype(np.float32), 0, share, asked.protected, neighbours=neighbours)
+
+
+def knows(reader: Reader, asked: Question, kept: Sequence[int] | None) -> bool:
+    """Whether the greedy answer is right: each first choice along the right answer is its next token."""
+    places = range(len(asked.prompt)) if kept is None else kept
+    positions = TokenPositions(np.array(places, dtype=np.int32))
+    ids = [*(asked.prompt[place] for place in places), *asked.answer[:-1]]
+    state = reader.open(len(ids))
+    choices = reader.read(state, ids, positions, num_picks=len(asked.answer))
+    state.release()
+    return choices == list(asked.answer)
+
+
+@dataclass(slots=True)
+class Count:
+    """Answers of one way to choose, and the shares of their prompts that were computed."""
+
+    asked: int = 0
+    right: int = 0
+    computed: float = 0.0
+
+    def add(self, is_right: bool, computed: float) -> None:
+        self.asked += 1
+        self.right += is_right
+        self.computed += computed
+
+    def __str__(self) -> str:
+        return f"{self.right}/{self.asked} at {self.computed / self.asked:.2f}"
+
+
+def measure_recall(reader: Reader, draft: Reader, tokenizer: Tokenizer, given: argparse.Namespace) -> None:
+    """Print, after each round, right answers, questions, and the share that was computed on average."""
+    ways = [(how, share) for how in given.by if how != "whole" for share in given.keep]
+    counts: dict[tuple[int, float], dict[str, Count]] = {}
+    streams: dict[tuple[int, float], random.Random] = {}
+    for done in range(1, given.count + 1):
+        for cell in ((length, depth) for length in given.lengths for depth in DEPTHS):
+            stream = streams.setdefault(cell, random.Random(f"thinned recall {cell[0]} {cell[1]}"))
+            asked, chance = question(tokenizer, *cell, stream), random.Random(f"chance {cell} {done}")
+            told = counts.setdefault(cell, {})
+            if "whole" in given.by:
+                told.setdefault("whole", Count()).add(knows(reader, asked, None), 1.0)
+            is_scored = not {"draft", "paper"}.isdisjoint(given.by)
+            found = score(draft, asked.prompt) if is_scored else np.zeros(len(asked.prompt), np.float32)
+            for how, share in ways:
+                kept = choose(how, asked, found, share, chance)
+                right = knows(reader, asked, kept)
+                told.setdefault(f"{how} {share:g}", Count()).add(right, len(kept) / len(asked.prompt))
+        print(f"after {done} rounds:")
+        for (length, depth), told in counts.items():
+            print(f"{length:6} {depth:4}  " + "   ".join(f"{way} {count}" for way, count in told.items()), flush=True)
+
+
+def measure_times(reader: Reader, draft: Reader, tokenizer: Tokenizer, given: argparse.Namespace) -> None:
+    """Print times to the first token: medians, and of ratios within one prompt."""
+    clock = time.process_time if given.clock == "cpu" else time.perf_counter
+
+    def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+        started = clock()
+        result = action(*arguments)
+        return clock() - started, result
+
+    def first_token(prompt: Sequence[int], kept: Sequence[int]) -> list[int]:
+        state = reader.open(len(kept))
+        ids = [prompt[place] for place in kept]
+        token = reader.read(state, ids, TokenPositions(np.array(kept, dtype=np.int32)))
+        state.release()
+        return token
+
+    print("length  keep  whole s  draft share  computed  thinned / whole  bound  of bound")
+    for length in given.lengths:
+        stream = random.Random(f"sparse times {length}")
+        rows: dict[float, list[tuple[float, float, float, float]]] = {share: [] for share in given.keep}
+        for repeat in range(given.repeats + 1):
+            asked = question(tokenizer, length, 0.5, stream)
+            num_tokens = len(asked.prompt)
+            whole_s, _ = timed(first_token, asked.prompt, range(num_tokens))
+            draft_s, found = timed(score, draft, asked.prompt)
+            for share in given.keep:
+                kept_s, kept = timed(choose, "draft", asked, found, share, stream)
+                thinned_s, _ = timed(first_token, asked.prompt, kept)
+                if repeat:  # the first one warms up
+                    rows[share].append((whole_s, draft_s, kept_s + thinned_s, len(kept) / num_tokens))
+        for share, measured in rows.items():
+            whole_s = statistics.median(row[0] for row in measured)
+            draft_share = statistics.median(row[1] / row[0] for row in measured)
+            ratio = statistics.median((row[1] + row[2]) / row[0] for row in measured)
+            computed = statistics.median(row[3] for row in measured)
+            bound = draft_share + computed
+            print(
+                f"{length:6} {share:5g} {whole_s:8.2f} {draft_share:12.2f} {computed:9.2f} {ratio:16.2f} {bound:6.2f} "
+                f"{bound / ratio:9.2f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Read the options and measure on the device that MLX has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("recall", "times"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--keep", type=float, nargs="+")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--by", nargs="+", default=list(CHOICES), choices=CHOICES)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: time of this process alone")
+    given = parser.parse_args()
+    given.keep = given.keep or ([0.2, 0.3] if given.what == "recall" else [0.1, 0.2, 0.3])
+    blas.install("fast")
+    models = [
+        load(
+            read_files(folder.name, folder), dtype="auto", numerics="fast", self_check=True, device=device.current()
+        ).packed
+        for folder in (FOLDER, FOLDER / "draft")
+    ]
+    reader, draft = map(Reader, models)
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    measure = measure_recall if given.what == "recall" else measure_times
+    measure(reader, draft, tokenizer, given)
+
+
+if __name__ == "__main__":
+    main()
