@@ -172,7 +172,8 @@ class DefaultsConfig:
     )
     default_max_tokens: int | None = knob(
         None,
-        "tokens that an answer in a chat may have if its request sets no limit; automatic: what the context leaves",
+        "tokens that an answer in a chat may have if its request sets no limit; "
+        "automatic: what the model's files say, else what the context leaves",
         metavar="N",
         minimum=1,
     )

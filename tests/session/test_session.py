@@ -219,6 +219,13 @@ def test_the_sampling_that_a_generation_config_asks_for_is_said_at_start_up_and_
     assert engine.requests[0].sampling.repetition_penalty == 1.05
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, 7), (50, 50)])
+def test_a_generation_config_limits_answers_whose_requests_set_no_limit(asked: int | None, given: int) -> None:
+    engine = FakeEngine("a", model=describe(generation_config={"max_new_tokens": 7}))
+    events_of(fake_session(engine), ask(stop=RequestedStop(max_tokens=asked)))
+    assert engine.requests[0].max_tokens == given
+
+
 def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
     notes = "\n".join(fake_session(FakeEngine()).notes)
     assert "generic" in notes

@@ -7,7 +7,7 @@ from fakes import ByteTokenizer
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.session.settings import (
-    ServerDefaults,
+    Defaults,
     check_answers,
     check_min_tokens,
     check_prompt_ids,
@@ -15,8 +15,8 @@ from headrace.session.settings import (
     explain_defaults,
     fit_max_tokens,
     merge_defaults,
+    model_defaults,
     resolve_sampling,
-    sampling_defaults,
 )
 from headrace.types.chat import RequestedAnswers, RequestedSampling, RequestedStop
 from headrace.types.request import SamplingParams
@@ -27,18 +27,18 @@ def resolve(requested: RequestedSampling, defaults: RequestedSampling | None = N
 
 
 def test_the_request_wins_over_the_model_and_the_model_over_neutral_values() -> None:
-    defaults = sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    defaults = model_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20}).sampling
     params = resolve(RequestedSampling(temperature=0.0, seed=3), defaults)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 0.95, 20, 0.0, 3)
 
 
 def test_without_any_word_sampling_is_plain_at_temperature_one() -> None:
-    params = resolve(RequestedSampling(), sampling_defaults({}))
+    params = resolve(RequestedSampling(), model_defaults({}).sampling)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
 
 
 def test_a_model_that_does_not_sample_is_greedy_until_a_request_says_otherwise() -> None:
-    defaults = sampling_defaults({"do_sample": False, "temperature": 0.7, "top_p": 0.8})
+    defaults = model_defaults({"do_sample": False, "temperature": 0.7, "top_p": 0.8}).sampling
     assert resolve(RequestedSampling(), defaults).temperature == 0.0
     warmed = resolve(RequestedSampling(temperature=0.7), defaults)
     assert (warmed.temperature, warmed.top_p) == (0.7, 0.8)
@@ -55,10 +55,16 @@ def test_draws_without_a_seed_differ_and_negative_seeds_are_kept_apart() -> None
     assert len({resolve(RequestedSampling(seed=seed), RequestedSampling()).seed for seed in seeds}) == len(seeds)
 
 
-@pytest.mark.parametrize("config", [{"temperature": "warm"}, {"top_p": 3}, {"top_k": -7}, {"min_p": float("nan")}])
+NONSENSE = [
+    *({"temperature": "warm"}, {"top_p": 3}, {"top_k": -7}, {"min_p": float("nan")}),
+    *({"max_new_tokens": 0}, {"max_new_tokens": "512"}, {"max_new_tokens": 1.5}, {"max_new_tokens": True}),
+]
+
+
+@pytest.mark.parametrize("config", NONSENSE)
 def test_a_generation_config_that_makes_no_sense_is_the_models_fault(config: dict[str, object]) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json"):
-        sampling_defaults(config)
+        model_defaults(config)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 100), (7, 7), (100, 100), (128_000, 100)])
@@ -67,39 +73,47 @@ def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(asked: int | None
 
 
 def test_the_models_penalties_are_defaults_like_its_temperature() -> None:
-    defaults = sampling_defaults({"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": None})
+    defaults = model_defaults({"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": None}).sampling
     params = resolve(RequestedSampling(), defaults)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.05, 0.5, 0.0)
     assert resolve(RequestedSampling(repetition_penalty=1.0), defaults).repetition_penalty == 1.0
 
 
 def test_defaults_are_explained_as_they_are_applied() -> None:
-    assert explain_defaults(sampling_defaults({})) == ()
-    (line,) = explain_defaults(sampling_defaults({"temperature": 0.7, "top_k": 20}))
+    assert explain_defaults(model_defaults({})) == ()
+    (line,) = explain_defaults(model_defaults({"temperature": 0.7, "top_k": 20}))
     assert line.endswith("temperature 0.7, top_k 20")
 
 
 def test_the_servers_defaults_win_over_the_models_and_the_request_over_both() -> None:
-    model = sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "presence_penalty": 0.5})
-    merged = merge_defaults(model, RequestedSampling(temperature=0.0, top_k=0, min_p=0.1))
-    params = resolve(RequestedSampling(min_p=0.2), merged)
+    model = model_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "presence_penalty": 0.5})
+    merged = merge_defaults(model, Defaults(RequestedSampling(temperature=0.0, top_k=0, min_p=0.1)))
+    params = resolve(RequestedSampling(min_p=0.2), merged.sampling)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.95, 0, 0.2)
     assert params.presence_penalty == 0.5
-    assert merge_defaults(model, RequestedSampling()) == model
+    assert merge_defaults(model, Defaults()) == model
 
 
 def test_a_model_that_does_not_sample_does_so_by_the_servers_temperature() -> None:
-    greedy = sampling_defaults({"do_sample": False, "top_p": 0.8})
-    params = resolve(RequestedSampling(), merge_defaults(greedy, RequestedSampling(temperature=0.7)))
+    greedy = model_defaults({"do_sample": False, "top_p": 0.8})
+    params = resolve(RequestedSampling(), merge_defaults(greedy, Defaults(RequestedSampling(temperature=0.7))).sampling)
     assert (params.temperature, params.top_p) == (0.7, 0.8)
 
 
 def test_the_servers_defaults_are_explained_beside_the_models() -> None:
-    server = ServerDefaults(RequestedSampling(temperature=0.0, top_k=5), max_tokens=99)
-    model, flags = explain_defaults(sampling_defaults({"temperature": 0.7}), server)
+    server = Defaults(RequestedSampling(temperature=0.0, top_k=5), max_tokens=99)
+    model, flags = explain_defaults(model_defaults({"temperature": 0.7}), server)
     assert model.endswith("generation_config.json: temperature 0.7")
     assert flags.endswith("flags: temperature 0.0, top_k 5, max_tokens 99")
-    assert explain_defaults(RequestedSampling()) == ()
+    assert explain_defaults(Defaults()) == ()
+
+
+def test_the_models_limit_of_new_tokens_yields_to_the_servers() -> None:
+    model = model_defaults({"max_new_tokens": 512})
+    assert merge_defaults(model, Defaults()).max_tokens == 512
+    assert merge_defaults(model, Defaults(max_tokens=2000)).max_tokens == 2000
+    assert merge_defaults(model_defaults({"max_new_tokens": None}), Defaults()).max_tokens is None
+    assert explain_defaults(model) == ("sampling of generation_config.json: max_tokens 512",)
 
 
 def test_controls_are_taken_over_as_they_are() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from headrace.config import DefaultsConfig
-from headrace.session.settings import ServerDefaults
+from headrace.session.settings import Defaults
 from headrace.types.chat import RequestedSampling
 
 
-def server_defaults(config: DefaultsConfig) -> ServerDefaults:
+def server_defaults(config: DefaultsConfig) -> Defaults:
     """What requests get that don't say."""
-    return ServerDefaults(
+    return Defaults(
         RequestedSampling(
             temperature=config.default_temperature,
             top_p=config.default_top_p,

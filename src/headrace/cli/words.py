@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.config import Config
 from headrace.engine.engine import model_files
-from headrace.session.settings import sampling_defaults
+from headrace.session.settings import model_defaults
 from headrace.session.words import Words, load_words
 
 
@@ -14,7 +14,7 @@ def configured_words(config: Config) -> Words:
     Finds the model exactly as the engine will, and looks at its sampling defaults as the session will.
     """
     files = model_files(config)
-    sampling_defaults(files.generation_config)
+    model_defaults(files.generation_config)
     return load_words(
         files.directory,
         files.model_type,

@@ -29,7 +29,7 @@ from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
 from headrace.session.settings import (
     NO_DEFAULTS,
-    ServerDefaults,
+    Defaults,
     check_answers,
     check_min_tokens,
     check_prompt_ids,
@@ -38,9 +38,9 @@ from headrace.session.settings import (
     explain_defaults,
     fit_max_tokens,
     merge_defaults,
+    model_defaults,
     refuse_oversized,
     resolve_sampling,
-    sampling_defaults,
 )
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.words import Words, load_words
@@ -83,7 +83,7 @@ class Session:
         constraints: ConstraintFactory | None = None,
         prepares_turns: bool = False,
         media: MediaReader | None = None,
-        defaults: ServerDefaults = NO_DEFAULTS,
+        defaults: Defaults = NO_DEFAULTS,
     ) -> None:
         """media: None for a model that sees nothing."""
         self._engine = engine
@@ -91,9 +91,9 @@ class Session:
         self._template = template
         self._family = family
         self._scorer = Scorer(tokenizer)
-        self._own_sampling = sampling_defaults(engine.model.generation_config)
+        self._model_defaults = model_defaults(engine.model.generation_config)
         self._server_defaults = defaults
-        self._defaults = merge_defaults(self._own_sampling, defaults.sampling)
+        self._defaults = merge_defaults(self._model_defaults, defaults)
         self._num_broken_calls = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
@@ -108,7 +108,7 @@ class Session:
         *,
         prepares_turns: bool = False,
         media: tuple[MediaPolicy, MediaLimits] = (MediaPolicy(), MediaLimits()),
-        defaults: ServerDefaults = NO_DEFAULTS,
+        defaults: Defaults = NO_DEFAULTS,
     ) -> Session:
         """A session with the tokenizer and the template that lie in the model's folder.
 
@@ -138,7 +138,7 @@ class Session:
     def notes(self) -> tuple[str, ...]:
         """Lines for start-up: how the model's family is served, and the sampling that requests get without asking."""
         refused = () if self.takes_chats else ("no chat template: completions only, chats are refused",)
-        return (*explain(self._family), *refused, *explain_defaults(self._own_sampling, self._server_defaults))
+        return (*explain(self._family), *refused, *explain_defaults(self._model_defaults, self._server_defaults))
 
     @property
     def takes_chats(self) -> bool:
@@ -420,11 +420,11 @@ class Session:
             # Many a config.json names the end of a document only, and the tokenizer the end of a turn.
             end = self._tokenizer.eos_token_id
             stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
-        asked = self._server_defaults.max_tokens if request.stop.max_tokens is None else request.stop.max_tokens
+        asked = self._defaults.max_tokens if request.stop.max_tokens is None else request.stop.max_tokens
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt.token_ids,
-            sampling=resolve_sampling(request.sampling, self._defaults, self._tokenizer.encode),
+            sampling=resolve_sampling(request.sampling, self._defaults.sampling, self._tokenizer.encode),
             max_tokens=fit_max_tokens(len(prompt.token_ids), asked, self.model.max_model_len, param),
             stop_token_ids=stop_token_ids,
             boundaries=prompt.boundaries,

@@ -37,48 +37,57 @@ _LARGEST_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class ServerDefaults:
-    """What whoever runs the server gives requests that don't say; it wins over the model's own.
+class Defaults:
+    """What requests get that don't say: of the model's own files, or of whoever runs the server, who wins.
 
-    sampling: `None` leaves a value to the model. max_tokens: None for what the context leaves.
+    sampling: `None` leaves a value open. max_tokens: of a chat's answer; None for what the context leaves.
     """
 
     sampling: RequestedSampling = RequestedSampling()
     max_tokens: int | None = None
 
 
-NO_DEFAULTS = ServerDefaults()
-"""Of a server that leaves all to the model."""
+NO_DEFAULTS = Defaults()
+"""Of whoever leaves everything open."""
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> RequestedSampling:
-    """The model's own sampling out of its generation_config.json. Raises ModelError when a value makes no sense."""
+def model_defaults(generation_config: Mapping[str, Any]) -> Defaults:
+    """The model's own, out of its generation_config.json. Raises ModelError when a value makes no sense."""
     said: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
-    defaults = replace(RequestedSampling(), **said)
+    sampling = replace(RequestedSampling(), **said)
     try:
-        check_sampling(defaults, vocab_size=0)
+        check_sampling(sampling, vocab_size=0)
     except (InvalidRequest, TypeError) as error:
         raise ModelError(f"generation_config.json: {error}") from error
     if generation_config.get("do_sample") is False:
         # Greedy until a request brings a temperature; the other values then hold.
-        defaults = replace(defaults, temperature=0.0)
-    return defaults
+        sampling = replace(sampling, temperature=0.0)
+    return Defaults(sampling, _max_new_tokens(generation_config))
 
 
-def merge_defaults(model: RequestedSampling, server: RequestedSampling) -> RequestedSampling:
-    """The model's sampling where the server's flags say nothing, of what can have a default."""
-    return replace(model, **_said(server))
+def _max_new_tokens(generation_config: Mapping[str, Any]) -> int | None:
+    value = generation_config.get("max_new_tokens")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ModelError(f"generation_config.json: max_new_tokens must be a whole number from 1, not {value!r}")
+    return value
 
 
-def explain_defaults(model: RequestedSampling, server: ServerDefaults = NO_DEFAULTS) -> tuple[str, ...]:
-    """Lines for start-up that name the model's own sampling and what the server's flags set, as far as there is any."""
-    limit = {} if server.max_tokens is None else {"max_tokens": server.max_tokens}
-    sources = {"generation_config.json": _said(model), "the --default flags": _said(server.sampling) | limit}
-    return tuple(
-        f"sampling of {source}: {', '.join(f'{name} {value}' for name, value in said.items())}"
-        for source, said in sources.items()
-        if said
-    )
+def merge_defaults(model: Defaults, server: Defaults) -> Defaults:
+    """The model's where the server's flags say nothing, of what can have a default."""
+    max_tokens = model.max_tokens if server.max_tokens is None else server.max_tokens
+    return Defaults(replace(model.sampling, **_said(server.sampling)), max_tokens)
+
+
+def explain_defaults(model: Defaults, server: Defaults = NO_DEFAULTS) -> tuple[str, ...]:
+    """Lines for start-up that name the model's own defaults and what the server's flags set, as far as there is any."""
+    told = []
+    for source, defaults in (("generation_config.json", model), ("the --default flags", server)):
+        said = _said(defaults.sampling)
+        if defaults.max_tokens is not None:
+            said["max_tokens"] = defaults.max_tokens
+        if said:
+            told.append(f"sampling of {source}: {', '.join(f'{name} {value}' for name, value in said.items())}")
+    return tuple(told)
 
 
 def _said(sampling: RequestedSampling) -> dict[str, Any]:
