@@ -1,7 +1,7 @@
 """Requests that agents really sent, through the real application: each is answered with all that its sender needs.
 
 The bundled model's own tokenizer and chat template make the prompts; what the model says is scripted: a thought if
-the prompt asks for one, a sentence, and two calls if there are tools.
+the prompt asks for one, a sentence, and if there are tools a call of the first and one of the last.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ MESSAGE_EVENTS = {
     *("message_delta", "message_stop", "ping"),
 }
 
+ARGUMENT = ' "7" ü\nand more'
+
 Body = Mapping[str, Any]
 
 
@@ -58,10 +60,16 @@ class Recorded:
         return self.path.partition("?")[0]
 
     @property
-    def tool_names(self) -> list[str]:
-        """Of the tools that the model may call."""
+    def calls(self) -> list[tuple[str, dict[str, str]]]:
+        """Name and arguments of what the model calls: a text for the first argument that may be one."""
         own = [tool for tool in self.body.get("tools", ()) if tool.get("type") in (None, "custom", "function")]
-        return [tool.get("function", tool)["name"] for tool in own if not tool.get("defer_loading")]
+        shown = [tool.get("function", tool) for tool in own if not tool.get("defer_loading")]
+        return [(tool["name"], self._arguments(tool)) for tool in shown[:1] + shown[-1:]]
+
+    def _arguments(self, tool: Body) -> dict[str, str]:
+        schema = tool.get("input_schema") or tool.get("parameters") or {}
+        texts = [name for name, each in schema.get("properties", {}).items() if each.get("type") == "string"]
+        return dict.fromkeys(texts[:1], ARGUMENT)
 
 
 @cache
@@ -89,9 +97,10 @@ def words() -> Words:
 def script(request: Recorded) -> Iterator[tuple[int, ...]]:
     """What the model says, a token at a time."""
     thinks = request.route == CHAT or "thinking" in request.body
-    names = request.tool_names
-    called = names[:1] + names[-1:] if names else []
-    calls = "".join(f"\n<tool_call>\n<function={name}>\n</function>\n</tool_call>" for name in called)
+    calls = ""
+    for name, arguments in request.calls:
+        parts = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+        calls += f"\n<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
     text = ("The file first.\n</think>\n\n" if thinks else "") + "Let me see." + calls
     for token_id in words().tokenizer.encode(text):
         yield (token_id,)
@@ -145,11 +154,26 @@ def test_a_stream_of_messages_has_every_part_that_its_clients_need(request_: Rec
     blocks = [data["content_block"] for name, data in told if name == "content_block_start"]
     assert [data["index"] for name, data in told if name == "content_block_start"] == list(range(len(blocks)))
     assert [data["index"] for name, data in told if name == "content_block_stop"] == list(range(len(blocks)))
-    names = request_.tool_names
-    assert [block["name"] for block in blocks if block["type"] == "tool_use"] == (names[:1] + names[-1:])
     assert all(block["input"] == {} for block in blocks if block["type"] == "tool_use")
-    assert end["delta"]["stop_reason"] == ("tool_use" if names else "end_turn")
+    assert [(name, arguments) for _, name, arguments in message_calls(told)] == request_.calls
+    assert all(id.startswith("toolu_") for id, _, _ in message_calls(told))
+    assert end["delta"]["stop_reason"] == ("tool_use" if request_.calls else "end_turn")
     assert (blocks[0]["type"] == "thinking") == ("thinking" in request_.body)
+    deltas = [data["delta"] for name, data in told if name == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas if delta["type"] == "text_delta").strip() == "Let me see."
+    signatures = [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"]
+    assert len(list(filter(None, signatures))) == int("thinking" in request_.body)
+
+
+def message_calls(told: Sequence[tuple[str | None, Body]]) -> list[tuple[str, str, Body]]:
+    """Id, name and arguments of each call in a stream, the latter out of its deltas."""
+    started = {data["index"]: data["content_block"] for name, data in told if name == "content_block_start"}
+    pieces: dict[int, str] = dict.fromkeys(started, "")
+    for name, data in told:
+        if name == "content_block_delta" and data["delta"]["type"] == "input_json_delta":
+            pieces[data["index"]] += data["delta"]["partial_json"]
+    uses = [(index, block) for index, block in started.items() if block["type"] == "tool_use"]
+    return [(block["id"], block["name"], json.loads(pieces[index])) for index, block in uses]
 
 
 @pytest.mark.parametrize("request_", CHAT_STREAMS, ids=by_name)
@@ -168,13 +192,17 @@ def test_a_stream_of_a_chat_has_every_part_that_its_clients_need(request_: Recor
     assert choices[0]["delta"]["role"] == "assistant"
     calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
     starts = [call for call in calls if "id" in call]
-    names = request_.tool_names
-    assert [call["function"]["name"] for call in starts] == (names[:1] + names[-1:])
+    arguments = {start["index"]: "" for start in starts}
+    for call in calls:
+        arguments[call["index"]] += call["function"].get("arguments", "")
+    told_calls = [(start["function"]["name"], json.loads(arguments[start["index"]])) for start in starts]
+    assert told_calls == request_.calls
     assert [call["index"] for call in starts] == list(range(len(starts)))
     assert all(call["type"] == "function" for call in starts)
     assert len({call["id"] for call in starts}) == len(starts)
     reasons = [choice["finish_reason"] for choice in choices]
-    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls" if names else "stop"]
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls" if request_.calls else "stop"]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices).strip() == "Let me see."
     assert "".join(choice["delta"].get("reasoning_content", "") for choice in choices) == "The file first."
 
 
@@ -191,6 +219,21 @@ def test_side_requests_are_answered() -> None:
     for name in ("claude-models", "sdkpy-8"):
         (model,) = send(recorded(name))[0].json()["data"]
         assert model["id"] == "fake-model"
+    (choice,) = send(recorded("sdkpy-9"))[0].json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Let me see.", "stop")
+
+
+@pytest.mark.parametrize("name", ["claude-tools", "opencode-chat-think"])
+def test_no_two_answers_share_an_id(name: str) -> None:
+    # A client takes two turns of one id for one turn, in a session that is resumed with another server, too.
+    ids = []
+    for _ in range(2):
+        told = events(send(recorded(name))[0])
+        ids += [each for each, _, _ in message_calls(told)] if name == "claude-tools" else []
+        ids.append(told[0][1]["message"]["id"] if name == "claude-tools" else told[0][1]["id"])
+        deltas = [choice["delta"] for _, data in told for choice in data.get("choices", ())]
+        ids += [call["id"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+    assert len(ids) == len(set(ids)) == 6
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
