@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, describe
+from fakes import FakeEngine, Step, describe
+from loopback import serving
 
 import headrace
 from headrace.config import ServerConfig
@@ -40,6 +41,7 @@ MESSAGE_EVENTS = {
     *("message_delta", "message_stop", "ping"),
 }
 
+PATIENCE_S = 60
 ARGUMENT = ' "7" ü\nand more'
 
 Body = Mapping[str, Any]
@@ -106,14 +108,20 @@ def script(request: Recorded) -> Iterator[tuple[int, ...]]:
         yield (token_id,)
 
 
+def engine_that_says(*steps: Step) -> FakeEngine:
+    return FakeEngine(*steps, model=replace(describe(max_model_len=200_000), vocab_size=4096, eos_token_ids=()))
+
+
+def session_over(engine: FakeEngine) -> Session:
+    media = MediaReader(PROFILE, MediaPolicy(), MediaLimits(), words().tokenizer.encode)
+    return Session(engine, words().tokenizer, words().template, words().family, media=media)
+
+
 def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[GenerationRequest]]:
-    model = replace(describe(max_model_len=200_000), vocab_size=4096, eos_token_ids=())
-    engine = FakeEngine(*script(request), model=model)
+    engine = engine_that_says(*script(request))
 
     async def exchange() -> httpx.Response:
-        media = MediaReader(PROFILE, MediaPolicy(), MediaLimits(), words().tokenizer.encode)
-        session = Session(engine, words().tokenizer, words().template, words().family, media=media)
-        transport = httpx.ASGITransport(build_app(session, ServerConfig()))
+        transport = httpx.ASGITransport(build_app(session_over(engine), ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             content = json.dumps({**request.body, **changes}).encode() if request.method == "POST" else None
             return await client.request(request.method, request.path, headers=request.headers, content=content)
@@ -211,6 +219,39 @@ def test_counted_tokens_are_those_of_the_prompt(request_: Recorded) -> None:
     usage = send(request_, stream=False)[0].json()["usage"]
     counted, _ = send(replace(request_, path=COUNT))
     assert counted.json() == {"input_tokens": usage["input_tokens"]}
+
+
+def test_a_burst_of_counts_beside_a_stream_is_answered_and_harms_nothing() -> None:
+    asking, counting = recorded("claude-defaults"), recorded("claude-count")
+    asked = [
+        {**counting.body, "messages": [*counting.body["messages"], {"role": "user", "content": "more " * index}]}
+        for index in range(26)
+    ]
+    gate = asyncio.Event()
+    first, *others = script(asking)
+
+    async def scenario() -> tuple[list[httpx.Response], str]:
+        session = session_over(engine_that_says(first, gate, *others))
+        async with serving(session) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            streaming = client.stream("POST", asking.path, headers=asking.headers, json=asking.body)
+            async with streaming as response:
+                pieces = response.aiter_text()
+                told = [await anext(pieces)]
+                counts = (client.post(counting.path, headers=counting.headers, json=each) for each in asked)
+                counted = await asyncio.gather(*counts)
+                gate.set()
+                told += [piece async for piece in pieces]
+        return counted, "".join(told)
+
+    counted, told = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+    assert {each.status_code for each in counted} == {200}
+    counts = [each.json()["input_tokens"] for each in counted]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == send(counting, messages=asked[-1]["messages"])[0].json()["input_tokens"]
+    alone = events(send(asking)[0])
+    together = events(httpx.Response(200, text=told))
+    assert [name for name, _ in together if name != "ping"] == [name for name, _ in alone]
+    assert [arguments for _, _, arguments in message_calls(together)] == [called for _, called in asking.calls]
 
 
 def test_side_requests_are_answered() -> None:
