@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from end_to_end.tool_job import APIS, Answer, Choice, held_out, running_job
+from end_to_end.tool_job import APIS, Choice, Judged, held_out, running_job
 
 pytestmark = pytest.mark.slow
 
@@ -21,15 +21,35 @@ def test_held_out_requests_are_answered_as_the_models_card_says() -> None:
     assert sum(asyncio.run(measure())) >= 10
 
 
-@pytest.mark.parametrize("choice", ["required", "named"])
-def test_calls_that_must_come_are_valid_while_tokens_are_guessed_ahead(choice: Choice) -> None:
+@pytest.mark.parametrize("choice", ["strict", "required", "named"])
+def test_calls_that_must_be_valid_are_valid_while_tokens_are_guessed_ahead(choice: Choice) -> None:
     samples = held_out(3)
 
-    async def measure() -> tuple[list[list[Answer]], int]:
+    async def measure() -> tuple[list[Judged], int]:
         async with running_job() as job:
-            broken = await asyncio.gather(*(job.broken(api, samples[at::3], choice) for at, api in enumerate(APIS)))
-            return broken, (await job.session.status()).counters.drafts.num_accepted
+            judged = await asyncio.gather(*(job.judged(api, samples[at::3], choice) for at, api in enumerate(APIS)))
+            return judged, (await job.session.status()).counters.drafts.num_accepted
 
-    broken, num_accepted = asyncio.run(measure())
-    assert broken == [[], [], []]
+    judged, num_accepted = asyncio.run(measure())
+    assert [each.broken for each in judged] == [(), (), ()]
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("choice", ["strict", "required", "named"])
+def test_thinking_that_its_budget_cuts_is_followed_by_valid_calls_streamed_or_not(choice: Choice) -> None:
+    (sample,) = held_out(1)
+
+    async def measure() -> tuple[list[Judged], int]:
+        async with running_job() as job:
+            asking = [
+                job.judged(api, [sample], choice, thinks=True, budget=4, streams=streams)
+                for api in APIS
+                for streams in (False, True)
+            ]
+            return await asyncio.gather(*asking), (await job.session.status()).counters.drafts.num_accepted
+
+    judged, num_accepted = asyncio.run(measure())
+    assert [each.broken for each in judged] == [()] * 6
+    # Four tokens of this model are at most a line; it thinks in several.
+    assert all(0 < len(answer.thought) < 60 for each in judged for answer in each.answers)
     assert num_accepted > 0

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import httpx
 import jsonschema
+from end_to_end.streams import WHOLE
 from loopback import serving
 
 from headrace.config import Config, EngineConfig
@@ -23,7 +24,9 @@ from training.sample import Sample, Turn
 
 API = Literal["chat", "responses", "messages"]
 APIS: tuple[API, ...] = ("chat", "responses", "messages")
-Choice = Literal["auto", "required", "named"]
+Choice = Literal["auto", "strict", "required", "named"]
+"""As the model likes, its tools as they are or strict; a call that must come, of any tool or of a certain one."""
+
 KINDS = ("call", "parallel", "result", "decline")
 MAX_TOKENS = 400
 PATIENCE_S = 600
@@ -31,11 +34,24 @@ PATIENCE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Text and calls (name, arguments as JSON text) of an answer. is_cut: it used up all of its tokens."""
+    """Text, calls (name, arguments as JSON text) and thinking of an answer. is_cut: it used up all of its tokens."""
 
     text: str
     calls: tuple[tuple[str, str], ...]
+    thought: str
     is_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Answers that had to be valid. num_cut: those that used up their tokens, of which nothing can be said."""
+
+    answers: tuple[Answer, ...]
+    broken: tuple[Answer, ...]
+
+    @property
+    def num_cut(self) -> int:
+        return sum(answer.is_cut for answer in self.answers)
 
 
 def held_out(number: int) -> list[Sample]:
@@ -52,10 +68,14 @@ def is_right(sample: Sample, answer: Answer) -> bool:
 
 
 def is_valid(sample: Sample, answer: Answer, choice: Choice) -> bool:
-    """Whether an answer is nothing but calls, each of a tool that may be called and with arguments of its schema."""
+    """Whether each call is of a tool that may be called, with arguments of its schema; and if calls must come, that
+    there are some and nothing else.
+    """
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools}
     allowed = {named(sample)} if choice == "named" else set(schemas)
-    if not answer.calls or answer.text.strip() or not {name for name, _ in answer.calls} <= allowed:
+    if choice != "strict" and (not answer.calls or answer.text.strip()):
+        return False
+    if not {name for name, _ in answer.calls} <= allowed:
         return False
     try:
         for name, arguments in answer.calls:
@@ -71,10 +91,18 @@ def named(sample: Sample) -> str:
     return name
 
 
-def body(api: API, sample: Sample, choice: Choice = "auto", **fields: Any) -> dict[str, Any]:
-    """The request for a sample's last turn, its tools strict unless the choice is `auto`."""
+def body(api: API, sample: Sample, choice: Choice = "auto", budget: int | None = None, **fields: Any) -> dict[str, Any]:
+    """The request for a sample's last turn, its tools strict unless the choice is `auto`.
+
+    budget: the most tokens of thinking.
+    """
     build = {"chat": _chat_body, "responses": _responses_body, "messages": _messages_body}[api]
-    return {"model": "any", **build(sample, choice), **fields}
+    asked = {"model": "any", **build(sample, choice), **fields}
+    if budget is not None and api == "messages":
+        asked["thinking"] = {"type": "enabled", "budget_tokens": budget}
+    elif budget is not None:
+        asked["thinking_token_budget"] = budget
+    return asked
 
 
 def read(api: API, answered: Mapping[str, Any]) -> Answer:
@@ -83,16 +111,19 @@ def read(api: API, answered: Mapping[str, Any]) -> Answer:
         message = answered["choices"][0]["message"]
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         is_cut = answered["choices"][0]["finish_reason"] == "length"
-        return Answer(message["content"] or "", tuple((each["name"], each["arguments"]) for each in functions), is_cut)
+        written = tuple((each["name"], each["arguments"]) for each in functions)
+        return Answer(message["content"] or "", written, message.get("reasoning_content") or "", is_cut)
     if api == "responses":
         items = answered["output"]
         texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
         calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
-        return Answer("".join(texts), tuple(calls), answered["status"] == "incomplete")
+        thoughts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
+        return Answer("".join(texts), tuple(calls), "".join(thoughts), answered["status"] == "incomplete")
     blocks = answered["content"]
     calls = [(block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"]
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
-    return Answer(text, tuple(calls), answered["stop_reason"] == "max_tokens")
+    thought = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
+    return Answer(text, tuple(calls), thought, answered["stop_reason"] == "max_tokens")
 
 
 def _chat_body(sample: Sample, choice: Choice) -> dict[str, Any]:
@@ -113,7 +144,7 @@ def _chat_body(sample: Sample, choice: Choice) -> dict[str, Any]:
     return {
         "messages": messages,
         "tools": [{"type": "function", "function": {**tool["function"], **strict}} for tool in sample.tools],
-        "tool_choice": choices.get(choice, choice),
+        "tool_choice": choices.get(choice, _mode(choice)),
         "max_tokens": MAX_TOKENS,
         "chat_template_kwargs": {"enable_thinking": sample.thinking},
     }
@@ -140,7 +171,7 @@ def _responses_body(sample: Sample, choice: Choice) -> dict[str, Any]:
     return {
         "input": items,
         "tools": [{"type": "function", **tool["function"], **strict} for tool in sample.tools],
-        "tool_choice": choices.get(choice, choice),
+        "tool_choice": choices.get(choice, _mode(choice)),
         "max_output_tokens": MAX_TOKENS,
         "reasoning": {} if sample.thinking else {"effort": "none"},
     }
@@ -166,10 +197,14 @@ def _messages_body(sample: Sample, choice: Choice) -> dict[str, Any]:
         **system,
         "messages": messages,
         "tools": [_message_tool(tool["function"]) | strict for tool in sample.tools],
-        "tool_choice": choices.get(choice, {"type": choice}),
+        "tool_choice": choices.get(choice, {"type": _mode(choice)}),
         "max_tokens": MAX_TOKENS,
         "thinking": {"type": "adaptive" if sample.thinking else "disabled"},
     }
+
+
+def _mode(choice: Choice) -> str:
+    return "auto" if choice == "strict" else choice
 
 
 def _message_tool(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,29 +240,33 @@ class Job:
     client: httpx.AsyncClient
     limit: asyncio.Semaphore
 
-    async def ask(self, api: API, sample: Sample, choice: Choice = "auto", **fields: Any) -> Answer:
-        """One request and its answer."""
+    async def ask(
+        self, api: API, sample: Sample, choice: Choice = "auto", *, streams: bool = False, **fields: Any
+    ) -> Answer:
+        """One request and its answer, which comes as a whole or as a stream. fields: see `body`."""
         path = {"chat": "chat/completions"}.get(api, api)
+        asked = body(api, sample, choice, **fields, stream=streams)
         async with self.limit:
-            answered = await self.client.post(f"/v1/{path}", json=body(api, sample, choice, **fields))
+            answered = await self.client.post(f"/v1/{path}", json=asked)
         if answered.status_code != 200:
             raise AssertionError(f"{path}: {answered.text}")
-        return read(api, answered.json())
+        return read(api, WHOLE[api](answered.text) if streams else answered.json())
 
     async def num_right(self, api: API, samples: list[Sample]) -> int:
         """Samples that are answered to the letter at temperature 0."""
         answers = await asyncio.gather(*(self.ask(api, sample, temperature=0) for sample in samples))
         return sum(map(is_right, samples, answers))
 
-    async def broken(self, api: API, samples: list[Sample], choice: Choice) -> list[Answer]:
-        """Answers, at temperature 1, that are not valid calls, though they had the tokens to end.
-
-        Without thinking, which may take all tokens; a text at this temperature may, too.
-        """
-        direct = [replace(sample, thinking=False) for sample in samples]
-        answers = await asyncio.gather(*(self.ask(api, sample, choice, temperature=1) for sample in direct))
-        pairs = zip(direct, answers, strict=True)
-        return [answer for sample, answer in pairs if not answer.is_cut and not is_valid(sample, answer, choice)]
+    async def judged(
+        self, api: API, samples: list[Sample], choice: Choice, *, thinks: bool = False, **fields: Any
+    ) -> Judged:
+        """Answers at temperature 1, and those of them that are not valid though they had the tokens to end."""
+        asked = [replace(sample, thinking=thinks) for sample in samples]
+        fields = {"temperature": 1, **fields}
+        answers = await asyncio.gather(*(self.ask(api, sample, choice, **fields) for sample in asked))
+        pairs = zip(asked, answers, strict=True)
+        broken = [answer for sample, answer in pairs if not answer.is_cut and not is_valid(sample, answer, choice)]
+        return Judged(tuple(answers), tuple(broken))
 
 
 @asynccontextmanager

@@ -2,71 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from llguidance import LLMatcher
-
 from headrace.errors import InvalidRequest
-from headrace.grammar.lark import ANY_TEXT, regex
+from headrace.grammar.raw_text import RawText, raw_value
 from headrace.grammar.schema import compiled_schema
+from headrace.grammar.ways import COMBINING, Shape, object_shapes, ways
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"
-_COMBINATIONS = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "additionalProperties")
-_MAX_DEPTH = 16
 
-_DATE = r"[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+# Under this name the whole schema stands beside one of its parts that refers into it.
+_ROOT = "headrace:whole"
 
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "email": r"[A-Za-z0-9._+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,4}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "uri": r"[a-z][a-z0-9+.-]*:[!-~]+",
-    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-}
-"""Formats of texts without quotes, each narrower than its standard where that is simpler (no 29th of February)."""
+# Keywords of an object that can't be held to where its properties are written one by one.
+_OF_THE_WHOLE = ("const", "dependencies", "dependentRequired", "dependentSchemas", "enum", "if", "not", "propertyNames")
+
+
+# Keywords of an object by which further properties than those listed may be given.
+_OPENING = {*COMBINING, "additionalProperties", "patternProperties"}
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument. schema: what it may be, as llguidance takes it. raw: texts that it may be, if any."""
+    """One argument.
+
+    schema: what it may be, as llguidance takes it. raw: texts that it may be without quotes, if any; rest: what it may
+    be beside those, None for nothing.
+    """
 
     name: str
     is_required: bool
     schema: Any
     raw: tuple[RawText, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RawText:
-    """A text that stands in the output as it is, without quotes.
-
-    values: the only ones, None for any. min_length, max_length: in characters. patterns: each matches it as a whole.
-    """
-
-    values: tuple[str, ...] | None = None
-    min_length: int = 0
-    max_length: int | None = None
-    patterns: tuple[str, ...] = ()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether any text will do."""
-        return self == RawText()
+    rest: Any
 
 
 class Arguments:
-    """Of one tool. A tool that isn't strict is held to its schema as far as that can be, then to any JSON."""
+    """Of one tool. A tool that isn't strict is held to its schema as far as that can be, then to any JSON.
+
+    Raises InvalidRequest if they can be no object; its methods also if a strict tool can't be held to its schema.
+    """
 
     def __init__(self, tool: ToolDefinition) -> None:
         self._tool = tool
         self._root = dict(tool.parameters)
+        self._shapes = object_shapes(self._root, self._root)
+        if not self._shapes:
+            raise self._refused("its parameters can be no object")
 
     @property
     def name(self) -> str:
@@ -74,96 +60,95 @@ class Arguments:
         return self._tool.name
 
     def whole(self) -> Any:
-        """All arguments as one JSON object. Raises InvalidRequest if a strict tool's schema can't be enforced."""
-        schema = {"type": "object", **self._root}
-        if "properties" in schema and not any(name in schema for name in _COMBINATIONS):
-            schema["additionalProperties"] = False
+        """All arguments as one JSON object."""
+        schema = {**self._root, "type": "object"}
+        if "properties" in schema and not _OPENING & schema.keys():
+            unlisted = {name: True for name in schema.get("required") or () if name not in schema["properties"]}
+            schema |= {"properties": {**schema["properties"], **unlisted}, "additionalProperties": False}
         return self._compiled(schema, {"type": "object"})
 
-    def parameters(self) -> tuple[Parameter, ...]:
-        """Each argument by itself, in the order of the schema. Raises InvalidRequest as `whole`.
+    def ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
+        """Lists of arguments, one of which is written argument by argument, in the order of the schema.
 
-        Arguments that the schema doesn't list are none: nobody could say of what type they are.
+        Arguments that the schema neither lists nor requires are none: nobody could say of what type they are.
+        can_be_key: whether a name can be written; an argument whose name can't is left out.
         """
-        listed = self._resolved(self._root).get("properties") or {}
-        required = self._resolved(self._root).get("required") or ()
-        return tuple(self._parameter(name, schema, name in required) for name, schema in listed.items())
+        if self._tool.strict:
+            # Says what no grammar can enforce, and makes sure that branches of oneOf exclude each other.
+            self.whole()
+        found = [self._parameters(shape, can_be_key) for shape in self._shapes]
+        possible = tuple(each for each in found if each is not None)
+        if not possible:
+            raise self._refused("its arguments can't be written in the syntax of the model's calls")
+        return possible
+
+    def _parameters(self, shape: Shape, can_be_key: Callable[[str], bool]) -> tuple[Parameter, ...] | None:
+        """None if something that is required can't be given."""
+        given = []
+        for name in shape.names:
+            schema, is_required = shape.schema_of(name), name in shape.required
+            if schema is not False and can_be_key(name):
+                given.append(self._parameter(name, schema, is_required))
+            elif is_required:
+                return None
+        if self._tool.strict:
+            self._check_whole(shape, given)
+        return tuple(given)
+
+    def _check_whole(self, shape: Shape, given: list[Parameter]) -> None:
+        num_required = sum(each.is_required for each in given)
+        for part in shape.way:
+            found = [name for name in _OF_THE_WHOLE if name in part]
+            found += ["minProperties"] if part.get("minProperties", 0) > num_required else []
+            found += ["maxProperties"] if part.get("maxProperties", len(given)) < len(given) else []
+            if found:
+                raise self._refused(f"{found[0]} can't be enforced where arguments are written one by one")
 
     def _parameter(self, name: str, schema: Any, is_required: bool) -> Parameter:
-        definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-        alone = {**definitions, **schema} if isinstance(schema, Mapping) else schema
-        return Parameter(name, is_required, self._compiled(alone, True), self._texts(name, schema))
+        raw = raw_value(ways(schema, self._root))
+        if raw is not None and raw.unenforced and self._tool.strict:
+            where = f"the {raw.unenforced[0]} of {name}"
+            raise self._refused(f"{where} can't be enforced where texts stand without quotes")
+        whole = self._compiled(self._alone(schema), True)
+        if raw is None:
+            return Parameter(name, is_required, whole, (), whole)
+        rest = None if raw.rest is None else self._compiled(self._alone(raw.rest), True)
+        return Parameter(name, is_required, whole, raw.texts, rest)
+
+    def _alone(self, schema: Any) -> Any:
+        """A part of the schema that stands by itself: what it refers to comes along."""
+        moved = _with_references_moved(schema)
+        if moved == schema:
+            return schema
+        return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: self._moved_root}}
+
+    @cached_property
+    def _moved_root(self) -> Any:
+        # An identifier would make it a document of its own, in which references lead elsewhere.
+        return _with_references_moved(
+            {name: each for name, each in self._root.items() if name not in ("$id", "$schema")}
+        )
 
     def _compiled(self, schema: Any, loose: Any) -> Any:
         try:
             return compiled_schema(schema, _FIELD)
         except InvalidRequest as error:
             if self._tool.strict:
-                raise InvalidRequest(f"the tool {self.name}: {error.message}", param=_FIELD) from error
+                raise self._refused(error.message) from error
             return compiled_schema(loose, _FIELD)
 
-    def _texts(self, name: str, schema: Any) -> tuple[RawText, ...]:
-        texts = [self._text(name, branch) for branch in self._branches(schema, _MAX_DEPTH) if _takes_text(branch)]
-        return (RawText(),) if any(text.is_free for text in texts) else tuple(texts)
-
-    def _text(self, name: str, branch: Mapping[str, Any]) -> RawText:
-        values = [branch["const"]] if "const" in branch else branch.get("enum")
-        if values is not None:
-            return RawText(values=tuple(value for value in values if isinstance(value, str)))
-        patterns = [_searched(branch["pattern"])] if "pattern" in branch else []
-        refused = ["pattern"] if any(map(_is_no_regex, patterns)) else []
-        patterns = [] if refused else patterns
-        if "format" in branch:
-            known = FORMATS.get(branch["format"])
-            patterns, refused = (patterns, [*refused, "format"]) if known is None else ([*patterns, known], refused)
-        refused += ["allOf"] if "allOf" in branch else []
-        if refused and self._tool.strict:
-            raise InvalidRequest(
-                f"the tool {self.name}: the {refused[0]} of {name} can't be enforced where texts stand without quotes",
-                param=_FIELD,
-            )
-        return RawText(None, branch.get("minLength", 0), branch.get("maxLength"), tuple(patterns))
-
-    def _branches(self, schema: Any, depth: int) -> list[Mapping[str, Any]]:
-        """What a value may be, each without alternatives and references."""
-        schema = self._resolved(schema)
-        if not depth:
-            return [{}]
-        for name in ("anyOf", "oneOf"):
-            if name in schema:
-                return [branch for each in schema[name] for branch in self._branches(each, depth - 1)]
-        return [schema]
-
-    def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        for _ in range(_MAX_DEPTH):
-            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-                break
-            found: Any = self._root
-            for step in schema["$ref"].removeprefix("#").split("/")[1:]:
-                key = step.replace("~1", "/").replace("~0", "~")
-                found = found.get(key) if isinstance(found, Mapping) else None
-            schema = found
-        return schema if isinstance(schema, Mapping) else {}
+    def _refused(self, why: str) -> InvalidRequest:
+        return InvalidRequest(f"the tool {self.name}: {why}", param=_FIELD)
 
 
-def _takes_text(branch: Mapping[str, Any]) -> bool:
-    """Whether a text may stand for the value without quotes."""
-    named = branch.get("type")
-    if named is not None:
-        return named == "string" or (isinstance(named, list | tuple) and "string" in named)
-    values = [branch["const"]] if "const" in branch else branch.get("enum")
-    if values is not None:
-        return any(isinstance(value, str) for value in values)
-    return not ({"properties", "additionalProperties", "items", "minimum", "maximum"} & set(branch))
-
-
-def _searched(pattern: str) -> str:
-    """What a text matches as a whole that the pattern is found in; anchors say that nothing stands beside it."""
-    is_first, is_last = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[is_first : len(pattern) - is_last]
-    return f"{'' if is_first else ANY_TEXT}({inner}){'' if is_last else ANY_TEXT}"
-
-
-def _is_no_regex(pattern: str) -> bool:
-    lark = f"start: {regex(pattern, ascii_classes='dw')}"
-    return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(lark))[0]
+def _with_references_moved(schema: Any) -> Any:
+    """The schema with every reference into the whole leading to where the whole stands beside a part."""
+    if isinstance(schema, Mapping):
+        moved = {name: _with_references_moved(each) for name, each in schema.items()}
+        target = moved.get("$ref")
+        if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+            moved["$ref"] = f"#/$defs/{_ROOT}{target.removeprefix('#')}"
+        return moved
+    if isinstance(schema, list | tuple):
+        return [_with_references_moved(each) for each in schema]
+    return schema

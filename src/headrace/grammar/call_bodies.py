@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.grammar.arguments import Arguments, Parameter, RawText
+from headrace.errors import InvalidRequest
+from headrace.grammar.arguments import Arguments, Parameter
 from headrace.grammar.lark import ANY_TEXT, Rules, exactly, json_value, literal, regex
+from headrace.grammar.raw_text import RawText
+
+_BARE_NAME = re.compile(r"[^\s<>{}\"'`\\]+")
+_PYTHON_NAME = re.compile(r"[^\W\d][\w.-]*")
+_KEY = re.compile(r"[^\s<>\"]([^\n<>\"]*[^\s<>\"])?")
 
 
 class CallBody(Protocol):
@@ -20,7 +27,7 @@ class CallBody(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """Name and arguments, the latter as one JSON object. All fields are markers."""
+    """Name and arguments, the latter as one JSON object. All fields are markers; a name may stand in quotes."""
 
     before: str
     between: str
@@ -28,7 +35,11 @@ class JsonBody:
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
         """See CallBody."""
-        name = json.dumps(arguments.name, ensure_ascii=False)[1:-1]
+        name = arguments.name
+        if self.before.endswith('"'):
+            name = json.dumps(name, ensure_ascii=False)[1:-1]
+        else:
+            _check_name(name, _BARE_NAME)
         head, tail = rules.marker(self.before + name + self.between), rules.marker(self.after)
         return rules.rule(f"{head} {json_value(arguments.whole())} {tail}")
 
@@ -53,18 +64,23 @@ class TagBody:
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
         """See CallBody."""
-        parts = [rules.marker(self.before + arguments.name + self.behind_name)]
-        for each in arguments.parameters():
-            element = rules.rule(self._element(rules, each))
-            parts.append(element if each.is_required else f"{element}?")
-        return rules.rule(" ".join([*parts, rules.marker(self.after)]))
+        _check_name(arguments.name, _BARE_NAME)
+        head = rules.marker(self.before + arguments.name + self.behind_name)
+        ways = arguments.ways(lambda name: _KEY.fullmatch(name) is not None)
+        listed = rules.rule(" | ".join(self._elements(rules, each) for each in ways))
+        return rules.rule(f"{head} {listed} {rules.marker(self.after)}")
+
+    def _elements(self, rules: Rules, parameters: Sequence[Parameter]) -> str:
+        elements = [rules.rule(self._element(rules, each)) for each in parameters]
+        marked = zip(elements, parameters, strict=True)
+        return " ".join(element if each.is_required else f"{element}?" for element, each in marked) or '""'
 
     def _element(self, rules: Rules, parameter: Parameter) -> str:
         behind_key = self.behind_key if parameter.raw or self.typed_key is None else self.typed_key
         head = rules.marker(self.key + parameter.name + behind_key)
-        values = [self._text(rules, raw) for raw in parameter.raw] or [
-            f"{self._framed(rules, json_value(parameter.schema))} {rules.marker(self.value_close)}"
-        ]
+        values = [self._text(rules, raw) for raw in parameter.raw]
+        if parameter.rest is not None:
+            values.append(f"{self._framed(rules, json_value(parameter.rest))} {rules.marker(self.value_close)}")
         return f"{head} ({' | '.join(values)}) {rules.marker(self.behind_value)}"
 
     def _framed(self, rules: Rules, value: str) -> str:
@@ -83,6 +99,7 @@ class TagBody:
         first, others = rules.split(self.value_close)
         wanted = [regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")]
         wanted += [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
+        wanted += [f"~{regex(pattern)}" for pattern in raw.others]
         if first:
             wanted.append(f"~{regex(ANY_TEXT + exactly(first) + ANY_TEXT)}")
         text = rules.terminal(" & ".join(wanted))
@@ -97,10 +114,18 @@ class PythonBody:
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
         """See CallBody."""
-        parameters = arguments.parameters()
-        elements = [rules.rule(f"{literal(each.name + '=')} {json_value(each.schema)}") for each in parameters]
-        listed = _listed(rules, elements, [each.is_required for each in parameters])
+        _check_name(arguments.name, _PYTHON_NAME)
+        listed = rules.rule(" | ".join(self._elements(rules, each) for each in arguments.ways(str.isidentifier)))
         return rules.rule(f"{literal(arguments.name + '(')} {listed} {literal(')')}")
+
+    def _elements(self, rules: Rules, parameters: Sequence[Parameter]) -> str:
+        elements = [rules.rule(f"{literal(each.name + '=')} {json_value(each.schema)}") for each in parameters]
+        return _listed(rules, elements, [each.is_required for each in parameters])
+
+
+def _check_name(name: str, form: re.Pattern[str]) -> None:
+    if form.fullmatch(name) is None:
+        raise InvalidRequest(f"the tool {name!r}: calls of the model's syntax can't have this name", param="tools")
 
 
 def _listed(rules: Rules, elements: Sequence[str], is_required: Sequence[bool]) -> str:

@@ -117,11 +117,13 @@ def _fault(schema: Any) -> str | None:
 
 
 def _located(schema: Any, fault: str) -> str:
-    """The fault, and the innermost part of the schema that has it by itself."""
+    """The fault, and the innermost part of the schema that has it by itself; `false` is no fault of its own."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema} if schema else {}
     for place, (path, part) in enumerate(_parts(schema, ())):
         if place == _MOST_PLACES:
             break
+        if part is False and path:
+            continue
         alone = {**definitions, **part} if isinstance(part, Mapping) and path else part
         if (inner := _fault(alone)) is not None:
             return f"the JSON schema can't be enforced: at {_pointer(path)}: {_in_words(inner)}"

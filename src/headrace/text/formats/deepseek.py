@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import LiteralReader
-from headrace.text.formats.reader import Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, Reader, Reading
 
 _LIST = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _SEPARATOR = "<｜tool▁sep｜>"
-_MAX_NAME = 256
 
 
 class DeepSeekCalls:
@@ -42,14 +41,14 @@ class DeepSeekCalls:
             sink.done = reader.pos
 
     def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        first = (yield from reader.take_until(_SEPARATOR, _MAX_NAME)).strip()
+        first = (yield from reader.take_until(_SEPARATOR, MAX_NAME)).strip()
         yield from reader.skip_space()
         if (yield from reader.peek()) == "{":
             schema = sink.begin(first)
             yield from LiteralReader(reader, sink.write).mapping(schema)
         else:
             # What came first is the kind of call, always `function`.
-            schema = sink.begin((yield from reader.take_until("\n", _MAX_NAME)).strip())
+            schema = sink.begin((yield from reader.take_until("\n", MAX_NAME)).strip())
             yield from reader.skip_space()
             yield from reader.take("```json")
             yield from reader.skip_space()

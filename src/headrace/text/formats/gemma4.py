@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import GEMMA, LiteralReader
-from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, NotACall, Reader, Reading
 
 _OPENER, _CLOSER = "<|tool_call>", "<tool_call|>"
-_MAX_NAME = 256
 
 
 class GemmaCalls:
@@ -26,7 +25,7 @@ class GemmaCalls:
         yield from reader.expect(_OPENER)
         yield from reader.skip_space()
         yield from reader.expect("call:")
-        end = yield from reader.find(("{",), _MAX_NAME)
+        end = yield from reader.find(("{",), MAX_NAME)
         name, reader.pos = reader.text[reader.pos : end].strip(), end
         if any(char.isspace() for char in name):
             raise NotACall

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import JSON, LiteralReader
-from headrace.text.formats.reader import SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
+from headrace.text.formats.reader import MAX_NAME, SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
 from headrace.text.formats.schema import ANY, Schema
 
 NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-_MAX_NAME = 256
 _OTHER_KEYS = frozenset({"id", "type", "index"})
 
 
@@ -139,7 +138,7 @@ class _CallObject:
         quote = yield from reader.take_any(JSON.quotes)
         if quote is None:
             raise NotACall
-        name = yield from LiteralReader(reader, _nowhere).string_text(quote, _MAX_NAME)
+        name = yield from LiteralReader(reader, _nowhere).string_text(quote, MAX_NAME)
         self._schema = self._sink.begin(name)
         if self._early is not None:
             early = Reader(self._early, ended=True)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import LiteralReader
-from headrace.text.formats.reader import Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, Reader, Reading
 
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _ARGUMENTS = "<|tool_call_argument_begin|>"
-_MAX_NAME = 256
 
 
 class KimiCalls:
@@ -32,7 +31,7 @@ class KimiCalls:
         yield from reader.skip_space()
         yield from reader.expect(_CALL[0])
         while True:
-            written = (yield from reader.take_until(_ARGUMENTS, _MAX_NAME)).strip()
+            written = (yield from reader.take_until(_ARGUMENTS, MAX_NAME)).strip()
             schema = sink.begin(_name(written, sink), written)
             yield from reader.skip_space()
             yield from LiteralReader(reader, sink.write).mapping(schema)

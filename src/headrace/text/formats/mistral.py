@@ -11,12 +11,11 @@ from __future__ import annotations
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.literals import LiteralReader
-from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, NotACall, Reader, Reading
 
 _OPENER = "[TOOL_CALLS]"
 _ID = "[CALL_ID]"
 _ARGUMENTS = "[ARGS]"
-_MAX_NAME = 256
 _LENGTH_OF_ID = 9
 
 
@@ -41,7 +40,7 @@ class MistralCalls:
                 return
 
     def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        end = yield from reader.find((_ID, _ARGUMENTS, "{"), _MAX_NAME)
+        end = yield from reader.find((_ID, _ARGUMENTS, "{"), MAX_NAME)
         name, reader.pos = reader.text[reader.pos : end].strip(), end
         if any(char.isspace() for char in name):
             raise NotACall

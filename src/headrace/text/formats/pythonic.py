@@ -13,9 +13,8 @@ import json
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.literals import PYTHON, LiteralReader
-from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
 
-_MAX_NAME = 256
 _MAX_KEY = 128
 
 
@@ -73,7 +72,7 @@ def _call(reader: Reader, sink: CallSink) -> Reading[None]:
     start = reader.pos
     while (char := (yield from reader.peek())).isalnum() or char in "_.-":
         reader.pos += 1
-        if reader.pos - start > _MAX_NAME:
+        if reader.pos - start > MAX_NAME:
             raise NotACall
     name = reader.text[start : reader.pos]
     if char != "(" or not name or name[0].isdigit():

@@ -17,6 +17,9 @@ Reading = Generator[None, None, T]
 
 SPACE = " \t\r\n"
 
+MAX_NAME = 320
+"""Characters in which a name has to end: the longest that a request may give a tool, and what stands around it."""
+
 
 class NotACall(Exception):
     """What is being read turns out to be no call. reason: what is wrong with it, None for mere prose."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # References that lead to each other are followed this far.
@@ -20,7 +20,7 @@ class Schema:
         self._part = part
         self._root = part if root is None else root
         self._branches = tuple(self._alternatives(part, _MAX_DEPTH))
-        self.types = self._find_types()
+        self.types = self._types(part, _MAX_DEPTH) or None
 
     @property
     def takes_string(self) -> bool:
@@ -59,30 +59,29 @@ class Schema:
         """Whether an object may well have such a property: it is listed, or others than listed are asked for."""
         lists_any = any(branch.get("properties") for branch in self._branches)
         takes_others = any(branch.get("additionalProperties") for branch in self._branches)
-        return self.lists(name) or takes_others or not lists_any
+        return self.lists(name) or name in self.required or takes_others or not lists_any
 
-    def _find_types(self) -> frozenset[str] | None:
-        """Names of JSON types; None if any will do."""
-        found: set[str] = set()
-        for branch in self._branches:
-            types = _types_of(branch)
-            if types is None:
-                return None
-            found |= types
-        return frozenset(found) or None
+    def _types(self, part: Any, depth: int) -> frozenset[str] | None:
+        """Names of JSON types that a part takes; None if any will do."""
+        if not isinstance(part, Mapping) or not depth:
+            return None
+        all_of = [self._resolve(part["$ref"])] if isinstance(part.get("$ref"), str) else []
+        all_of += _listed(part.get("allOf"))
+        found = [_types_of(part), *(self._types(each, depth - 1) for each in all_of)]
+        for key in ("anyOf", "oneOf"):
+            if alternatives := _listed(part.get(key)):
+                found.append(_any_of([self._types(each, depth - 1) for each in alternatives]))
+        return _each_of(found)
 
     def _alternatives(self, part: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         """What the value may be, references resolved."""
         if not isinstance(part, Mapping) or not depth:
             return
-        if isinstance(part.get("$ref"), str):
-            yield from self._alternatives(self._resolve(part["$ref"]), depth - 1)
-            return
         deeper = [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(part.get(key))]
+        deeper += [self._resolve(part["$ref"])] if isinstance(part.get("$ref"), str) else []
         for each in deeper:
             yield from self._alternatives(each, depth - 1)
-        if not deeper or _types_of(part) is not None or "properties" in part:
-            yield part
+        yield part
 
     def _resolve(self, reference: str) -> Any:
         """What a reference within the schema points to; None if nothing."""
@@ -110,6 +109,23 @@ def _types_of(part: Mapping[str, Any]) -> frozenset[str] | None:
     else:
         return None
     return frozenset(types | {"null"} if part.get("nullable") is True else types)
+
+
+def _any_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    """Types that one of several takes."""
+    return None if None in found else frozenset[str]().union(*(types for types in found if types is not None))
+
+
+def _each_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    """Types that each of several takes; an integer is a number."""
+    known = [types for types in found if types is not None]
+    if not known:
+        return None
+    return frozenset(
+        name
+        for name in frozenset[str]().union(*known)
+        if all(name in types or (name == "integer" and "number" in types) for types in known)
+    )
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, NotACall, Reader, Reading
 
-_MAX_NAME = 256
 _NOT_IN_NAMES = frozenset(" \t\r\n<>{}\"'`")
 _BEHIND_KEY = re.compile(r'\s*(string="(true|false)"\s*)?')
 
@@ -51,7 +50,7 @@ class TagCursor:
         """Step over what opens a call; returns its name."""
         yield from self.reader.expect(self.syntax.call_open)
         if self.syntax.name_end:
-            name = (yield from self.reader.take_until(self.syntax.name_end, _MAX_NAME)).strip()
+            name = (yield from self.reader.take_until(self.syntax.name_end, MAX_NAME)).strip()
         else:
             yield from self.reader.skip_space()
             name = yield from self._plain_name()
@@ -64,9 +63,9 @@ class TagCursor:
         syntax, reader = self.syntax, self.reader
         if not (yield from reader.take(syntax.key_open)):
             return None
-        key = (yield from reader.take_until(syntax.key_end, _MAX_NAME)).strip()
+        key = (yield from reader.take_until(syntax.key_end, MAX_NAME)).strip()
         if syntax.value_open:
-            between = yield from reader.take_until(syntax.value_open, _MAX_NAME)
+            between = yield from reader.take_until(syntax.value_open, MAX_NAME)
             if not _BEHIND_KEY.fullmatch(between):
                 raise NotACall("a parameter without a value")
         if not key or "\n" in key or "<" in key:
@@ -93,7 +92,7 @@ class TagCursor:
         while not (yield from self.reader.is_done()):
             if self.reader.text[self.reader.pos] in _NOT_IN_NAMES:
                 break
-            if self.reader.pos - start > _MAX_NAME:
+            if self.reader.pos - start > MAX_NAME:
                 raise NotACall
             self.reader.pos += 1
         return self.reader.text[start : self.reader.pos]

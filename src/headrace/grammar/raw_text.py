@@ -1,0 +1,158 @@
+"""Texts that stand in an output as they are, without quotes: what a schema says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+
+from headrace.grammar.lark import ANY_TEXT, regex
+from headrace.grammar.ways import Way, types_of
+
+_DATE = r"[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "email": r"[A-Za-z0-9._+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,4}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "uri": r"[a-z][a-z0-9+.-]*:[!-~]+",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+}
+"""Formats of texts without quotes, each narrower than its standard where that is simpler (no 29th of February)."""
+
+_NUMBER = r"\s*-?[0-9][0-9.eE+-]*\s*"
+_LOOKS = {
+    "array": rf"\s*\[{ANY_TEXT}",
+    "boolean": r"\s*[tTfF][rRaA][uUlL][eEsS][eE]?\s*",
+    "integer": _NUMBER,
+    "null": r"\s*[nN]([uU][lL][lL]|[oO][nN][eE])\s*",
+    "number": _NUMBER,
+    "object": rf"\s*\{{{ANY_TEXT}",
+}
+"""Texts that may be read as a value of another type where one may stand, and some more."""
+
+_SAYS_NOTHING = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "type", "nullable"),
+        *("$comment", "$schema", "$id", "$defs", "definitions", "minLength", "maxLength", "pattern", "format"),
+    }
+)
+"""Keywords that don't limit a value that is no text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawText:
+    """A text that stands in the output as it is, without quotes.
+
+    values: the only ones, None for any. min_length, max_length: in characters. patterns: each matches it as a whole.
+    others: none of them does.
+    """
+
+    values: tuple[str, ...] | None = None
+    min_length: int = 0
+    max_length: int | None = None
+    patterns: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any text will do."""
+        return self == RawText()
+
+
+@dataclass(frozen=True, slots=True)
+class RawValue:
+    """A value that may be a text without quotes.
+
+    texts: what it may be as one. rest: the schema of what it may be else, None if that is nothing or looks like one of
+    the texts anyway. unenforced: keywords that the texts are not held to.
+    """
+
+    texts: tuple[RawText, ...]
+    rest: Any
+    unenforced: tuple[str, ...]
+
+
+def raw_value(found: Sequence[Way]) -> RawValue | None:
+    """A value that fits in one of several ways; None if it is no text in any of them."""
+    textual = [way for way in found if "string" in types_of(way)]
+    if not textual:
+        return None
+    limited = frozenset(each for way in found if _limits_others(way) for each in types_of(way)) - {"string"}
+    others = tuple(dict.fromkeys(_LOOKS[each] for each in sorted(limited)))
+    read = [_text(way, others) for way in textual]
+    texts = tuple(dict.fromkeys(text for text, _ in read if text.values != ()))
+    if any(text.is_free for text in texts):
+        texts = (RawText(),)
+    rest = [way for way in found if types_of(way) - {"string"}]
+    is_covered = texts == (RawText(),) or not rest
+    return RawValue(
+        texts, None if is_covered else _without_texts(rest), tuple(name for _, names in read for name in names)
+    )
+
+
+def _limits_others(way: Way) -> bool:
+    """Whether a value that is no text is held to more than its type."""
+    return bool(types_of(way) - {"string"}) and any(set(part) - _SAYS_NOTHING for part in way)
+
+
+def _without_texts(found: Sequence[Way]) -> Any:
+    """The schema of what fits in one of several ways and is no text."""
+    return {"anyOf": [{"allOf": [{"type": sorted(types_of(way) - {"string"})}, *way]} for way in found]}
+
+
+def _text(way: Way, others: tuple[str, ...]) -> tuple[RawText, list[str]]:
+    """What a way says of a text, and the keywords that can't be enforced."""
+    patterns: list[str] = []
+    unenforced: list[str] = []
+    for part in way:
+        for keyword, pattern in _patterns(part):
+            if pattern is None or _is_no_regex(pattern):
+                unenforced.append(keyword)
+            else:
+                patterns.append(pattern)
+    values = _values(way)
+    if values is not None:
+        apart = tuple(value for value in values if not any(re.fullmatch(each, value) for each in others))
+        return RawText(values=apart), []
+    least = max((part.get("minLength", 0) for part in way), default=0)
+    most = min((part["maxLength"] for part in way if "maxLength" in part), default=None)
+    return RawText(None, least, most, tuple(patterns), others), unenforced
+
+
+def _values(way: Way) -> tuple[str, ...] | None:
+    """The only texts, None if there is no such list."""
+    lists = [[part["const"]] if "const" in part else part["enum"] for part in way if {"const", "enum"} & part.keys()]
+    if not lists:
+        return None
+    first, *further = lists
+    return tuple(each for each in first if isinstance(each, str) and all(each in listed for listed in further))
+
+
+def _patterns(part: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Keywords of a part that are regular expressions of a whole text; None for one that nobody knows."""
+    found: list[tuple[str, str | None]] = []
+    if "pattern" in part:
+        found.append(("pattern", _searched(part["pattern"])))
+    if "format" in part:
+        found.append(("format", FORMATS.get(part["format"])))
+    return found
+
+
+def _searched(pattern: str) -> str:
+    """What a text matches as a whole that the pattern is found in; anchors say that nothing stands beside it."""
+    is_first, is_last = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[is_first : len(pattern) - is_last]
+    return f"{'' if is_first else ANY_TEXT}({inner}){'' if is_last else ANY_TEXT}"
+
+
+def _is_no_regex(pattern: str) -> bool:
+    lark = f"start: {regex(pattern, ascii_classes='dw')}"
+    return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(lark))[0]

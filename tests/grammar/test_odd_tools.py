@@ -1,0 +1,151 @@
+"""Tools as nobody should write them: a call fits the schema all the same, or the tool is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar.call_answers import ByteTokenizer, begun, made, parsed, random_output, takes_whole, ways_out_of
+from grammar.schemas import closed
+
+from headrace.errors import InvalidRequest
+from headrace.grammar.compile import CallsForm, OutputForm, compile_output
+from headrace.types.chat import ToolDefinition
+
+INTEGER = {"type": "integer"}
+SMALL = {"type": "integer", "maximum": 5}
+PAIRS = {"type": "array", "items": {"type": "array", "items": INTEGER, "maxItems": 2}, "maxItems": 2}
+TWO = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
+A, B = ({"type": "object", "properties": {name: INTEGER}, "required": [name]} for name in "ab")
+
+SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "nothing": {},
+    "no properties": {"type": "object"},
+    "whole by reference": {"$ref": "#/$defs/A", "$defs": {"A": closed({"x": INTEGER}, ["x"])}},
+    "others allowed": {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": INTEGER},
+    "required and not listed": {"type": "object", "properties": {"a": INTEGER}, "required": ["a", "b"]},
+    "required and none listed": {"type": "object", "required": ["b"]},
+    "one of several objects": {"type": "object", "anyOf": [A, B]},
+    "one of several requirements": {**A, "required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "objects that exclude each other": {"oneOf": [closed({"k": {"const": "x"}}, ["k"]), closed({"n": INTEGER}, ["n"])]},
+    "several objects at once": {"allOf": [A, B]},
+    "a pattern for a listed name": {**A, "patternProperties": {"^a": {"maximum": 3}}},
+    "an object or null": {**A, "type": ["object", "null"]},
+    "Unicode in enums": {**A, "properties": {"a": {"enum": ["größe", "日本", 'a"b', "x\\y", "😀"]}}},
+    "white space in enums": {**A, "properties": {"a": {"type": "string", "enum": ["", " ", "\n"]}}},
+    "several types in enums": {**A, "properties": {"a": {"enum": ["1", 1, None, True, "null", "x"]}}},
+    "constants": {**A, "properties": {"a": {"const": "fix"}, "b": {"const": {"a": [1]}}}},
+    "arrays in arrays": {
+        **A,
+        "properties": {
+            "a": {"type": "array", "items": {"type": "array", "items": INTEGER, "maxItems": 2}, "maxItems": 2}
+        },
+    },
+    "anything": {**A, "properties": {"a": {}, "b": True, "c": False}},
+    "odd keys": {"type": "object", "properties": {"a b": INTEGER, "x.y": INTEGER, "ü": INTEGER}, "required": ["ü"]},
+    "itself inside": closed({"v": INTEGER, "kid": {"$ref": "#"}}, ["v"]),
+    "a sibling's schema": {
+        **A,
+        "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer", "maximum": 3}},
+    },
+    "a text or a small number": {
+        **A,
+        "properties": {"a": {"anyOf": [{"enum": ["12", "no"]}, SMALL]}},
+    },
+    "a text or an object": {**A, "properties": {"a": {"anyOf": [{"type": "string"}, closed({"q": INTEGER}, ["q"])]}}},
+    "a text of two parts": {**A, "properties": {"a": {"allOf": [{"type": "string"}, {"pattern": "^[0-9]{2}$"}]}}},
+    "a reference and more": {
+        **A,
+        "properties": {"a": {"allOf": [{"$ref": "#/$defs/C"}], "default": "red"}},
+        "$defs": {"C": {"enum": ["red", "blue"]}},
+    },
+    "a number of two parts": {**A, "properties": {"a": {"allOf": [INTEGER, {"minimum": 3}]}}},
+    "sixty": {"type": "object", "properties": {f"p{i}": INTEGER for i in range(60)}, "required": ["p0", "p59"]},
+}
+SYNTAXES = ("qwen_xml", "hermes")
+
+
+def form_of(name: str, schema: Mapping[str, Any], syntax: str, *, strict: bool = True) -> OutputForm:
+    tool = ToolDefinition(name, None, schema, strict=strict)
+    return OutputForm(None, CallsForm((tool,), is_required=True, is_parallel=False), syntax, None)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_call_of_an_odd_tool_fits_its_schema(name: str, syntax: str) -> None:
+    form = form_of("odd", SCHEMAS[name], syntax)
+    constraint = begun(form)
+    for seed in range(2):
+        output = random_output(constraint.copy(), ByteTokenizer(()), ways_out_of(syntax), seed)
+        text, calls = parsed(syntax, output, form.calls.tools if form.calls is not None else ())
+        assert len(calls) == 1, output
+        assert not text.strip()
+        jsonschema.validate(calls[0][1], SCHEMAS[name])
+
+
+def test_each_kind_of_value_can_be_written_where_a_text_may_stand_too() -> None:
+    choices = {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer", "maximum": 50}, {"type": "null"}]}
+    schema = {**A, "properties": {"a": choices}}
+    form = form_of("odd", schema, "qwen_xml")
+    constraint = begun(form)
+    call = "<tool_call>\n<function=odd>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for written, value in (("abc", "abc"), ("17", 17), ("null", None), ("{}", "{}"), ("-40000", -40000)):
+        assert takes_whole(constraint, call.format(written))
+        assert form.calls is not None
+        assert parsed("qwen_xml", call.format(written), form.calls.tools)[1] == [("odd", {"a": value})]
+    for written in ("99", "abcd", " 51"):
+        assert not takes_whole(constraint, call.format(written))
+
+
+@pytest.mark.parametrize(
+    ("schema", "syntax", "word"),
+    [
+        ({"type": "array", "items": INTEGER}, "hermes", "no object"),
+        ({"type": "string"}, "qwen_xml", "no object"),
+        ({**A, "not": {"required": ["b"]}}, "hermes", "at /: the keyword not"),
+        ({**A, "not": {"required": ["b"]}}, "qwen_xml", "at /: the keyword not"),
+        ({**A, "dependentRequired": {"a": ["b"]}}, "qwen_xml", "dependentRequired"),
+        ({**A, "propertyNames": {"maxLength": 2}}, "qwen_xml", "propertyNames"),
+        (
+            {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "minProperties": 1},
+            "qwen_xml",
+            "minProperties",
+        ),
+        (
+            {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "maxProperties": 1},
+            "qwen_xml",
+            "maxProperties",
+        ),
+        ({"type": "object", "properties": {"a>b": INTEGER}, "required": ["a>b"]}, "qwen_xml", "can't be written"),
+        ({"type": "object", "properties": {"a-b": INTEGER}, "required": ["a-b"]}, "pythonic", "can't be written"),
+    ],
+)
+def test_a_strict_tool_that_nothing_can_be_held_to_is_refused(schema: dict[str, Any], syntax: str, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"the tool odd: .*{word}") as refused:
+        compile_output(form_of("odd", schema, syntax), made(()).vocabulary)
+    assert refused.value.param == "tools"
+
+
+GOOD_NAMES = ("get.weather", "get-weather", "mcp__server__tool", "größe", "x" * 256)
+
+
+@pytest.mark.parametrize("syntax", ["qwen_xml", "hermes", "pythonic", "mistral_args", "deepseek_v31", "kimi_k2"])
+@pytest.mark.parametrize("name", GOOD_NAMES)
+def test_a_tool_may_have_dots_dashes_and_letters_of_any_script_in_its_name(name: str, syntax: str) -> None:
+    form = form_of(name, A, syntax)
+    output = random_output(begun(form), ByteTokenizer(()), ways_out_of(syntax), 0)
+    assert form.calls is not None
+    ((called, _),) = parsed(syntax, output, form.calls.tools)[1]
+    assert called == name
+
+
+@pytest.mark.parametrize(
+    ("syntax", "name"),
+    [*(("qwen_xml", name) for name in ("a b", 'a"b', "a>b", "a\nb")), ("pythonic", "a/b"), ("kimi_k2", "a\\b")],
+)
+def test_a_name_that_a_call_cannot_be_written_with_is_refused(syntax: str, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="can't have this name") as refused:
+        compile_output(form_of(name, A, syntax, strict=False), made(()).vocabulary)
+    assert refused.value.param == "tools"
