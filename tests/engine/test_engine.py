@@ -16,6 +16,7 @@ from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.engine.runner import Runner
+from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ContextTooLong, EngineDead, GenerationFailed, InvalidRequest, ModelError
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
@@ -144,6 +145,26 @@ async def test_a_row_that_raises_fails_alone(
     assert isinstance(results[0].__cause__, ValueError)
     assert results[1:] == alone
     assert "poison in the row" in caplog.text
+
+
+async def test_a_row_whose_masks_cannot_be_made_fails_alone(
+    shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = await collect(shared_engine, REQUESTS[0])
+    limited = Window.limited
+
+    def poisoned(self: Window) -> Window:
+        if self.chunk.request_id == "r67" and self.chunk.output_index == 1:
+            raise GenerationFailed("the grammar can't go on")
+        return limited(self)
+
+    monkeypatch.setattr(Window, "limited", poisoned)
+    victim, healthy = await asyncio.gather(
+        collect(shared_engine, request(67, 7)), collect(shared_engine, REQUESTS[0]), return_exceptions=True
+    )
+    assert isinstance(victim, GenerationFailed)
+    assert "the grammar can't go on" in str(victim)
+    assert healthy == alone
 
 
 async def test_a_row_without_finite_logits_fails_alone(shared_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,18 @@ def test_a_window_says_what_single_steps_would(grammar: str, drafts: list[int]) 
     assert allowed(constraint.window(())) == allowed(matcher(grammar).window(()))
 
 
+@given(st.sampled_from(sorted(LANGUAGES)), st.lists(st.integers(0, UNUSED), max_size=5))
+def test_the_drafts_that_may_come_are_counted_without_masks(grammar: str, drafts: list[int]) -> None:
+    constraint = matcher(grammar)
+    num_legal = constraint.num_legal(drafts)
+    assert constraint.window(drafts).num_legal <= num_legal
+    assert allowed(constraint.window(())) == allowed(matcher(grammar).window(()))
+    constraint.accept(drafts[:num_legal])
+    has_ended = num_legal > 0 and drafts[num_legal - 1] == END
+    if num_legal < len(drafts) and not has_ended:
+        assert drafts[num_legal] not in allowed(constraint.window(()))
+
+
 def test_stop_tokens_may_come_only_where_the_language_may_end() -> None:
     stops = {END, *ids("c")}
     constraint = matcher('start: "a" "c"? "b"?', stops)
@@ -69,7 +81,7 @@ def test_stop_tokens_may_come_only_where_the_language_may_end() -> None:
 def test_a_draft_that_stops_is_legal_and_nothing_behind_it_is() -> None:
     constraint = matcher('start: "a"*')
     window = constraint.window((0, END, 0))
-    assert window.num_legal == 2
+    assert window.num_legal == constraint.num_legal((0, END, 0)) == 2
     assert window.masks[2:] == (None, None)
 
 
@@ -102,6 +114,7 @@ def test_a_copy_goes_its_own_way() -> None:
     stopped = constraint.copy()
     constraint.accept((END,))
     assert allowed(stopped.window(())) == {END}
+    assert [stopped.num_legal(drafts) for drafts in ((), (END, END), (0,))] == [0, 1, 0]
 
 
 def test_forced_text_is_given_as_tokens_that_may_come() -> None:

@@ -91,11 +91,11 @@ def test_a_window_says_what_single_steps_would(budget: int, before: list[int], d
         (mask,) = one.window(()).masks
         assert (mask is None) == (window.masks[place] is None)
         if mask is not None and allowed(one.window(())) != {draft}:
-            assert window.num_legal == place
+            assert window.num_legal == constraint.num_legal(drafts) == place
             assert all(behind is None for behind in window.masks[place + 1 :])
             return
         one.accept((draft,))
-    assert window.num_legal == len(drafts)
+    assert window.num_legal == constraint.num_legal(drafts) == len(drafts)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,8 @@ def test_with_a_grammar_both_hold() -> None:
     assert allowed(window, 1) == set(range(len(TEXTS)))
     assert [allowed(window, place) for place in (2, 3, 4)] == [{token} for token in CLOSING]
     assert allowed(window, 5) == ids("a", "ab", "c")
-    assert constraint.window([*drafts[:5], TOKEN["b"]]).num_legal == 5
+    wrong = [*drafts[:5], TOKEN["b"]]
+    assert constraint.window(wrong).num_legal == constraint.num_legal(wrong) == 5
     copy = constraint.copy()
     constraint.accept(drafts)
     assert constraint.is_over

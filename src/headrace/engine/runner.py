@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from headrace.engine.draws import Drawn, Draws
+from headrace.engine.draws import Drawn, Draws, Place
 from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
 from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the step drew for a chunk: what its window gained, and a token for each of its forks."""
+    """What the step drew for a chunk: what its window gained, and a token for each of its forks. error: why nothing."""
 
     gained: Sequence[Drawn] = ()
     forks: Sequence[Drawn] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: Exception | None = None
 
 
 class Runner:
@@ -200,7 +201,10 @@ class Runner:
         ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
         # logits that nobody wants are never computed: only what is evaluated below is
         logits = self._model.forward([one.row for one in windows], picks or [num_tokens - 1], ids)
-        places = [one.places() for one in windows]
+        if any(one.is_limited for one in windows):
+            # The device computes while masks are made for it.
+            mx.async_eval(logits)
+        errors, places = _places(windows)
         draws = Draws(logits, [place for of_one in places for place in of_one])
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
@@ -211,15 +215,20 @@ class Runner:
         )
         drawn = iter(draws.read())
         outcomes = []
-        for one, of_one in zip(windows, places, strict=True):
+        for at, (one, of_one) in enumerate(zip(windows, places, strict=True)):
             own = [next(drawn) for _ in of_one]
             num_own = len(own) - len(one.chunk.forks)
             told = scores[one.lo].read() if one.following else ()
-            outcomes.append(_Outcome(one.gained(own[:num_own]), own[num_own:], told))
+            if at in errors:
+                outcomes.append(_Outcome(error=errors[at]))
+            else:
+                outcomes.append(_Outcome(one.gained(own[:num_own]), own[num_own:], told))
         return outcomes
 
     def _take_over(self, window: Window, outcome: _Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
+        if outcome.error is not None:
+            raise outcome.error
         chunk, live, gained = window.chunk, window.live, outcome.gained
         num_committed = len(chunk.token_ids) + max(0, len(gained) - 1)
         snapshots = live.state.take_snapshots()
@@ -306,6 +315,19 @@ class Runner:
                 self._catch_up(live)
                 self._prefixes.store(live.request.request_id, live.token_ids, live.state)
             live.state.release()
+
+
+def _places(windows: Sequence[Window]) -> tuple[dict[int, Exception], list[list[Place]]]:
+    """What is drawn for each window; nothing for one that it can't be said of, by its index why."""
+    errors: dict[int, Exception] = {}
+    places: list[list[Place]] = []
+    for at, one in enumerate(windows):
+        try:
+            places.append(one.limited().places())
+        except Exception as error:  # a row's outer wall
+            errors[at] = error
+            places.append([])
+    return errors, places
 
 
 def _failures(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:

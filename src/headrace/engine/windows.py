@@ -84,8 +84,8 @@ class Window:
     """A chunk whose tokens are being computed, with the drafts behind them.
 
     lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
-    device knows them. masks: what may come at each place; None if anything may. media: among the window's tokens,
-    None in a sequence without.
+    device knows them. masks: what may come at each place; None if anything may, or before `limited`. media: among the
+    window's tokens, None in a sequence without.
     """
 
     chunk: Chunk
@@ -124,6 +124,17 @@ class Window:
     def num_logits(self) -> int:
         """Rows of logits that the chunk wants, its last tokens'."""
         return self.num_tokens if self.following else int(self.chunk.samples) * (1 + self.num_drafts)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are tokens that may not come."""
+        return self.live.constraint is not None and self.chunk.samples
+
+    def limited(self) -> Window:
+        """With its masks, which take longer than anything else of a window to make. Raises GenerationFailed."""
+        if self.live.constraint is None or self.drafts is None or not self.is_limited:
+            return self
+        return replace(self, masks=self.live.constraint.window(self.drafts).masks)
 
     def places(self) -> list[Place]:
         """What is drawn: at each place of the window, before each draft and behind the last, then for each fork.
@@ -171,15 +182,10 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
     must_know = live.history is not None or live.constraint is not None or guesses.batch is None
     drafts = guesses.read() if must_know else None
     window = Window(chunk, live, guesses=guesses, drafts=drafts)
-    if live.constraint is not None and chunk.samples:
-        assert drafts is not None
-        legal = live.constraint.window(drafts)
-        window = replace(
-            window,
-            guesses=guesses.first(legal.num_legal),
-            drafts=drafts[: legal.num_legal],
-            masks=legal.masks[: legal.num_legal + 1],
-        )
+    if window.is_limited:
+        assert drafts is not None and live.constraint is not None
+        num_legal = live.constraint.num_legal(drafts)
+        window = replace(window, guesses=guesses.first(num_legal), drafts=drafts[:num_legal])
     if live.media is None:
         return window
     return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))

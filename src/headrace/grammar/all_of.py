@@ -18,6 +18,10 @@ class AllOf:
         """See Constraint."""
         return any(part.is_over for part in self._parts)
 
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        """See Constraint."""
+        return min(part.num_legal(drafts) for part in self._parts)
+
     def window(self, drafts: Sequence[int]) -> Window:
         """See Constraint."""
         windows = [part.window(drafts) for part in self._parts]

@@ -33,6 +33,12 @@ class Constraint(Protocol):
     def is_over(self) -> bool:
         """Whether nothing but the end may come."""
 
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts may come, each after those before it; changes nothing that can be seen.
+
+        Quick, for no masks are made. The masks may yet leave out a draft that spells its text in unusual tokens.
+        """
+
     def window(self, drafts: Sequence[int]) -> Window:
         """What may come next and after each of the drafts; changes nothing that can be seen."""
 

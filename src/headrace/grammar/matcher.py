@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,24 @@ class Matcher:
     def is_over(self) -> bool:
         """Whether nothing but a stop token may come."""
         return self._has_stopped or self._grammar.is_stopped()
+
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        """See Constraint."""
+        if self.is_over:
+            return int(bool(drafts) and drafts[0] in self._stop_token_ids)
+        before_stop = list(itertools.takewhile(lambda draft: draft not in self._stop_token_ids, drafts))
+        num_valid: int = self._grammar.validate_tokens(before_stop)
+        if num_valid < len(before_stop) or len(before_stop) == len(drafts):
+            return num_valid
+        return num_valid + self._may_end_after(before_stop)
+
+    def _may_end_after(self, token_ids: list[int]) -> bool:
+        """Whether the text may end behind tokens that may come."""
+        num_consumed = self._grammar.try_consume_tokens(token_ids)
+        may_end: bool = self._grammar.is_accepting()
+        if num_consumed and not self._grammar.rollback(num_consumed):
+            raise self._failure()
+        return may_end
 
     def window(self, drafts: Sequence[int]) -> Window:
         """See Constraint."""

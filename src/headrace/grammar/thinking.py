@@ -50,6 +50,10 @@ class ThinkingBudget:
         """Never: an answer may be anything."""
         return False
 
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        """See Constraint."""
+        return self.window(drafts).num_legal
+
     def window(self, drafts: Sequence[int]) -> Window:
         """See Constraint."""
         masks: list[Mask | None] = []
