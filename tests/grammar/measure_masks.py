@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.grammar.compile import OutputForm, ThinkingForm, compile_output
+from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import Structure
@@ -22,6 +23,8 @@ from headrace.types.request import ConstraintSpec
 NUM_TOKENS = 248_320
 NUM_SPECIAL = 64
 NUM_RUNS = 10
+NUM_ROWS = 8
+NUM_STEPS = 30
 END = NUM_TOKENS - 1
 SYLLABLES = "an be con der el fer ing ion ka li mo ne or pre ra ste ti un ver wo y".split()
 
@@ -86,9 +89,29 @@ def timed(action: Callable[[], object]) -> float:
 def told(name: str, times: Sequence[float]) -> None:
     rising = sorted(times)
     sys.stdout.write(
-        f"{name:34} n {len(times):5}  median {statistics.median(times):7.3f}  "
+        f"{name:36} n {len(times):5}  mean {statistics.mean(times):7.3f}  median {statistics.median(times):7.3f}  "
         f"95 % {rising[int(0.95 * len(rising))]:7.3f}  most {rising[-1]:7.3f} ms\n"
     )
+
+
+def measure_batch(
+    begun: Callable[[], Constraint], answer: Sequence[int], num_drafts: int, times: dict[str, list[float]]
+) -> None:
+    """Steps of eight sequences at different places of the answer, each with so many drafts, all of them right."""
+    batch = []
+    for row in range(NUM_ROWS):
+        constraint = begun()
+        constraint.accept(answer[: 5 * row])
+        batch.append((constraint, answer[5 * row :]))
+    for at in range(0, NUM_STEPS * (1 + num_drafts), 1 + num_drafts):
+        windows = [(one, rest[at : at + num_drafts]) for one, rest in batch]
+        for what, action in (
+            ("masks", lambda: [one.window(drafts) for one, drafts in windows]),  # noqa: B023
+            ("legal drafts", lambda: [one.num_legal(drafts) for one, drafts in windows]),  # noqa: B023
+        ):
+            times.setdefault(f"{what} of 8 rows with {num_drafts} drafts", []).append(timed(action))
+        for one, rest in batch:
+            one.accept(rest[at : at + 1 + num_drafts])
 
 
 def main() -> None:
@@ -102,6 +125,13 @@ def main() -> None:
     spec, stops = ConstraintSpec(grammar), frozenset({END})
     thinking, answer = tokenizer.encode(THINKING), tokenizer.encode(ANSWER)
     times: dict[str, list[float]] = {}
+
+    def begun() -> Constraint:
+        """Behind its thinking."""
+        constraint = factory.begin(spec, stops)
+        constraint.accept(thinking)
+        return constraint
+
     for run in range(NUM_RUNS):
         constraint = factory.begin(spec, stops)
         which = "first answer" if run == 0 else "later answers"
@@ -109,10 +139,13 @@ def main() -> None:
             for token in tokens:
                 times.setdefault(f"mask in {part}, {which}", []).append(timed(lambda: constraint.window(())))  # noqa: B023
                 constraint.accept((token,))
-        begun = factory.begin(spec, stops)
-        begun.accept((*thinking, *answer[:4]))
-        times.setdefault("masks of a window of 4 drafts", []).append(timed(lambda: begun.window(answer[4:8])))  # noqa: B023
-        times.setdefault("copy", []).append(timed(begun.copy))
+        one = begun()
+        one.accept(answer[:4])
+        times.setdefault("masks of a window of 4 drafts", []).append(timed(lambda: one.window(answer[4:8])))  # noqa: B023
+        times.setdefault("legal drafts of 4, no masks", []).append(timed(lambda: one.num_legal(answer[4:8])))  # noqa: B023
+        times.setdefault("copy", []).append(timed(one.copy))
+    for num_drafts in (0, 2):
+        measure_batch(begun, answer, num_drafts, times)
     for name, measured in times.items():
         told(name, measured)
 

@@ -118,14 +118,44 @@ def test_each_kind_of_value_can_be_written_where_a_text_may_stand_too() -> None:
             "qwen_xml",
             "maxProperties",
         ),
-        ({"type": "object", "properties": {"a>b": INTEGER}, "required": ["a>b"]}, "qwen_xml", "can't be written"),
-        ({"type": "object", "properties": {"a-b": INTEGER}, "required": ["a-b"]}, "pythonic", "can't be written"),
+        ({"type": "object", "properties": {"a>b": INTEGER}, "required": ["a>b"]}, "qwen_xml", "can be written"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+            "qwen_xml",
+            "can be written",
+        ),
+        ({"type": "object", "properties": {"a-b": INTEGER}, "required": ["a-b"]}, "pythonic", "can be written"),
     ],
 )
 def test_a_strict_tool_that_nothing_can_be_held_to_is_refused(schema: dict[str, Any], syntax: str, word: str) -> None:
     with pytest.raises(InvalidRequest, match=f"the tool odd: .*{word}") as refused:
         compile_output(form_of("odd", schema, syntax), made(()).vocabulary)
     assert refused.value.param == "tools"
+
+
+MALFORMED: Mapping[str, dict[str, Any]] = {
+    "a type that there is not": {**A, "properties": {"a": {"type": "strng"}}},
+    "types in types": {**A, "properties": {"a": {"type": [["string"]]}}},
+    "properties in a list": {"type": "object", "properties": ["a"]},
+    "a list that is none": {**A, "required": True},
+    "alternatives in an object": {**A, "properties": {"a": {"anyOf": {"x": 1}}}},
+    "parts that are no schemas": {**A, "properties": {"a": {"allOf": [None, 3]}}},
+    "numbers as texts": {**A, "properties": {"a": {"type": "string", "minLength": "3", "pattern": 3, "format": ["x"]}}},
+    "null": {"type": "object", "properties": None, "required": None},
+}
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_schema_that_is_none_is_refused_for_strict_tools_and_others_are_called_all_the_same(
+    name: str, syntax: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="the tool odd: not a JSON schema"):
+        compile_output(form_of("odd", MALFORMED[name], syntax), made(()).vocabulary)
+    form = form_of("odd", MALFORMED[name], syntax, strict=False)
+    output = random_output(begun(form), ByteTokenizer(()), ways_out_of(syntax), 0)
+    assert form.calls is not None
+    assert [called for called, _ in parsed(syntax, output, form.calls.tools)[1]] == ["odd"]
 
 
 GOOD_NAMES = ("get.weather", "get-weather", "mcp__server__tool", "größe", "x" * 256)

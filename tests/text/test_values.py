@@ -57,6 +57,8 @@ def schema(part: Any) -> Schema:
         ("012", {"allOf": [{"type": ["integer", "null"]}, {"minimum": 3}]}, 12),
         ("5", {"allOf": [{"type": "number"}, {"type": "integer"}]}, 5),
         ("null", {"$ref": "#/$defs/a~1b", "description": "nothing"}, None),
+        ("x", {"type": "strng"}, "x"),
+        ("7", {"type": [["string"], "integer"]}, 7),
         ("x", {}, "x"),
         ("[1]", {}, [1]),
         ("1.5", {}, 1.5),

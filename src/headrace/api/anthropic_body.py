@@ -32,7 +32,7 @@ class BlockBody(BaseModel):
     type: str
     text: str | None = None
     thinking: str | None = None
-    source: SourceBody | None = None
+    source: SourceBody | str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None

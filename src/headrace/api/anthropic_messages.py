@@ -129,8 +129,8 @@ def _arguments(given: Any) -> str:
 
 
 def _source(block: BlockBody, path: str) -> SourceBody:
-    if block.source is None:
-        raise InvalidRequest(f"{path}.source is missing", param=f"{path}.source")
+    if not isinstance(block.source, SourceBody):
+        raise InvalidRequest(f"{path}.source should be an object", param=f"{path}.source")
     return block.source
 
 

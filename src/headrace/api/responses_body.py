@@ -151,6 +151,8 @@ def _own_items(parsed: ResponsesBody, earlier: Earlier, max_model_len: int | Non
             raise InvalidRequest("input is missing", param="input")
         return ()
     items = input_items(parsed.input)
+    if not items and parsed.previous_response_id is None:
+        raise InvalidRequest("input must not be empty", param="input")
     if max_model_len is not None and len(items) > max_model_len:
         raise ContextTooLong.of_prompt(max_model_len, len(items), "input", at_least=True)
     return tuple(_resolved(item, f"input[{index}]", earlier) for index, item in enumerate(items))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.raw_text import RawText, raw_value
-from headrace.grammar.schema import compiled_schema
-from headrace.grammar.ways import COMBINING, Shape, object_shapes, ways
+from headrace.grammar.schema import check_schema, compiled_schema
+from headrace.grammar.ways import COMBINING, Shape, Way, object_shapes, ways
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"
+_ANY_OBJECT = {"type": "object"}
 
 # Under this name the whole schema stands beside one of its parts that refers into it.
 _ROOT = "headrace:whole"
@@ -44,12 +45,13 @@ class Parameter:
 class Arguments:
     """Of one tool. A tool that isn't strict is held to its schema as far as that can be, then to any JSON.
 
-    Raises InvalidRequest if they can be no object; its methods also if a strict tool can't be held to its schema.
+    Raises InvalidRequest if they can be no object, and so do its methods; also if a strict tool can't be held to them.
     """
 
     def __init__(self, tool: ToolDefinition) -> None:
         self._tool = tool
         self._root = dict(tool.parameters)
+        self._is_schema = self._check()
         self._shapes = object_shapes(self._root, self._root)
         if not self._shapes:
             raise self._refused("its parameters can be no object")
@@ -61,11 +63,13 @@ class Arguments:
 
     def whole(self) -> Any:
         """All arguments as one JSON object."""
+        if not self._is_schema:
+            return compiled_schema(_ANY_OBJECT, _FIELD)
         schema = {**self._root, "type": "object"}
         if "properties" in schema and not _OPENING & schema.keys():
             unlisted = {name: True for name in schema.get("required") or () if name not in schema["properties"]}
             schema |= {"properties": {**schema["properties"], **unlisted}, "additionalProperties": False}
-        return self._compiled(schema, {"type": "object"})
+        return self._compiled(schema, _ANY_OBJECT)
 
     def ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
         """Lists of arguments, one of which is written argument by argument, in the order of the schema.
@@ -79,7 +83,7 @@ class Arguments:
         found = [self._parameters(shape, can_be_key) for shape in self._shapes]
         possible = tuple(each for each in found if each is not None)
         if not possible:
-            raise self._refused("its arguments can't be written in the syntax of the model's calls")
+            raise self._refused("no arguments that fit can be written in the syntax of the model's calls")
         return possible
 
     def _parameters(self, shape: Shape, can_be_key: Callable[[str], bool]) -> tuple[Parameter, ...] | None:
@@ -87,8 +91,9 @@ class Arguments:
         given = []
         for name in shape.names:
             schema, is_required = shape.schema_of(name), name in shape.required
-            if schema is not False and can_be_key(name):
-                given.append(self._parameter(name, schema, is_required))
+            fitting = ways(schema, self._root)
+            if fitting and can_be_key(name):
+                given.append(self._parameter(name, schema, fitting, is_required))
             elif is_required:
                 return None
         if self._tool.strict:
@@ -104,8 +109,8 @@ class Arguments:
             if found:
                 raise self._refused(f"{found[0]} can't be enforced where arguments are written one by one")
 
-    def _parameter(self, name: str, schema: Any, is_required: bool) -> Parameter:
-        raw = raw_value(ways(schema, self._root))
+    def _parameter(self, name: str, schema: Any, fitting: Sequence[Way], is_required: bool) -> Parameter:
+        raw = raw_value(fitting)
         if raw is not None and raw.unenforced and self._tool.strict:
             where = f"the {raw.unenforced[0]} of {name}"
             raise self._refused(f"{where} can't be enforced where texts stand without quotes")
@@ -128,6 +133,16 @@ class Arguments:
         return _with_references_moved(
             {name: each for name, each in self._root.items() if name not in ("$id", "$schema")}
         )
+
+    def _check(self) -> bool:
+        """Whether the parameters are a JSON schema; those of a strict tool have to be."""
+        try:
+            check_schema(self._root, _FIELD)
+        except InvalidRequest as error:
+            if self._tool.strict:
+                raise self._refused(error.message) from error
+            return False
+        return True
 
     def _compiled(self, schema: Any, loose: Any) -> Any:
         try:

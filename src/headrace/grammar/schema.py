@@ -40,7 +40,7 @@ def compiled_schema(schema: Any, param: str) -> Any:
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise InvalidRequest("x-guidance can't be set in a schema", param=param)
     try:
-        _check(schema, param)
+        check_schema(schema, param)
         normal = _normalised(schema)
         if (fault := _fault(normal)) is not None:
             raise InvalidRequest(_located(normal, fault), param=param)
@@ -68,7 +68,7 @@ def _validator(schema: Any) -> Any:
     return _DIALECTS[0]
 
 
-def _check(schema: Any, param: str) -> None:
+def check_schema(schema: Any, param: str) -> None:
     """Raises InvalidRequest if it is no schema."""
     try:
         _validator(schema).check_schema(schema)

@@ -17,6 +17,15 @@ MAX_WAYS = 64
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 
 _MAX_DEPTH = 16
+
+# Whoever writes a schema by hand may get a keyword wrong. Only strict tools are refused for that.
+_FORMS: Mapping[str, type] = {
+    **dict.fromkeys(("properties", "patternProperties"), Mapping),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "enum"), list),
+    **dict.fromkeys(("minLength", "maxLength", "minProperties", "maxProperties"), int),
+    **dict.fromkeys(("pattern", "format", "$ref"), str),
+}
+
 _ALL_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _TYPES_OF_VALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
@@ -31,7 +40,8 @@ _HINTS: Mapping[str, frozenset[str]] = {
 def ways(schema: Any, root: Any) -> tuple[Way, ...]:
     """The ways of fitting a schema, none if nothing can. root: the whole, in which references are looked up.
 
-    Of `oneOf` as of `anyOf`: whether its branches exclude each other is not looked at.
+    Of `oneOf` as of `anyOf`: whether its branches exclude each other is not looked at. Keywords whose values make no
+    sense are left out.
     """
     return tuple(_ways(schema, root, _MAX_DEPTH))
 
@@ -81,17 +91,27 @@ def _ways(schema: Any, root: Any, depth: int) -> list[Way]:
         return []
     if not isinstance(schema, Mapping):
         return [()]
+    schema = {name: value for name, value in schema.items() if _makes_sense(name, value)}
     found: list[Way] = [({name: value for name, value in schema.items() if name not in COMBINING},)]
     for choices in _choices(schema, root, depth - 1):
         found = list(islice((way + choice for way in found for choice in choices), MAX_WAYS))
     return found
 
 
+def _makes_sense(keyword: str, value: Any) -> bool:
+    if keyword == "type":
+        named = [value] if isinstance(value, str) else value
+        return isinstance(named, list) and all(isinstance(each, str) and each in _ALL_TYPES for each in named)
+    if keyword == "required":
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, _FORMS.get(keyword, object))
+
+
 def _choices(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[Sequence[Way]]:
     """For each combination that a schema names the ways of fitting it."""
-    if isinstance(schema.get("$ref"), str):
+    if "$ref" in schema:
         yield _ways(_resolved(schema["$ref"], root), root, depth)
-    for each in schema.get("allOf") or ():
+    for each in schema.get("allOf", ()):
         yield _ways(each, root, depth)
     for name in ("anyOf", "oneOf"):
         if name in schema:

@@ -96,10 +96,10 @@ def _types_of(part: Mapping[str, Any]) -> frozenset[str] | None:
     """Types that one part without alternatives names; None if it leaves them open."""
     named = part.get("type")
     values = [part["const"]] if "const" in part else _listed(part.get("enum"))
-    if isinstance(named, str):
-        types = {named}
-    elif isinstance(named, list | tuple):
-        types = set(named)
+    # A name that JSON schema doesn't know says nothing.
+    known = {each for each in ([named] if isinstance(named, str) else _listed(named)) if _is_type(each)}
+    if known:
+        types = known
     elif values:
         types = {"null" if value is None else _TYPES_OF_VALUES.get(type(value), "string") for value in values}
     elif "properties" in part or isinstance(part.get("additionalProperties"), Mapping):
@@ -109,6 +109,10 @@ def _types_of(part: Mapping[str, Any]) -> frozenset[str] | None:
     else:
         return None
     return frozenset(types | {"null"} if part.get("nullable") is True else types)
+
+
+def _is_type(name: object) -> bool:
+    return isinstance(name, str) and (name == "null" or name in _TYPES_OF_VALUES.values())
 
 
 def _any_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
