@@ -298,6 +298,14 @@ def test_tools_that_the_server_would_have_to_search_are_shown() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
         ({"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]}, "messages[0].content[0].tool.name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": "a"}]}]},
+            "messages[0].content[0].source",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "search_result", "source": "a"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"system": 5}, "system"),
         ({"system": [{"type": "text", "text": 5}]}, "system[0].text"),
         ({"max_tokens": -1}, "max_tokens"),

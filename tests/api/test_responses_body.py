@@ -120,6 +120,7 @@ def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> Non
         ("input", 3, "input"),
         ("input", None, "input"),
         ("input", ["x"], "input[0]"),
+        ("input", [], "input"),
         ("instructions", ["x"], "instructions"),
         ("max_output_tokens", -1, "max_output_tokens"),
         ("max_output_tokens", "1", "max_output_tokens"),

@@ -254,7 +254,7 @@ def words_in(item: dict[str, Any]) -> str:
     return str(part[0]["text"])
 
 
-@given(st.lists(SOUND, max_size=12))
+@given(st.lists(SOUND, min_size=1, max_size=12))
 def test_every_word_of_a_conversation_stays_in_its_order(items: list[dict[str, Any]]) -> None:
     told = [word for message in turns(*items) for word in words_of(message) if word]
     assert told == [words_in(item) for item in items]

@@ -29,7 +29,7 @@ Choice = Literal["auto", "strict", "required", "named"]
 
 KINDS = ("call", "parallel", "result", "decline")
 MAX_TOKENS = 400
-PATIENCE_S = 600
+PATIENCE_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
