@@ -1,7 +1,8 @@
 """The whole tool job over HTTP: `python tests/end_to_end/measure_tool_job.py [PROMPTS]` (200 without a number).
 
-First how many of half as many held-out requests are answered to the letter, then how many answers are valid where they have
-to be, each of the APIs in turn: at temperature 1, with and without thinking and a budget for it, streamed and not, tokens guessed ahead.
+First how many of half as many held-out requests are answered to the letter, each of the APIs in turn; then how many
+answers are valid where they have to be: at temperature 1, with and without thinking and a budget for it, streamed and
+not, tokens guessed ahead.
 """
 
 from __future__ import annotations
