@@ -19,11 +19,14 @@ ROWS = np.random.default_rng(0).standard_normal((LENGTH, WIDTH)).astype(np.float
 
 
 def window(state: SequenceState, num_kept: int, num_junk: int, marks: tuple[int, ...] = ()) -> None:
-    """Compute tokens and roll back what is junk."""
+    """Compute tokens in a step that holds others' as well, now few and now many, and roll back what is junk."""
     start = state.length
     state.begin(num_kept + num_junk, num_kept, marks)
-    rows = np.concatenate([ROWS[start : start + num_kept], np.full((num_junk, WIDTH), 99, np.float32)])
-    state.layer(KEY, HiddenState).write(start, mx.array(rows)[None], marks)
+    before, behind = np.full((start % 3, WIDTH), 77, np.float32), np.full((start % 7 // 6 * 500, WIDTH), 88, np.float32)
+    junk = np.full((num_junk, WIDTH), 99, np.float32)
+    rows = np.concatenate([before, ROWS[start : start + num_kept], junk, behind])
+    lo = len(before)
+    state.layer(KEY, HiddenState).write(start, mx.array(rows)[None], marks, lo, lo + num_kept + num_junk)
     state.rollback(num_junk)
 
 
@@ -95,6 +98,18 @@ def test_no_more_rows_are_held_than_are_needed() -> None:
     hidden.fold(41)
     assert [array.shape for array in hidden.arrays()] == [(1, 1, WIDTH)]
     assert state.checkpoint().num_bytes == WIDTH * 4
+
+
+def test_a_step_keeps_no_more_alive_than_a_few_rows_for_each_of_the_sequences_own() -> None:
+    """Long prompts of others, and an own one that was read, are not held for the sake of a single row."""
+    state = SequenceState(SlabPool())
+    hidden = state.layer(KEY, HiddenState)
+    for start in range(20):
+        state.begin(1)
+        hidden.write(start, mx.zeros((1, 2048, WIDTH)), (), 5, 6)
+        state.commit(1)
+        assert sum(array.shape[1] for array in hidden.arrays()) == start + 1
+        assert len(hidden.arrays()) <= 8
 
 
 def test_a_record_stays_while_its_sequence_goes_on() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -73,7 +73,9 @@ class Runner:
     @property
     def state_bytes(self) -> int:
         """Bytes that the states of all sequences hold."""
-        return self._pool.num_bytes + sum(live.state.own_bytes for live in self._live.values())
+        # what rows share counts once
+        own = {id(array): array.nbytes for live in self._live.values() for array in live.state.own_arrays()}
+        return self._pool.num_bytes + sum(own.values())
 
     @property
     def preempted_bytes(self) -> int:
@@ -144,11 +146,12 @@ class Runner:
         lo = 0
         for chunk in chunks:
             try:
-                one = replace(self._begin(chunk, requests[chunk.request_id]), lo=lo)
+                one = self._begin(chunk, requests[chunk.request_id])
             except Exception as error:  # a row's outer wall
                 logger.exception("the row of %s failed", chunk.sequence_id)
                 failures += _failures(chunk, error)
                 continue
+            one.lo = lo
             windows.append(one)
             lo += one.num_logits
         return windows
@@ -167,7 +170,7 @@ class Runner:
             raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
         window = open_window(chunk, live)
         num_certain = len(chunk.token_ids)
-        marks = tuple(mark for mark in self._marks(chunk) if mark < chunk.start + num_certain)
+        marks = tuple([mark for mark in self._marks(chunk) if mark < chunk.start + num_certain])
         live.state.begin(window.num_tokens, num_certain, marks)
         return window
 

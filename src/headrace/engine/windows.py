@@ -79,27 +79,29 @@ def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
     return replace(params, seed=params.seed + choice)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Window:
     """A chunk whose tokens are being computed, with the drafts behind them.
 
     lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
     device knows them. masks: what may come at each place; None if anything may, or before `limited`. media: among the
-    window's tokens, None in a sequence without.
+    window's tokens, None in a sequence without. following: prompt tokens whose log-probabilities are due: those that the
+    chunk's own predict; then each of these needs logits.
     """
 
     chunk: Chunk
     live: LiveSequence
-    lo: int = 0
     guesses: Guesses = NOTHING
     drafts: tuple[int, ...] | None = ()
     masks: tuple[Mask | None, ...] | None = None
     media: RowMedia | None = None
+    following: tuple[int, ...] = ()
+    lo: int = 0
 
     @property
     def num_drafts(self) -> int:
         """Drafts in the window."""
-        return self.guesses.num_drafts
+        return len(self.guesses.candidate.places)
 
     @property
     def num_tokens(self) -> int:
@@ -109,16 +111,11 @@ class Window:
     @property
     def row(self) -> Row:
         """What the model computes; in place of drafts that only the device knows there is any token."""
-        drafts = (0,) * self.num_drafts if self.drafts is None else self.drafts
-        return Row(self.live.state, (*self.chunk.token_ids, *drafts), self.media)
+        return Row(self.live.state, self.chunk.token_ids + self._likely_drafts, self.media)
 
     @property
-    def following(self) -> tuple[int, ...]:
-        """Prompt tokens whose log-probabilities are due: those that the chunk's own predict; then each needs logits."""
-        request, start = self.live.request, self.chunk.start
-        if request.num_prompt_logprobs is None or self.chunk.choice > 0:
-            return ()
-        return request.prompt[start + 1 : start + 1 + len(self.chunk.token_ids)]
+    def _likely_drafts(self) -> tuple[int, ...]:
+        return (0,) * self.num_drafts if self.drafts is None else self.drafts
 
     @property
     def num_logits(self) -> int:
@@ -143,16 +140,14 @@ class Window:
         """
         if not self.chunk.samples:
             return []
-        drafts = (0,) * self.num_drafts if self.drafts is None else self.drafts
-        rows = window_rows(self.live.settings, drafts, self.masks)
+        rows = window_rows(self.live.settings, self._likely_drafts, self.masks)
         first = self.lo + self.num_logits - len(rows)
         num_top = self.live.request.num_logprobs
-        choices = range(1, len(self.chunk.forks) + 1)
-        forks = [replace(rows[0], params=params_of_choice(self.live.params, choice)) for choice in choices]
-        return [
-            *(Place(first + offset, row, num_top) for offset, row in enumerate(rows)),
-            *(Place(first, fork, num_top) for fork in forks),
-        ]
+        places = [Place(first + offset, row, num_top) for offset, row in enumerate(rows)]
+        for choice in range(1, len(self.chunk.forks) + 1):
+            fork = replace(rows[0], params=params_of_choice(self.live.params, choice))
+            places.append(Place(first, fork, num_top))
+        return places
 
     def prompt_scores(self, logits: mx.array) -> PromptScores:
         """Log-probabilities of `following`, out of the step's logits."""
@@ -178,10 +173,12 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
 
     Penalties and constraints look at the text before each place, so such rows have to know the guesses' ids.
     """
-    guesses = live.drafted.guesses.first(chunk.num_drafts) if live.drafted is not None else NOTHING
+    guesses = NOTHING
+    if live.drafted is not None and chunk.num_drafts:
+        guesses = live.drafted.guesses.first(chunk.num_drafts)
     must_know = live.history is not None or live.constraint is not None or guesses.batch is None
     drafts = guesses.read() if must_know else None
-    window = Window(chunk, live, guesses=guesses, drafts=drafts)
+    window = Window(chunk, live, guesses, drafts, following=_following(chunk, live.request))
     if window.is_limited:
         assert drafts is not None and live.constraint is not None
         num_legal = live.constraint.num_legal(drafts)
@@ -189,3 +186,9 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
     if live.media is None:
         return window
     return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))
+
+
+def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:
+    if request.num_prompt_logprobs is None or chunk.choice > 0:
+        return ()
+    return request.prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]

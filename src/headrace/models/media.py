@@ -79,6 +79,9 @@ def entry_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
 
 def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.NDArray[np.int32]:
     """Positions of rows of `num_tokens` tokens from `start` on: `[T]`, or `[3, T]` if the axes differ anywhere."""
+    if all(media is None for _, _, media in rows):
+        steps = [np.arange(start, start + num_tokens, dtype=np.int32) for start, num_tokens, _ in rows]
+        return np.concatenate(steps)
     parts = []
     for start, num_tokens, media in rows:
         plain = np.arange(start, start + num_tokens, dtype=np.int32)

@@ -114,8 +114,8 @@ class PackedModel:
     def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
         """Put the rows' hidden rows into their states, for a prediction head to read."""
         for span in step.spans:
-            own = hidden[:, span.lo : span.hi]
-            span.state.layer(self.hidden_key, HiddenState).write(span.start, own, span.state.marks)
+            rows = span.state.layer(self.hidden_key, HiddenState)
+            rows.write(span.start, hidden, span.state.marks, span.lo, span.hi)
             # asked for inside the window, so that what was restored of the head's entries is taken over with the rest
             span.state.full_attention(self.head_key, first=1)
 

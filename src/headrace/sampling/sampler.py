@@ -131,8 +131,10 @@ def _most_likely(logits: mx.array) -> mx.array:
     """
     ids = mx.argmax(logits, axis=-1, keepdims=True)
     highest = mx.take_along_axis(logits, ids, axis=-1)
-    has_nan = mx.isnan(mx.sum(logits.astype(mx.float32), axis=-1, keepdims=True))
-    return mx.where(mx.isfinite(highest) & ~has_nan, ids.astype(mx.int32), NO_TOKEN).squeeze(-1)
+    total = mx.sum(logits.astype(mx.float32), axis=-1, keepdims=True)
+    # comparisons, because `isfinite` and `isnan` are several operations each
+    is_fit = (mx.abs(highest) < mx.inf) & (total == total)
+    return mx.where(is_fit, ids.astype(mx.int32), NO_TOKEN).squeeze(-1)
 
 
 def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
-from headrace.speculate.step_costs import StepCosts, StepShape, coarse
+from headrace.speculate.step_costs import Prices, StepCosts, StepShape, coarse
 
 _SHARE_AT_RISK = 0.015
 """Of the time that decoding takes without drafts, what may be lost by them."""
@@ -65,6 +68,8 @@ class DepthPlanner:
         self._pause = _FIRST_PAUSE
         self._is_try = False
         self._seen: set[tuple[int, int, int]] = set()
+        self._not_worth: tuple[Prices, list[tuple[tuple[float, ...], bool]]] | None = None
+        """Prices and outlooks of rows with which no drafts were the fastest, whatever the account could bear."""
 
     def plan(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
@@ -72,54 +77,59 @@ class DepthPlanner:
         self._is_try = False
         if not any(row.survival for row in rows):
             return nothing
-        shape = _shape(rows, nothing)
-        base = self._costs.expected(shape)
-        if base is None or self._costs.num_timed(shape) < _NUM_TIMED or self._since_timed >= _RETIME_AFTER:
+        prices = self._costs.prices(len(rows), sum(row.num_context for row in rows))
+        base = prices.base
+        if base is None or prices.num_timed < _NUM_TIMED or self._since_timed >= _RETIME_AFTER:
             return nothing
-        best = self._fastest(rows, base)
-        if any(best):
+        best = self._fastest(rows, prices, base)
+        if best is not None:
             return best
         if self._since_tried < self._pause:
             return nothing
-        tried = self._cheapest(rows)
-        if not self._is_affordable(_shape(rows, tried), base):
+        tried = self._likeliest(rows)
+        if not self._is_affordable(prices, 1, int(rows[tried].uses_head), base):
             return nothing
         self._is_try = True
-        return tried
+        return tuple(int(number == tried) for number in range(len(rows)))
 
-    def _fastest(self, rows: Sequence[RowOutlook], base: float) -> tuple[int, ...]:
-        """The affordable choice with the most tokens per second; no drafts if none is clearly faster than that."""
-        fastest, chosen = _LEAST_GAIN * len(rows) / base, tuple[_Draft, ...]()
-        num_context = sum(row.num_context for row in rows)
+    def _fastest(self, rows: Sequence[RowOutlook], prices: Prices, base: float) -> tuple[int, ...] | None:
+        """The affordable choice with the most tokens per second; None if none is clearly faster than no drafts."""
+        asked = prices, [(row.survival, row.uses_head) for row in rows]
+        if self._not_worth == asked:
+            return None
+        fastest, chosen, can_be_afforded = _LEAST_GAIN * len(rows) / base, list[_Draft](), True
         ranked = _ranked(rows)
         for head_depth in range(max((draft.head_depth for draft in ranked), default=0) + 1):
             choice = [draft for draft in ranked if draft.head_depth <= head_depth]
-            num_tokens, deepest = float(len(rows)), 0
-            for number, draft in enumerate(choice, start=1):
-                num_tokens += draft.survival
-                deepest = max(deepest, draft.head_depth)
-                if number < len(choice) and coarse(number) == coarse(number + 1):
-                    continue  # one more costs the same
-                if deepest < head_depth:
-                    continue  # looked at before
-                shape = StepShape(len(rows), number, head_depth, num_context)
-                seconds = self._costs.expected(shape) or base
-                if num_tokens / seconds > fastest and self._is_affordable(shape, base):
-                    fastest, chosen = num_tokens / seconds, tuple(choice[:number])
+            gained = list(accumulate([draft.survival for draft in choice], initial=float(len(rows))))
+            # fewer drafts than lead to this depth were looked at before
+            deep = (number for number, draft in enumerate(choice, start=1) if draft.head_depth == head_depth)
+            first = next(deep, 1)
+            for number in _cut_numbers(len(choice)):
+                if number < first:
+                    continue
+                seconds = prices.expected(number, head_depth) or base
+                if gained[number] > fastest * seconds:
+                    if self._is_affordable(prices, number, head_depth, base):
+                        fastest, chosen = gained[number] / seconds, choice[:number]
+                    else:
+                        can_be_afforded = False
+        if not chosen:
+            self._not_worth = asked if can_be_afforded else None
+            return None
         counts = Counter(draft.row for draft in chosen)
         return tuple(counts[row] for row in range(len(rows)))
 
-    def _is_affordable(self, shape: StepShape, base: float) -> bool:
+    def _is_affordable(self, prices: Prices, num_drafts: int, head_depth: int, base: float) -> bool:
         """Whether the account bears that every draft of the step is wrong."""
-        return (self._costs.feared(shape) or base) - base <= self._credit(base)
+        return (prices.feared(num_drafts, head_depth) or base) - base <= self._credit(base)
+
+    def _likeliest(self, rows: Sequence[RowOutlook]) -> int:
+        """The row whose first draft is most likely right."""
+        return max(range(len(rows)), key=lambda number: rows[number].survival[:1])
 
     def _credit(self, base: float) -> float:
         return _FIRST_CREDIT * base if self._balance is None else self._balance
-
-    def _cheapest(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
-        """One draft, for the row whose first is most likely right."""
-        best = max(range(len(rows)), key=lambda number: rows[number].survival[:1])
-        return tuple(int(number == best) for number in range(len(rows)))
 
     def observe(
         self, rows: Sequence[RowOutlook], depths: Sequence[int], num_gained: int, seconds: float, *, is_mixed: bool
@@ -140,7 +150,8 @@ class DepthPlanner:
         if is_mixed or not rows or self._is_compiled(shape, seconds):
             return
         self._costs.observe(shape, seconds)
-        base, usual = self._costs.expected(shape.undrafted), self._costs.expected(shape)
+        prices = self._costs.prices(shape.num_rows, shape.num_context)
+        base, usual = prices.base, prices.expected(shape.num_drafts, shape.head_depth)
         if base is None or usual is None:
             return
         undrafted = base * num_gained / len(rows)
@@ -154,10 +165,11 @@ class DepthPlanner:
     def _is_compiled(self, shape: StepShape, seconds: float) -> bool:
         """Whether a step has waited for its kernels to be compiled, as no other of its kind will."""
         kind = shape.num_rows, shape.num_drafts, shape.head_depth
-        base = self._costs.expected(shape.undrafted)
-        is_first = kind not in self._seen
+        if kind in self._seen:
+            return False
         self._seen.add(kind)
-        return is_first and base is not None and seconds > _COMPILING * base
+        base = self._costs.prices(shape.num_rows, shape.num_context).base
+        return base is not None and seconds > _COMPILING * base
 
 
 class _Draft(NamedTuple):
@@ -168,6 +180,13 @@ class _Draft(NamedTuple):
     head_depth: int
 
 
+@cache
+def _cut_numbers(num_drafts: int) -> tuple[int, ...]:
+    """Up to so many, the numbers of drafts of which one more costs more."""
+    numbers = range(1, num_drafts + 1)
+    return tuple(number for number in numbers if number == num_drafts or coarse(number) < coarse(number + 1))
+
+
 def _ranked(rows: Sequence[RowOutlook]) -> list[_Draft]:
     """All drafts by falling survival; each row's in their order."""
     drafts = [
@@ -175,7 +194,7 @@ def _ranked(rows: Sequence[RowOutlook]) -> list[_Draft]:
         for number, row in enumerate(rows)
         for place, survival in enumerate(row.survival, start=1)
     ]
-    return sorted(drafts, key=lambda draft: -draft.survival)
+    return sorted(drafts, key=itemgetter(0), reverse=True)
 
 
 def _shape(rows: Sequence[RowOutlook], depths: Sequence[int]) -> StepShape:

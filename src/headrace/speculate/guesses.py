@@ -37,6 +37,8 @@ class Guesses:
 
     def first(self, num_drafts: int) -> Guesses:
         """At most the first `num_drafts` of them."""
+        if num_drafts >= self.num_drafts:
+            return self
         known = None if self.known is None else self.known[:num_drafts]
         return replace(self, candidate=self.candidate.first(num_drafts), known=known)
 

@@ -17,7 +17,9 @@ def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     The draft is drawn as if the head's logits were the model's, with the very number that verification will draw with.
     Where the two distributions are alike, both draws then land on the same token more often than a draw with a number
     of its own would, or than the head's most likely token: by as much as the tokens' shares of the line from 0 to 1
-    overlap. A row whose logits are not fit to be drawn from gets token 0: a guess like any other.
+    overlap. A row whose logits are not fit to be drawn from gets any token: a guess like any other.
     Raises ValueError like `sample`.
     """
+    if all(row.is_greedy and not row.is_adjusted for row in rows):
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
     return mx.maximum(sample(logits, rows), 0)

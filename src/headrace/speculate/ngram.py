@@ -80,9 +80,7 @@ class NgramDrafter:
         if length < MIN_MATCH:
             return None
         # Every right token makes the match one longer.
-        lengths = range(length, length + num_tokens)
-        confidences = tuple(_confidence(min(each, MAX_MATCH)) for each in lengths)
-        return Proposal(Source.COPY, self._copy(place, num_tokens), confidences)
+        return Proposal(Source.COPY, self._copy(place, num_tokens), _CONFIDENCES[length : length + num_tokens])
 
     def report(self, num_verified: int, num_accepted: int) -> None:
         """Tell how many tokens of a proposal were verified and how many of these were right; sizes the next one.
@@ -136,25 +134,22 @@ class NgramDrafter:
 
         The length is 0 if there is none.
         """
+        tokens = self._tokens
         best, best_length = 0, 0
         place = self._earlier[-1]
+        if not place:
+            return best, best_length
+        end = tokens[: -MAX_MATCH - 1 : -1]
         for _ in range(_MAX_PLACES):
             if not place or best_length == MAX_MATCH:
                 break
-            length = self._agreement(place)
-            if length > best_length:
-                best, best_length = place, length
+            # one token tells most of the places that can't be better
+            if best_length < place and tokens[place - 1 - best_length] == end[best_length]:
+                length = _agreement(end, tokens[max(0, place - MAX_MATCH) : place])
+                if length > best_length:
+                    best, best_length = place, length
             place = self._earlier[place]
         return best, best_length
-
-    def _agreement(self, place: int) -> int:
-        """Tokens before `place` that equal those before the end, counted backwards."""
-        tokens = self._tokens
-        distance = len(tokens) - place
-        length = 0
-        while length < min(place, MAX_MATCH) and tokens[place - 1 - length] == tokens[place + distance - 1 - length]:
-            length += 1
-        return length
 
     def _copy(self, place: int, num_tokens: int) -> tuple[int, ...]:
         """The tokens behind `place`; where they reach the end of the text, the copy goes on with itself."""
@@ -165,10 +160,15 @@ class NgramDrafter:
         return tuple(copied)
 
 
+def _agreement(end: array[int], others: array[int]) -> int:
+    """How many tokens are the same, counted backwards; `end` stands backwards already and is as long or longer."""
+    pairs = zip(end, reversed(others), strict=False)
+    return next((number for number, (one, other) in enumerate(pairs) if one != other), len(others))
+
+
 def _num_bits(num_hashes: int) -> int:
     return num_hashes.bit_length() - 1
 
 
-def _confidence(length: int) -> float:
-    """A first guess of how likely a match of this length goes on, to be corrected: 0.6 for 3 tokens, 0.94 for 32."""
-    return length / (length + 2)
+_CONFIDENCES = tuple(min(length, MAX_MATCH) / (min(length, MAX_MATCH) + 2) for length in range(MAX_MATCH + _MAX_SIZE))
+"""A first guess of how likely a match of each length goes on, to be corrected: 0.6 for 3 tokens, 0.94 from 32 on."""

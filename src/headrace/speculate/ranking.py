@@ -8,9 +8,10 @@ compares with that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from headrace.speculate.draft import Proposal, Source
 
@@ -33,8 +34,7 @@ _NUM_GRADES = 8
 """Grades of confidence that are told apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """One draft: who guesses it, on what evidence, and how likely it is right if those before it are.
 
     grade: of a copy's confidence, from 0; for the head the number of its drafts before this one.
@@ -50,15 +50,16 @@ class Candidate:
     """What may be drafted for a row.
 
     token_ids: the drafts that are known; the rest of `places`, if any, is for the head to guess.
+    survival: for each place, how likely it and all before it are right.
     """
 
     token_ids: tuple[int, ...]
     places: tuple[Place, ...]
+    survival: tuple[float, ...] = field(init=False, compare=False)
 
-    @property
-    def survival(self) -> tuple[float, ...]:
-        """For each place, how likely it and all before it are right."""
-        return tuple(accumulate((place.estimate for place in self.places), mul))
+    def __post_init__(self) -> None:
+        survival = tuple(accumulate([place.estimate for place in self.places], mul))
+        object.__setattr__(self, "survival", survival)
 
     @property
     def uses_head(self) -> bool:
@@ -67,22 +68,25 @@ class Candidate:
 
     def first(self, num_drafts: int) -> Candidate:
         """At most the first drafts of it."""
+        if num_drafts >= len(self.places):
+            return self
         return Candidate(self.token_ids[:num_drafts], self.places[:num_drafts])
 
 
 class RowRecord:
     """How often one row's drafts were right, beside what was expected; older outcomes fade."""
 
-    __slots__ = ("_expected", "_right")
+    __slots__ = ("_expected", "_right", "of_head")
 
     def __init__(self) -> None:
         self._expected: dict[Source, float] = {}
         self._right: dict[Source, float] = {}
+        self.of_head: tuple[int, Candidate] | None = None
+        """What the head could guess, and after how many lessons that was asked; see `Ranking`."""
 
-    def corrected(self, source: Source, estimate: float) -> float:
-        """The estimate for all rows, made this row's own."""
-        right, expected = self._right.get(source, 0.0), self._expected.get(source, 0.0)
-        return min(estimate * (_ROW_PRIOR + right) / (_ROW_PRIOR + expected), _HIGHEST)
+    def factor(self, source: Source) -> float:
+        """What makes an estimate for all rows this row's own."""
+        return (_ROW_PRIOR + self._right.get(source, 0.0)) / (_ROW_PRIOR + self._expected.get(source, 0.0))
 
     def update(self, source: Source, estimate: float, is_right: bool) -> None:
         """Add an outcome. estimate: for all rows."""
@@ -95,6 +99,7 @@ class Ranking:
 
     def __init__(self) -> None:
         self._means: dict[tuple[Source, int], tuple[float, float]] = {}
+        self._num_lessons = 0
 
     def best(
         self,
@@ -111,31 +116,44 @@ class Ranking:
         them. copied: what follows in the row's own text. num_head: drafts that the head could guess, 0 without one.
         A copy is preferred to equal drafts of the head, because it costs none of the head's time.
         """
-        certain = tuple(Place(Source.FORCED, 0, 1.0) for _ in forced)
-        candidates = [Candidate(tuple(forced), certain).first(max_drafts)]
+        candidates = [_NOTHING]
+        certain = (_CERTAIN,) * len(forced)
+        if forced:
+            candidates.append(Candidate(tuple(forced), certain).first(max_drafts))
         if copied is not None and copied.token_ids[: len(forced)] == tuple(forced):
-            rest = tuple(
-                self._place(record, copied.source, _grade(confidence), confidence)
-                for confidence in copied.confidences[len(forced) :]
-            )
+            rest = self._copied_places(record, copied.confidences[len(forced) :])
             candidates.append(Candidate(copied.token_ids, certain + rest).first(max_drafts))
         if num_head and not forced:
-            places = tuple(self._place(record, Source.HEAD, place, _HEAD_GUESS) for place in range(num_head))
-            candidates.append(Candidate((), places).first(max_drafts))
-        return max(candidates, key=lambda candidate: sum(candidate.survival))
+            candidates.append(self._of_head(record, min(num_head, max_drafts)))
+        return max(candidates, key=_num_expected)
 
-    def _place(self, record: RowRecord, source: Source, grade: int, guess: float) -> Place:
-        return Place(source, grade, record.corrected(source, self._mean(source, grade, guess)))
+    def _copied_places(self, record: RowRecord, confidences: Sequence[float]) -> tuple[Place, ...]:
+        factor = record.factor(Source.COPY)
+        by_confidence = {
+            each: self._place(factor, Source.COPY, min(int(each * _NUM_GRADES), _NUM_GRADES - 1), each)
+            for each in dict.fromkeys(confidences)
+        }
+        return tuple([by_confidence[each] for each in confidences])
 
-    def _mean(self, source: Source, grade: int, guess: float) -> float:
+    def _of_head(self, record: RowRecord, num_drafts: int) -> Candidate:
+        """The same as long as nothing is learned: a row without drafts has it asked in every step."""
+        known = record.of_head
+        if known is None or known[0] != self._num_lessons or len(known[1].places) != num_drafts:
+            factor = record.factor(Source.HEAD)
+            places = [self._place(factor, Source.HEAD, place, _HEAD_GUESS) for place in range(num_drafts)]
+            known = record.of_head = self._num_lessons, Candidate((), tuple(places))
+        return known[1]
+
+    def _place(self, factor: float, source: Source, grade: int, guess: float) -> Place:
         mean, _ = self._means.get((source, grade), (guess, 0.0))
-        return mean
+        return Place(source, grade, min(mean * factor, _HIGHEST))
 
     def report(self, record: RowRecord, verified: Candidate, num_right: int) -> None:
         """Learn from a verified candidate of which the first `num_right` drafts were right.
 
         Drafts behind the first wrong one tell nothing.
         """
+        self._num_lessons += 1
         for number, place in enumerate(verified.places[: num_right + 1]):
             if place.source is Source.FORCED:
                 continue
@@ -146,5 +164,10 @@ class Ranking:
             self._means[place.source, place.grade] = mean + weight * (is_right - mean), count + 1
 
 
-def _grade(confidence: float) -> int:
-    return min(int(confidence * _NUM_GRADES), _NUM_GRADES - 1)
+def _num_expected(candidate: Candidate) -> float:
+    """Drafts that are expected to be right."""
+    return sum(candidate.survival)
+
+
+_CERTAIN = Place(Source.FORCED, 0, 1.0)
+_NOTHING = Candidate((), ())

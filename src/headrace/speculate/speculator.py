@@ -109,6 +109,9 @@ class Speculator:
         depths = self._planner.plan([one.row.outlook for one, _ in candidates])
         by_head: list[tuple[Drafting, Candidate]] = []
         for (one, candidate), depth in zip(candidates, depths, strict=True):
+            if not depth:
+                self._let_read(one)
+                continue
             chosen = candidate.first(depth)
             if chosen.uses_head:
                 by_head.append((one, chosen))
@@ -158,6 +161,8 @@ class Speculator:
 
     def _report(self, windows: Sequence[Verified], seconds: float, is_mixed: bool) -> None:
         for one in windows:
+            if not one.num_verified:
+                continue
             # what stands behind a stop token was neither right nor wrong
             num_judged = one.num_right if one.is_stopped else one.num_verified
             judged = one.row.guesses.candidate.first(num_judged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 
 _NUM_KEPT = 9
@@ -75,60 +76,63 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._cells: dict[int, dict[_Kind, dict[int, _Cell]]] = {}
-        self._remembered: dict[tuple[int, _Kind, int], float | None] = {}
+        self._prices: dict[tuple[int, int], Prices] = {}
         self._num_observed = 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Add a step that held nothing but these rows' tokens and drafts."""
         self._num_observed += 1
         cells = self._of_kind(coarse(shape.num_rows), _kind(shape))
-        context = _context(shape)
+        context = _context(shape.num_context)
         cell = cells.get(context)
         if cell is None or self._is_stale(cell):
             cell = cells[context] = _Cell(deque(maxlen=_NUM_KEPT), 0)
         cell.times.append(seconds)
         cell.touched = self._num_observed
         if len(cell.times) < _NUM_KEPT or self._num_observed % _REMEMBERED_FOR == 0:
-            self._remembered.clear()
+            self._prices.clear()
 
-    def num_timed(self, shape: StepShape) -> int:
-        """How many times are known of this shape with up to twice or half the context; the number kept bounds it."""
-        cells = self._of_kind(coarse(shape.num_rows), _kind(shape))
-        near = range(_context(shape) - 2, _context(shape) + 3)
-        return sum(
-            len(cells[context].times) for context in near if context in cells and not self._is_stale(cells[context])
-        )
+    def prices(self, num_rows: int, num_context: int) -> Prices:
+        """What steps of so many rows take that hold so many tokens together; to be asked for anew in each step."""
+        key = num_rows, _context(num_context)
+        prices = self._prices.get(key)
+        if prices is None:
+            prices = self._prices[key] = Prices(self, *key)
+        return prices
 
     def expected(self, shape: StepShape) -> float | None:
         """What a step is thought to take; None as long as none without drafts was timed for so many rows."""
-        key = coarse(shape.num_rows), _kind(shape), _context(shape)
-        if key not in self._remembered:
-            self._remembered[key] = self._expected(*key)
-        return self._remembered[key]
+        return self.prices(shape.num_rows, shape.num_context).expected(shape.num_drafts, shape.head_depth)
 
-    def _expected(self, rows: int, kind: _Kind, context: int) -> float | None:
-        base = self._nearest(rows, _UNDRAFTED, context)
-        if base is None or kind == _UNDRAFTED:
-            return base and base[1]
-        known = self._ratio(rows, kind, context)
-        return base[1] * (self._extrapolated(rows, kind, context) if known is None else known)
+    def num_timed(self, rows: int, context: int) -> int:
+        """How many undrafted times are known with up to twice or half the context; the number kept bounds it.
 
-    def feared(self, shape: StepShape) -> float | None:
-        """What a step with drafts may take if the worst is assumed of what was not timed; None like `expected`.
-
-        Drafts add to the time in proportion to fewer ones that were timed, or else as much as a row of their own.
+        rows, context: in coarse steps, as in the following.
         """
-        rows, kind, context = coarse(shape.num_rows), _kind(shape), _context(shape)
-        base = self._nearest(rows, _UNDRAFTED, context)
-        if base is None:
-            return None
+        cells = self._of_kind(rows, _UNDRAFTED)
+        near = [cells[each] for each in range(context - 2, context + 3) if each in cells]
+        return sum(len(cell.times) for cell in near if not self._is_stale(cell))
+
+    def base(self, rows: int, context: int) -> float | None:
+        """The time without drafts; None if none was timed."""
+        nearest = self._nearest(rows, _UNDRAFTED, context)
+        return None if nearest is None else nearest[1]
+
+    def expected_ratio(self, rows: int, kind: _Kind, context: int) -> float:
+        """The time with drafts over the time without, as it was timed or else as it is thought to be."""
+        known = self._ratio(rows, kind, context)
+        return self._extrapolated(rows, kind, context) if known is None else known
+
+    def feared_ratio(self, rows: int, kind: _Kind, context: int) -> float | None:
+        """The same if the worst is assumed of what was not timed; None if no draft was.
+
+        Drafts add to the time in proportion to fewer ones that were timed.
+        """
         ratio = self._ratio(rows, kind, context)
         most = self._most_timed(rows, kind)
         if ratio is None and most is not None and (known := self._ratio(rows, most, context)) is not None:
             ratio = 1 + max(known - 1, 0) * _share(rows, kind) / _share(rows, most)
-        if ratio is None:
-            ratio = 1 + shape.num_drafts / shape.num_rows + _FEARED_HEAD_SHARE * shape.head_depth
-        return base[1] * ratio
+        return ratio
 
     def _most_timed(self, rows: int, kind: _Kind) -> _Kind | None:
         """The most drafts that were timed and are no more than these."""
@@ -168,6 +172,47 @@ class StepCosts:
         return max(min(known + guess - share, 1 + (known - 1) * guess / share), 0.5)
 
 
+class Prices:
+    """What steps of some rows with some context are thought to take, by their drafts and the head's passes.
+
+    Answers are remembered; `StepCosts` makes a new object once it has learned enough.
+    """
+
+    __slots__ = ("_context", "_costs", "_expected", "_feared", "_num_rows", "_rows", "base", "num_timed")
+
+    def __init__(self, costs: StepCosts, num_rows: int, context: int) -> None:
+        self._costs = costs
+        self._num_rows, self._rows, self._context = num_rows, coarse(num_rows), context
+        self._expected: dict[_Kind, float] = {}
+        self._feared: dict[_Kind, float] = {}
+        self.base = costs.base(self._rows, context)
+        """Without drafts; None as long as no such step was timed for so many rows."""
+        self.num_timed = costs.num_timed(self._rows, context)
+        """Times of such steps that are known."""
+
+    def expected(self, num_drafts: int, head_depth: int) -> float | None:
+        """With these drafts, over all rows; None if `base` is."""
+        if self.base is None or not num_drafts:
+            return self.base
+        seconds = self._expected.get((num_drafts, head_depth))
+        if seconds is None:
+            ratio = self._costs.expected_ratio(self._rows, (coarse(num_drafts), head_depth), self._context)
+            seconds = self._expected[num_drafts, head_depth] = self.base * ratio
+        return seconds
+
+    def feared(self, num_drafts: int, head_depth: int) -> float | None:
+        """The same if the worst is assumed of what was not timed: each draft costs as much as a row of its own."""
+        if self.base is None or not num_drafts:
+            return self.base
+        seconds = self._feared.get((num_drafts, head_depth))
+        if seconds is None:
+            ratio = self._costs.feared_ratio(self._rows, (coarse(num_drafts), head_depth), self._context)
+            if ratio is None:
+                ratio = 1 + num_drafts / self._num_rows + _FEARED_HEAD_SHARE * head_depth
+            seconds = self._feared[num_drafts, head_depth] = self.base * ratio
+        return seconds
+
+
 def _share(rows: int, kind: _Kind) -> float:
     """What drafts are thought to add to a step: a share of its time without them."""
     drafts, head = kind
@@ -178,10 +223,11 @@ def _kind(shape: StepShape) -> _Kind:
     return coarse(shape.num_drafts), shape.head_depth
 
 
-def _context(shape: StepShape) -> int:
-    return round(2 * math.log2(max(shape.num_context, 256)))
+def _context(num_tokens: int) -> int:
+    return round(2 * math.log2(max(num_tokens, 256)))
 
 
+@cache
 def coarse(count: int) -> int:
     """A count as itself up to 8, then in steps of a quarter of an octave."""
     return count if count <= 8 else 8 + round(4 * math.log2(count / 8))

@@ -23,6 +23,8 @@ def row_after(row: SamplingRow, drafts: Sequence[int], mask: Mask | None = None)
 
     `row.history` is not changed, and must not change before the new row is drawn. mask: what may come there.
     """
+    if not drafts and mask is row.mask:
+        return row
     history = row.history.followed_by(drafts) if row.history is not None else None
     return replace(row, output_index=row.output_index + len(drafts), history=history, mask=mask)
 

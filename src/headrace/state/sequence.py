@@ -185,6 +185,8 @@ class SequenceState:
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
         """The records that were noted at the last window's marks, by length; evaluated with `arrays`."""
+        if not self.marks:
+            return {}
         noted = {
             length: {key: state.noted[length] for key, state in self._layers.items() if length in state.noted}
             for length in self.marks
@@ -238,11 +240,10 @@ class SequenceState:
         if length > self._slot.capacity:
             self._pool.grow(self._slot, length, 0)
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of the layers' arrays that don't lie in the pool."""
+    def own_arrays(self) -> list[mx.array]:
+        """The layers' arrays that don't lie in the pool; rows of a batch may share some of them."""
         own = (state for state in self._layers.values() if not state.cost().in_slots)
-        return sum(array.nbytes for state in own for array in state.arrays())
+        return [array for state in own for array in state.arrays()]
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
