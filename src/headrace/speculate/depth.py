@@ -29,8 +29,8 @@ _NUM_LOSSES = 5
 _NUM_TIMED = 2
 """Steps without drafts that are timed before the first draft."""
 
-_RETIME_AFTER = 64
-"""Steps with drafts after which one without is timed again."""
+_FIRST_RETIME, _RETIME_AFTER = 4, 64
+"""Steps with drafts after which one without is timed again: so many for each time that is known, and at most."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 """Steps between two tries where drafts don't seem to pay, at first and at most."""
@@ -60,9 +60,8 @@ class DepthPlanner:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        # Of the account, in seconds; None before the first step was timed.
-        self._balance: float | None = None
-        self._highest: float | None = None
+        # Of the account, in steps without drafts.
+        self._balance, self._highest = _FIRST_CREDIT, _FULL_CREDIT
         self._since_timed = 0
         self._since_tried = 0
         self._pause = _FIRST_PAUSE
@@ -79,7 +78,9 @@ class DepthPlanner:
             return nothing
         prices = self._costs.prices(len(rows), sum(row.num_context for row in rows))
         base = prices.base
-        if base is None or prices.num_timed < _NUM_TIMED or self._since_timed >= _RETIME_AFTER:
+        if base is None or prices.num_timed < _NUM_TIMED:
+            return nothing
+        if self._since_timed >= min(_FIRST_RETIME * prices.num_timed, _RETIME_AFTER):
             return nothing
         best = self._fastest(rows, prices, base)
         if best is not None:
@@ -122,14 +123,11 @@ class DepthPlanner:
 
     def _is_affordable(self, prices: Prices, num_drafts: int, head_depth: int, base: float) -> bool:
         """Whether the account bears that every draft of the step is wrong."""
-        return (prices.feared(num_drafts, head_depth) or base) - base <= self._credit(base)
+        return (prices.feared(num_drafts, head_depth) or base) / base - 1 <= self._balance
 
     def _likeliest(self, rows: Sequence[RowOutlook]) -> int:
         """The row whose first draft is most likely right."""
         return max(range(len(rows)), key=lambda number: rows[number].survival[:1])
-
-    def _credit(self, base: float) -> float:
-        return _FIRST_CREDIT * base if self._balance is None else self._balance
 
     def observe(
         self, rows: Sequence[RowOutlook], depths: Sequence[int], num_gained: int, seconds: float, *, is_mixed: bool
@@ -154,13 +152,13 @@ class DepthPlanner:
         base, usual = prices.base, prices.expected(shape.num_drafts, shape.head_depth)
         if base is None or usual is None:
             return
-        undrafted = base * num_gained / len(rows)
-        balance = self._credit(base) + _SHARE_AT_RISK * undrafted
+        undrafted = num_gained / len(rows)
+        self._balance += _SHARE_AT_RISK * undrafted
         if is_drafted:
             # What disturbs a step would have disturbed it without drafts as well.
-            balance += undrafted - min(seconds, 2 * usual)
-            self._highest = max(_FULL_CREDIT * base, _NUM_LOSSES * (usual - base))
-        self._balance = min(balance, self._highest or _FULL_CREDIT * base)
+            self._balance += undrafted - min(seconds, 2 * usual) / base
+            self._highest = max(_FULL_CREDIT, _NUM_LOSSES * (usual / base - 1))
+        self._balance = min(self._balance, self._highest)
 
     def _is_compiled(self, shape: StepShape, seconds: float) -> bool:
         """Whether a step has waited for its kernels to be compiled, as no other of its kind will."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
+from typing import TypeVar
+
+_Key = TypeVar("_Key", int, tuple[int, int])
+"""Of times: a coarse context for those without drafts, a kind of drafts for the others."""
 
 _NUM_KEPT = 9
-"""Times that a running median is taken of."""
+"""Latest times of each kind that are kept."""
 
-_NUM_SOUND = 3
-"""From so many times on the median is taken; of fewer the least, because what disturbs a step only makes it longer."""
+_NUM_SOUND, _DISTURBED = 5, 2.5
+"""Of fewer times the median is taken without those that are so many times as long as the shortest: something has
+disturbed them, a compiler for one."""
+
+_NUM_SURE, _CREDIBLE = 3, 1.5
+"""Times from which on a cost is believed that is so many times what was to be feared of these drafts untimed."""
 
 _STALE_AFTER = 4000
 """Steps after which times that were not added to are forgotten."""
@@ -50,47 +60,61 @@ class StepShape:
 
 
 @dataclass(slots=True)
-class _Cell:
-    """Times of one shape. touched: number of steps observed when the last one was added."""
+class _Times:
+    """Latest times of one kind of step, and the coarse context of each; touched: steps observed up to the last one."""
 
-    times: deque[float]
+    contexts: deque[int]
+    seconds: deque[float]
     touched: int
-
-    @property
-    def time(self) -> float:
-        """Running median."""
-        return median(self.times) if len(self.times) >= _NUM_SOUND else min(self.times)
 
 
 _Kind = tuple[int, int]
 """Drafts, in coarse steps, and passes of the head."""
 
-_UNDRAFTED: _Kind = (0, 0)
-
 
 class StepCosts:
     """Running medians of step times by shape. All times are in seconds.
 
-    Shapes cost the same within coarse steps: of rows and drafts see `coarse`, of the context half an octave.
+    Shapes cost the same within coarse steps: of rows and drafts see `coarse`, of the context half an octave. Times
+    without drafts are kept by context; those with drafts tell a ratio to them, which hardly depends on it.
+
+    What disturbs a step makes it longer, never shorter: so times far over the least are left out, and no time without
+    drafts is believed that a longer context, or drafts, went below.
     """
 
     def __init__(self) -> None:
-        self._cells: dict[int, dict[_Kind, dict[int, _Cell]]] = {}
-        self._prices: dict[tuple[int, int], Prices] = {}
+        self._undrafted: dict[int, dict[int, _Times]] = {}
+        self._drafted: dict[int, dict[_Kind, _Times]] = {}
         self._num_observed = 0
+        # answers that are good for a while
+        self._prices: dict[tuple[int, int], Prices] = {}
+        self._bases: dict[tuple[int, int], float | None] = {}
+        self._ratios: dict[int, dict[_Kind, float]] = {}
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Add a step that held nothing but these rows' tokens and drafts."""
         self._num_observed += 1
-        cells = self._of_kind(coarse(shape.num_rows), _kind(shape))
-        context = _context(shape.num_context)
-        cell = cells.get(context)
-        if cell is None or self._is_stale(cell):
-            cell = cells[context] = _Cell(deque(maxlen=_NUM_KEPT), 0)
-        cell.times.append(seconds)
-        cell.touched = self._num_observed
-        if len(cell.times) < _NUM_KEPT or self._num_observed % _REMEMBERED_FOR == 0:
-            self._prices.clear()
+        rows, context = coarse(shape.num_rows), _context(shape.num_context)
+        if shape.num_drafts:
+            times = self._add(self._drafted.setdefault(rows, {}), _kind(shape), context, seconds)
+        else:
+            times = self._add(self._undrafted.setdefault(rows, {}), context, context, seconds)
+        if len(times.seconds) <= _NUM_SOUND or self._num_observed % _REMEMBERED_FOR == 0:
+            self._forget_answers()
+
+    def _forget_answers(self) -> None:
+        self._prices.clear()
+        self._bases.clear()
+        self._ratios.clear()
+
+    def _add(self, kinds: dict[_Key, _Times], kind: _Key, context: int, seconds: float) -> _Times:
+        times = kinds.get(kind)
+        if times is None or self._is_stale(times):
+            times = kinds[kind] = _Times(deque(maxlen=_NUM_KEPT), deque(maxlen=_NUM_KEPT), 0)
+        times.contexts.append(context)
+        times.seconds.append(seconds)
+        times.touched = self._num_observed
+        return times
 
     def prices(self, num_rows: int, num_context: int) -> Prices:
         """What steps of so many rows take that hold so many tokens together; to be asked for anew in each step."""
@@ -109,67 +133,96 @@ class StepCosts:
 
         rows, context: in coarse steps, as in the following.
         """
-        cells = self._of_kind(rows, _UNDRAFTED)
-        near = [cells[each] for each in range(context - 2, context + 3) if each in cells]
-        return sum(len(cell.times) for cell in near if not self._is_stale(cell))
+        near = self._fresh(self._undrafted, rows)
+        return sum(len(times.seconds) for other, times in near.items() if abs(other - context) <= 2)
 
     def base(self, rows: int, context: int) -> float | None:
-        """The time without drafts; None if none was timed."""
-        nearest = self._nearest(rows, _UNDRAFTED, context)
-        return None if nearest is None else nearest[1]
+        """The time without drafts: that of the nearest context, or less; None if none was timed."""
+        if (rows, context) not in self._bases:
+            self._bases[rows, context] = self._base(rows, context)
+        return self._bases[rows, context]
 
-    def expected_ratio(self, rows: int, kind: _Kind, context: int) -> float:
-        """The time with drafts over the time without, as it was timed or else as it is thought to be."""
-        known = self._ratio(rows, kind, context)
-        return self._extrapolated(rows, kind, context) if known is None else known
-
-    def feared_ratio(self, rows: int, kind: _Kind, context: int) -> float | None:
-        """The same if the worst is assumed of what was not timed; None if no draft was.
-
-        Drafts add to the time in proportion to fewer ones that were timed.
-        """
-        ratio = self._ratio(rows, kind, context)
-        most = self._most_timed(rows, kind)
-        if ratio is None and most is not None and (known := self._ratio(rows, most, context)) is not None:
-            ratio = 1 + max(known - 1, 0) * _share(rows, kind) / _share(rows, most)
-        return ratio
-
-    def _most_timed(self, rows: int, kind: _Kind) -> _Kind | None:
-        """The most drafts that were timed and are no more than these."""
-        kinds = self._cells[rows].items()
-        timed = [each for each, cells in kinds if cells and each[0] and each[0] <= kind[0] and each[1] <= kind[1]]
-        return max(timed, default=None)
-
-    def _of_kind(self, rows: int, kind: _Kind) -> dict[int, _Cell]:
-        return self._cells.setdefault(rows, {}).setdefault(kind, {})
-
-    def _is_stale(self, cell: _Cell) -> bool:
-        return self._num_observed - cell.touched > _STALE_AFTER
-
-    def _nearest(self, rows: int, kind: _Kind, context: int) -> tuple[int, float] | None:
-        """The context, of those that were timed, which is nearest to the given one, and the time there."""
-        cells = self._of_kind(rows, kind)
-        fresh = [each for each, cell in cells.items() if not self._is_stale(cell)]
-        nearest = min(fresh, key=lambda each: (abs(each - context), each), default=None)
-        return None if nearest is None else (nearest, cells[nearest].time)
-
-    def _ratio(self, rows: int, kind: _Kind, context: int) -> float | None:
-        """The time with drafts over the time without, at about the same context; None if it was never timed."""
-        if (with_drafts := self._nearest(rows, kind, context)) is None:
+    def _base(self, rows: int, context: int) -> float | None:
+        undrafted = self._fresh(self._undrafted, rows)
+        if not undrafted:
             return None
-        without = self._nearest(rows, _UNDRAFTED, with_drafts[0])
-        return None if without is None else with_drafts[1] / without[1]
+        nearest = min(undrafted, key=lambda other: (abs(other - context), other))
+        at_most = [_usual(undrafted[nearest].seconds)]
+        for times in (*undrafted.values(), *self._fresh(self._drafted, rows).values()):
+            pairs = zip(times.contexts, times.seconds, strict=True)
+            at_most.append(_usual([seconds * _growth(context - other) for other, seconds in pairs]))
+        return min(at_most)
 
-    def _extrapolated(self, rows: int, kind: _Kind, context: int) -> float:
-        """The same for drafts that were not timed, from the nearest that were: as a sum or in proportion."""
+    def expected_ratio(self, rows: int, kind: _Kind) -> float:
+        """The time with drafts over the time without: as it was timed, or else as it is thought to be.
+
+        That is judged by the nearest drafts that were timed, as a sum or in proportion.
+        """
+        known = self._known(rows)
+        if kind in known:
+            return known[kind]
         guess = _share(rows, kind)
-        timed = [each for each, cells in self._cells[rows].items() if cells and each != _UNDRAFTED]
-        nearest = min(timed, key=lambda each: (2 * abs(each[0] - kind[0]) + abs(each[1] - kind[1]), each), default=None)
-        known = None if nearest is None else self._ratio(rows, nearest, context)
-        if nearest is None or known is None:
+        nearest = min(known, key=lambda each: (2 * abs(each[0] - kind[0]) + abs(each[1] - kind[1]), each), default=None)
+        if nearest is None:
             return 1 + guess
         share = _share(rows, nearest)
-        return max(min(known + guess - share, 1 + (known - 1) * guess / share), 0.5)
+        return max(min(known[nearest] + guess - share, 1 + (known[nearest] - 1) * guess / share), 0.5)
+
+    def feared_ratio(self, rows: int, kind: _Kind) -> float:
+        """The same if the worst is assumed of what was not timed."""
+        known = self._known(rows)
+        return known[kind] if kind in known else _feared(rows, kind, known)
+
+    def _known(self, rows: int) -> dict[_Kind, float]:
+        """The ratios that were timed. A high one of which there are few times may come from a compiler: it is left out,
+        so that these drafts are tried again."""
+        if rows not in self._ratios:
+            found: dict[_Kind, float] = {}
+            for kind, times in sorted(self._fresh(self._drafted, rows).items()):
+                ratio = self._ratio(rows, times)
+                if ratio is None:
+                    continue
+                if len(times.seconds) >= _NUM_SURE or ratio <= _CREDIBLE * _feared(rows, kind, found):
+                    found[kind] = ratio
+            self._ratios[rows] = found
+        return self._ratios[rows]
+
+    def _ratio(self, rows: int, times: _Times) -> float | None:
+        """Times over those without drafts at the same contexts; None if none of those is known."""
+        base = {context: self.base(rows, context) for context in set(times.contexts)}
+        pairs = [(base[context], seconds) for context, seconds in zip(times.contexts, times.seconds, strict=True)]
+        ratios = [seconds / without for without, seconds in pairs if without is not None]
+        return _usual(ratios) if ratios else None
+
+    def _fresh(self, kinds: Mapping[int, Mapping[_Key, _Times]], rows: int) -> dict[_Key, _Times]:
+        return {key: times for key, times in kinds.get(rows, {}).items() if not self._is_stale(times)}
+
+    def _is_stale(self, times: _Times) -> bool:
+        return self._num_observed - times.touched > _STALE_AFTER
+
+
+def _usual(numbers: Iterable[float]) -> float:
+    """The median, of a few numbers without those that were disturbed."""
+    rising = sorted(numbers)
+    if len(rising) < _NUM_SOUND:
+        rising = rising[: bisect_right(rising, _DISTURBED * rising[0])]
+    return median(rising)
+
+
+def _growth(contexts: int) -> float:
+    """How many times as long a step may take with so many half octaves more context, at most."""
+    return 2 ** (contexts / 2) if contexts > 0 else 1.0
+
+
+def _feared(rows: int, kind: _Kind, known: Mapping[_Kind, float]) -> float:
+    """The highest ratio that is reckoned with if these drafts were not timed.
+
+    They add to the time in proportion to fewer ones that were, or else each as much as a row of its own.
+    """
+    most = max((each for each in known if each[0] <= kind[0] and each[1] <= kind[1]), default=None)
+    if most is None:
+        return 1 + _middle(kind[0]) / _middle(rows) + _FEARED_HEAD_SHARE * kind[1]
+    return 1 + max(known[most] - 1, 0) * _share(rows, kind) / _share(rows, most)
 
 
 class Prices:
@@ -178,11 +231,11 @@ class Prices:
     Answers are remembered; `StepCosts` makes a new object once it has learned enough.
     """
 
-    __slots__ = ("_context", "_costs", "_expected", "_feared", "_num_rows", "_rows", "base", "num_timed")
+    __slots__ = ("_costs", "_expected", "_feared", "_rows", "base", "num_timed")
 
     def __init__(self, costs: StepCosts, num_rows: int, context: int) -> None:
         self._costs = costs
-        self._num_rows, self._rows, self._context = num_rows, coarse(num_rows), context
+        self._rows = coarse(num_rows)
         self._expected: dict[_Kind, float] = {}
         self._feared: dict[_Kind, float] = {}
         self.base = costs.base(self._rows, context)
@@ -196,19 +249,17 @@ class Prices:
             return self.base
         seconds = self._expected.get((num_drafts, head_depth))
         if seconds is None:
-            ratio = self._costs.expected_ratio(self._rows, (coarse(num_drafts), head_depth), self._context)
+            ratio = self._costs.expected_ratio(self._rows, (coarse(num_drafts), head_depth))
             seconds = self._expected[num_drafts, head_depth] = self.base * ratio
         return seconds
 
     def feared(self, num_drafts: int, head_depth: int) -> float | None:
-        """The same if the worst is assumed of what was not timed: each draft costs as much as a row of its own."""
+        """The same if the worst is assumed of what was not timed."""
         if self.base is None or not num_drafts:
             return self.base
         seconds = self._feared.get((num_drafts, head_depth))
         if seconds is None:
-            ratio = self._costs.feared_ratio(self._rows, (coarse(num_drafts), head_depth), self._context)
-            if ratio is None:
-                ratio = 1 + num_drafts / self._num_rows + _FEARED_HEAD_SHARE * head_depth
+            ratio = self._costs.feared_ratio(self._rows, (coarse(num_drafts), head_depth))
             seconds = self._feared[num_drafts, head_depth] = self.base * ratio
         return seconds
 
