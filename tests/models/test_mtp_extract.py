@@ -105,6 +105,20 @@ def test_a_quantised_head_is_refused_with_the_reason(tmp_path: Path) -> None:
             extract_head(str(source), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"eh_proj.weight": np.ones((64, 128), np.float32)}, r"no mtp\.fc\.weight"),
+        ({**HEAD, "norm.weight": np.full(64, np.nan, np.float32)}, r"mtp\.norm\.weight holds what is no finite number"),
+    ],
+)
+def test_a_head_that_nobody_could_use_is_not_written(tensors: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
+    source = tiny_head.save_with_head(DENSE, tmp_path / "source", tiny_head.prefixed(tensors))
+    with pytest.raises(ModelError, match=said):
+        extract_head(str(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_head_that_would_not_be_read_is_not_written(tmp_path: Path) -> None:
     deeper = {name.replace("layers.0.", "layers.1."): array for name, array in HEAD.items()}
     tiny_head.save_with_head(DENSE, tmp_path / "source", tiny_head.prefixed({**HEAD, **deeper}))

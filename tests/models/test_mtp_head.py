@@ -303,6 +303,18 @@ def without(path: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray
     return lambda tensors: {name: array for name, array in tensors.items() if name != path}
 
 
+def with_scales(
+    path: str, shape: tuple[int, ...], has_weight: bool = True
+) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Scales as quantised matrices have them, beside a matrix that is none, or none at all."""
+
+    def spoil(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        kept = tensors if has_weight else without(f"{path}.weight")(tensors)
+        return {**kept, f"{path}.scales": np.ones(shape, np.float32)}
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -311,6 +323,10 @@ def without(path: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray
         (lambda head: {**head, "eh_proj.weight": head["fc.weight"]}, r"also has eh_proj\.weight"),
         (lambda head: {**head, "norm.weight": np.ones(65, np.float32)}, r"norm\.weight"),
         (without("fc.weight"), "no prediction head for this model"),
+        (with_scales("layers.0.mlp.up_proj", (96, 1), has_weight=False), r"up_proj\.scales has the shape \(96, 1\)"),
+        (with_scales("fc", (4, 0)), r"fc\.scales has the shape \(4, 0\)"),
+        (with_scales("fc", ()), r"fc\.scales has the shape \(\)"),
+        (with_scales("fc", (64, 4)), "mode"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(

@@ -126,6 +126,27 @@ def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
         find(tmp_path)
 
 
+EXPERTS = "layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {f"{EXPERTS}.gate_up_proj": np.ones((4, 64, 64), np.float32)},
+        {f"{EXPERTS}.gate_up_proj": np.ones(7, np.float32), f"{EXPERTS}.down_proj": np.ones(7, np.float32)},
+        {f"{EXPERTS}.first.up_proj.weight": np.ones((32, 64), np.float32)},
+        {f"{EXPERTS}.{number}.up_proj.weight": np.ones((32 + number, 64), np.float32) for number in range(2)},
+    ],
+    ids=["no down_proj", "no matrices", "no number", "two shapes"],
+)
+def test_experts_that_do_not_go_together_are_told_with_their_file(
+    spoilt: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    tiny_head.save_with_head(DENSE, tmp_path, tiny_head.prefixed({**HEAD, **spoilt}))
+    with pytest.raises(ModelError, match=r"experts in the prediction head in model-00002-of-00002\.safetensors"):
+        find(tmp_path)
+
+
 @pytest.mark.parametrize("says", ["config", "tensor"])
 def test_a_head_with_embeddings_of_its_own_is_refused(says: str, tmp_path: Path) -> None:
     own = {"embed_tokens.weight": np.zeros((160, 64), np.float32)} if says == "tensor" else {}

@@ -73,6 +73,7 @@ def extract_head(source: str, out: Path) -> Extracted:
     if not head:
         raise ModelError(f"{source} has no prediction head: none of its tensors is named {PREFIX}…")
     _refuse_quantised(source, head)
+    _refuse_useless(source, head)
     bare = {name.removeprefix(PREFIX): array for name, array in head.items()}
     names = tuple(shard.name for shard in shards)
     refuse_other_forms(bare, ", ".join(names), read_files(source, shards[0].parent).text_config)
@@ -118,6 +119,17 @@ def _refuse_quantised(source: str, head: Mapping[str, mx.array]) -> None:
             f"the prediction head of {source} is quantised ({min(rounded)}): what was rounded away can't be got back, "
             "and such a head guesses next to nothing; name the checkpoint that it was made from"
         )
+
+
+def _refuse_useless(source: str, head: Mapping[str, mx.array]) -> None:
+    """What no reader could use is not worth a file."""
+    if PREFIX + "fc.weight" not in head:
+        raise ModelError(
+            f"the prediction head of {source} is of no kind that is supported: it has no {PREFIX}fc.weight"
+        )
+    broken = [name for name, array in head.items() if not mx.isfinite(array).all().item()]
+    if broken:
+        raise ModelError(f"the prediction head of {source} is damaged: {min(broken)} holds what is no finite number")
 
 
 def _write(target: Path, tensors: Mapping[str, mx.array], is_centred: bool) -> None:

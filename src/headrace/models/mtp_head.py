@@ -127,9 +127,9 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     arguments = trunk.text_model.args
     layer = type(attention_layer)(arguments, arguments.full_attention_interval - 1)
     module = HeadModule(layer, arguments.hidden_size, arguments.rms_norm_eps)
-    _quantise(module, weights.tensors)
-    _refuse_other_names(module, weights)
     try:
+        _quantise(module, weights.tensors)
+        _refuse_other_names(module, weights)
         module.load_weights(list(weights.tensors.items()), strict=True)
     except ValueError as error:
         raise ModelError(f"the prediction head in {weights.origin} doesn't fit this model: {error}") from error
@@ -151,14 +151,19 @@ def _refuse_other_names(module: nn.Module, weights: HeadWeights) -> None:
 
 
 def _quantise(module: nn.Module, tensors: Mapping[str, mx.array]) -> None:
-    """Make those linears quantised that are stored so; their bits and groups are read off the shapes."""
+    """Make those linears quantised that are stored so; their bits and groups are read off the shapes.
+
+    Raises ValueError for shapes that fit no form.
+    """
 
     def form(path: str, one: Any) -> Any:
         scales = tensors.get(f"{path}.scales")
         if scales is None or not hasattr(one, "to_quantized"):
             return False
-        width = one.weight.shape[-1]
-        bits = tensors[f"{path}.weight"].shape[-1] * 32 // width
+        packed, width = tensors.get(f"{path}.weight"), one.weight.shape[-1]
+        if packed is None or not packed.ndim or not scales.ndim or not 0 < scales.shape[-1] <= width:
+            raise ValueError(f"{path}.scales has the shape {scales.shape}, which fits no quantised matrix")
+        bits = packed.shape[-1] * 32 // width
         group_size = width // scales.shape[-1]
         if f"{path}.biases" in tensors:
             return {"group_size": group_size, "bits": bits, "mode": "affine"}

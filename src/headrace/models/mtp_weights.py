@@ -86,7 +86,10 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
                 is_raw = all(_says_centred(directory / name) for name in holding)
             else:
                 is_raw = _has_raw_convolutions(directory)
-            stacked = _with_stacked_experts(tensors)
+            try:
+                stacked = _with_stacked_experts(tensors)
+            except (LookupError, ValueError) as error:
+                raise ModelError(f"the experts in the prediction head in {origin} don't fit: {error}") from error
             norms = _norm_groups(stacked, is_raw)
             centred = {name for group in norms if group.is_centred for name in group.names}
             plain = {name: _shifted(array, 1.0) if name in centred else array for name, array in stacked.items()}

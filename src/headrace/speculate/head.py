@@ -48,6 +48,10 @@ class HeadDrafter:
         if self.num_unread(state) > 0:
             self._read([(state, token_ids, state.length, media)])
 
+    def skip(self, state: SequenceState) -> None:
+        """Leave the computed tokens unread for good, so that their hidden rows are not kept for a head that fails."""
+        self._head.hidden_of(state).fold(state.length + 1)
+
     def draft(self, rows: Sequence[HeadRow]) -> mx.array:
         """The head's guesses of the tokens behind the known ones, `[R, most drafts]` int32, not evaluated.
 

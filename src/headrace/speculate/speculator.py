@@ -89,6 +89,8 @@ class Speculator:
         """Give each row the guesses for its next window, none where it is not worth while."""
         for one in decoding:
             one.row.guesses, one.row.outlook = NOTHING, _NO_OUTLOOK
+            if one.row.has_failed and self._head is not None:
+                self._head.skip(one.state)
         candidates: list[tuple[Drafting, Candidate]] = []
         for one in decoding:
             try:

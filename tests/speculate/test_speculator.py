@@ -1,0 +1,51 @@
+"""What the engine asks about drafts, where the answers go wrong."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.depth import DepthPlanner
+from headrace.speculate.head import HeadDrafter
+from headrace.speculate.ranking import Ranking
+from headrace.speculate.speculator import Drafting, Speculator
+from headrace.speculate.step_costs import StepCosts, StepShape
+from headrace.state.hidden import HiddenState
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+from headrace.types.request import SamplingParams
+
+GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
+HIDDEN = (7,)
+
+
+class BrokenHead:
+    """Has no memory left for anything."""
+
+    def hidden_of(self, state: SequenceState) -> HiddenState:
+        return state.layer(HIDDEN, HiddenState)
+
+    def read(self, *arguments: object) -> mx.array:
+        raise RuntimeError("out of memory")
+
+
+def ready() -> DepthPlanner:
+    """A planner that makes drafts."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(StepShape(1, 0, 0, 300), 0.01)
+    return DepthPlanner(costs)
+
+
+def test_a_head_that_fails_leaves_no_hidden_rows_behind() -> None:
+    speculator = Speculator(HeadDrafter(BrokenHead()), 4, Ranking(), ready())
+    row, state = speculator.open(None), SequenceState(SlabPool())
+    hidden = state.layer(HIDDEN, HiddenState)
+    for length in range(1, 301):
+        state.begin(1)
+        hidden.write(length - 1, mx.zeros((1, 1, 4)), ())
+        state.commit(1)
+        speculator.draft([Drafting(row, state, list(range(length + 1)), 100, GREEDY)])
+    assert row.has_failed
+    assert speculator.num_failures == 1
+    assert sum(array.shape[1] for array in hidden.arrays()) < 10
