@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
+from headrace.models.mtp_head import HeadEntries
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
@@ -29,6 +32,28 @@ class BrokenHead:
         raise RuntimeError("out of memory")
 
 
+class ReadingHead(BrokenHead):
+    """Notes how many entries of how many sequences it is given at once."""
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+
+    def read(self, entries: Sequence[HeadEntries], ids: mx.array | None = None) -> mx.array:
+        for one in entries:
+            assert one.hidden.shape[1] == len(one.token_ids)
+        self.given.append([len(one.token_ids) for one in entries])
+        return mx.zeros((len(entries), 4))
+
+
+def compute(state: SequenceState, num_tokens: int) -> None:
+    """Steps of one token each."""
+    hidden = state.layer(HIDDEN, HiddenState)
+    for _ in range(num_tokens):
+        state.begin(1)
+        hidden.write(state.length, mx.zeros((1, 1, 4)), ())
+        state.commit(1)
+
+
 def ready() -> DepthPlanner:
     """A planner that makes drafts."""
     costs = StepCosts()
@@ -42,10 +67,24 @@ def test_a_head_that_fails_leaves_no_hidden_rows_behind() -> None:
     row, state = speculator.open(None), SequenceState(SlabPool())
     hidden = state.layer(HIDDEN, HiddenState)
     for length in range(1, 301):
-        state.begin(1)
-        hidden.write(length - 1, mx.zeros((1, 1, 4)), ())
-        state.commit(1)
+        compute(state, 1)
         speculator.draft([Drafting(row, state, list(range(length + 1)), 100, GREEDY)])
     assert row.has_failed
     assert speculator.num_failures == 1
     assert sum(array.shape[1] for array in hidden.arrays()) < 10
+
+
+def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
+    """Of 100, 40 and 10 computed tokens, the first of which has no entry, all of those that would soon be due."""
+    head = ReadingHead()
+    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(StepCosts()))
+    rows = []
+    for length in (100, 40, 10):
+        state = SequenceState(SlabPool())
+        compute(state, length)
+        rows.append(Drafting(speculator.open(0), state, list(range(length + 1)), 100, GREEDY))
+    speculator.draft(rows)
+    assert head.given == [[99, 39]]
+    speculator.draft(rows)
+    assert head.given == [[99, 39]]
+    assert speculator.num_failures == 0

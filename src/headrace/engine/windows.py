@@ -85,8 +85,8 @@ class Window:
 
     lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
     device knows them. masks: what may come at each place; None if anything may, or before `limited`. media: among the
-    window's tokens, None in a sequence without. following: prompt tokens whose log-probabilities are due: those that the
-    chunk's own predict; then each of these needs logits.
+    window's tokens, None in a sequence without. following: prompt tokens whose log-probabilities are due: those that
+    the chunk's own predict; then each of these needs logits.
     """
 
     chunk: Chunk

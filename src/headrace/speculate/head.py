@@ -45,8 +45,15 @@ class HeadDrafter:
 
     def catch_up(self, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None = None) -> None:
         """Let the head read the computed tokens that it has not read; the one behind them is left for `draft`."""
-        if self.num_unread(state) > 0:
-            self._read([(state, token_ids, state.length, media)])
+        self.catch_up_together([(state, token_ids, media)])
+
+    def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
+        """The same for several sequences in one call."""
+        behind = [
+            (state, token_ids, state.length, media) for state, token_ids, media in rows if self.num_unread(state) > 0
+        ]
+        if behind:
+            self._read(behind)
 
     def skip(self, state: SequenceState) -> None:
         """Leave the computed tokens unread for good, so that their hidden rows are not kept for a head that fails."""

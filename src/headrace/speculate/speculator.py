@@ -110,16 +110,16 @@ class Speculator:
             one.row.outlook = RowOutlook(candidate.survival, candidate.uses_head, len(one.token_ids))
         depths = self._planner.plan([one.row.outlook for one, _ in candidates])
         by_head: list[tuple[Drafting, Candidate]] = []
+        others: list[Drafting] = []
         for (one, candidate), depth in zip(candidates, depths, strict=True):
-            if not depth:
-                self._let_read(one)
-                continue
-            chosen = candidate.first(depth)
+            chosen = candidate.first(depth) if depth else NOTHING.candidate
             if chosen.uses_head:
                 by_head.append((one, chosen))
-            else:
+                continue
+            others.append(one)
+            if depth:
                 one.row.guesses = Guesses(chosen, chosen.token_ids)
-                self._let_read(one)
+        self._let_read(others)
         if by_head:
             assert self._head is not None
             rows = [
@@ -147,9 +147,15 @@ class Speculator:
             num_head=limit if self._head is not None else 0,
         )
 
-    def _let_read(self, one: Drafting) -> None:
-        if self._head is not None and self._head.num_unread(one.state) > MAX_UNREAD:
-            self._head.catch_up(one.state, one.token_ids, one.media)
+    def _let_read(self, rows: Sequence[Drafting]) -> None:
+        """Let the head read rows that it has not been asked about for long: once one is due, all that soon will be."""
+        if self._head is None:
+            return
+        unread = [self._head.num_unread(one.state) for one in rows]
+        if max(unread, default=0) <= MAX_UNREAD:
+            return
+        late = [one for one, num_tokens in zip(rows, unread, strict=True) if num_tokens > MAX_UNREAD // 2]
+        self._head.catch_up_together([(one.state, one.token_ids, one.media) for one in late])
 
     def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
         """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
