@@ -26,7 +26,7 @@ class MadeUpEmbedding:
 
     tower: MadeUpTower
     left: int
-    embeddings: MediaEmbeddings = field(default_factory=lambda: MediaEmbeddings(mx.zeros((4, 8))))
+    result: MediaEmbeddings = field(default_factory=lambda: MediaEmbeddings(mx.zeros((4, 8))))
 
     @property
     def is_done(self) -> bool:

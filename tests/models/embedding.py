@@ -16,5 +16,5 @@ def embed(tower: VisionTower, inputs: Iterable[MediaInput]) -> list[MediaEmbeddi
         embedding = tower.begin(one)
         while not embedding.is_done:
             embedding.compute(math.inf)
-        made.append(embedding.embeddings)
+        made.append(embedding.result)
     return made

@@ -19,15 +19,18 @@ def random(*shape: int) -> mx.array:
     return mx.array(np.random.default_rng(len(shape) + shape[2]).standard_normal(shape).astype(np.float32))
 
 
-def written_out(queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None) -> np.ndarray:
+def written_out(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None, two_way: bool = False
+) -> np.ndarray:
     q, k, v = (np.array(array, dtype=np.float64)[0] for array in (queries, keys, values))
     num_heads, num_queries, _ = q.shape
     group, num_keys = num_heads // k.shape[0], k.shape[1]
     result = np.zeros((num_heads, num_queries, v.shape[-1]))
     for head in range(num_heads):
         for row in range(num_queries):
-            last = num_keys - num_queries + row
-            first = 0 if window is None else max(0, last - window + 1)
+            own = num_keys - num_queries + row
+            last = num_keys - 1 if two_way else own
+            first = 0 if window is None else max(0, own - window + 1)
             scores = k[head // group, first : last + 1] @ q[head, row] * scale
             weights = np.exp(scores - scores.max())
             result[head, row] = weights / weights.sum() @ v[head // group, first : last + 1]
@@ -46,6 +49,22 @@ def test_both_forms_compute_causal_attention(num_queries: int, num_keys: int, wi
     expected = written_out(queries, keys, values, scale, window)
     folded = attention._folded(queries, keys, values, scale, window)
     fused = attention._fused(queries, keys, values, scale, window, None)
+    assert np.abs(np.array(folded)[0] - expected).max() < 1e-5
+    assert np.abs(np.array(fused)[0] - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 400])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 77), (5, 5), (130, 130), (129, 300)])
+def test_both_forms_let_queries_see_all_that_is_behind_them_too(
+    num_queries: int, num_keys: int, window: int | None
+) -> None:
+    queries, keys, values = random(1, 6, num_queries, 16), random(1, 2, num_keys, 16), random(1, 2, num_keys, 24)
+    if window is not None:
+        oldest = max(0, num_keys - num_queries - window + 1)
+        keys, values = keys[:, :, oldest:], values[:, :, oldest:]
+    expected = written_out(queries, keys, values, 0.25, window, two_way=True)
+    folded = attention._folded(queries, keys, values, 0.25, window, two_way=True)
+    fused = attention._fused(queries, keys, values, 0.25, window, None, two_way=True)
     assert np.abs(np.array(folded)[0] - expected).max() < 1e-5
     assert np.abs(np.array(fused)[0] - expected).max() < 1e-5
 

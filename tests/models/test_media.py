@@ -46,7 +46,7 @@ def fast_numerics() -> Iterator[None]:
 @cache
 def loaded(folder: str) -> tuple[LoadedModel, VisionTower]:
     files = read_files(folder, DATA / folder)
-    tower = load_tower(files, dtype="float32", device=device.current())
+    tower = load_tower(files, dtype="float32", device=device.current(), has_axes=True)
     assert tower is not None
     model = load(files, dtype="float32", numerics="fast", self_check=True, device=device.current())
     return model, tower[0]
@@ -276,7 +276,7 @@ def test_qwen_2_5_gives_the_logits_of_mlx_vlm_s_own_model(tmp_path: Path) -> Non
 
     files = read_files("tiny", tmp_path)
     model = load(files, dtype="float32", numerics="fast", self_check=True, device=device.current()).packed
-    tower = load_tower(files, dtype="float32", device=device.current())
+    tower = load_tower(files, dtype="float32", device=device.current(), has_axes=True)
     assert model.takes_media and tower is not None
     image = MediaInput(3, 27, patches.data, grid, HALF, HALF, b"0")
     positions, delta = media_positions(len(ids), [Block(3, (0,), 4, 6)])

@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from headrace.models.pieces import LEAST_ROWS, Pieces, RowPieces, by_rows
+from headrace.models.pieces import LEAST_ROWS, Computation, Pieces, RowPieces, Stages, by_rows
 
 
 def test_as_many_pieces_are_taken_as_are_allowed_and_one_at_least() -> None:
     pieces = Pieces(piece_work=10)
-    for work in (3, 5, 4, 9, 0):
-        pieces.note(mx.zeros(1), work)
-    assert [pieces.compute(allowed) for allowed in (8, 3)] == [8, 4]
-    assert not pieces.is_done
-    assert (pieces.compute(9), pieces.is_done) == (9, True)
+
+    def stages() -> Stages[str]:
+        for works in ((3, 5, 4), (), (9, 0)):
+            for work in works:
+                pieces.note(mx.zeros(1), work)
+            yield
+        return "made"
+
+    computation = Computation(stages(), pieces)
+    assert [computation.compute(allowed) for allowed in (8, 3)] == [8, 4]
+    assert not computation.is_done
+    assert (computation.compute(9), computation.is_done, computation.result) == (9, True, "made")
 
 
-def test_what_is_taken_away_is_noted_here_no_more() -> None:
+def test_a_stage_is_built_when_the_pieces_before_it_are_computed() -> None:
+    pieces, built = Pieces(piece_work=10), []
+
+    def stages() -> Stages[None]:
+        for number in range(3):
+            built.append(number)
+            pieces.note(mx.zeros(1), 5)
+            yield
+
+    computation = Computation(stages(), pieces)
+    assert built == []
+    computation.compute(0)
+    assert built == [0, 1]  # the next piece has to be there to know whether it fits
+    computation.compute(math.inf)
+    assert built == [0, 1, 2] and computation.is_done
+
+
+def test_two_computations_that_note_in_one_place_keep_their_pieces_apart() -> None:
     pieces = Pieces(piece_work=10)
-    pieces.note(mx.zeros(1), 3)
-    taken = pieces.take()
-    assert pieces.is_done and not taken.is_done
-    assert taken.compute(math.inf) == 3
+
+    def stages(work: int) -> Stages[int]:
+        for _ in range(3):
+            pieces.note(mx.zeros(1), work)
+            yield
+        return work
+
+    one, other = Computation(stages(2), pieces), Computation(stages(7), pieces)
+    assert [one.compute(0), other.compute(0), one.compute(4), other.compute(14)] == [2, 7, 4, 14]
+    assert (one.result, other.result) == (2, 7)
+
+
+def computed(compute: Callable[[], mx.array], pieces: Pieces) -> Computation[mx.array]:
+    """Of one stage."""
+
+    def stages() -> Stages[mx.array]:
+        made = compute()
+        yield
+        return made
+
+    return Computation(stages(), pieces)
 
 
 @pytest.mark.parametrize("num_rows", [1, LEAST_ROWS, 3 * LEAST_ROWS + 5, 7 * LEAST_ROWS])
@@ -36,30 +77,17 @@ def test_rows_in_pieces_give_what_all_rows_give(num_rows: int) -> None:
     pieces = Pieces(piece_work=2 * LEAST_ROWS * row_work + 1)
     linear = nn.Linear(48, 32, bias=False)
     x = mx.random.normal((num_rows, 48))
-    result = RowPieces(linear, row_work, pieces)(x)
-    works = list(iter(lambda: pieces.compute(0), 0)) if num_rows else []
+    computation = computed(lambda: RowPieces(linear, row_work, pieces)(x), pieces)
+    works = []
+    while not computation.is_done:
+        works.append(computation.compute(0))
     assert sum(works) == num_rows * row_work
     assert len(works) == math.ceil(num_rows / (2 * LEAST_ROWS)) and max(works) <= pieces.piece_work
-    assert np.abs(np.array(result) - np.array(x) @ np.array(linear.weight).T).max() <= 1e-5
+    assert np.abs(np.array(computation.result) - np.array(x) @ np.array(linear.weight).T).max() <= 1e-5
 
 
 def test_pieces_are_no_thinner_than_matrix_products_like() -> None:
     pieces = Pieces(piece_work=1)
-    by_rows(lambda rows: rows * 2, mx.zeros((4 * LEAST_ROWS, 8)), 100, pieces)
-    assert list(itertools.repeat(100 * LEAST_ROWS, 4)) == [pieces.compute(0) for _ in range(4)]
-    assert pieces.is_done
-
-
-def test_nothing_is_computed_before_its_turn() -> None:
-    pieces, order = Pieces(piece_work=1), []
-
-    class Told(nn.Module):
-        def __call__(self, x: mx.array) -> mx.array:
-            order.append(x.shape[0])
-            return x + 1
-
-    result = RowPieces(Told(), 1, pieces)(mx.zeros((2 * LEAST_ROWS, 3)))
-    assert order == [LEAST_ROWS, LEAST_ROWS] and not pieces.is_done
-    while not pieces.is_done:
-        pieces.compute(0)
-    assert np.array_equal(np.array(result), np.ones((2 * LEAST_ROWS, 3)))
+    computation = computed(lambda: by_rows(lambda rows: rows * 2, mx.zeros((4 * LEAST_ROWS, 8)), 100, pieces), pieces)
+    assert [computation.compute(0) for _ in range(4)] == [100 * LEAST_ROWS] * 4
+    assert computation.is_done

@@ -17,10 +17,11 @@ from models.embedding import embed
 
 from headrace.backend import device
 from headrace.errors import ModelError
-from headrace.models import vision
+from headrace.models import vision, vision_attention
 from headrace.models.pieces import LEAST_ROWS
 from headrace.models.source import read_files
 from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
+from headrace.models.vision_attention import SCORE_WORK
 from headrace.types.media import MediaInput
 
 DATA = Path(__file__).parent.parent / "data"
@@ -32,7 +33,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @cache
 def tower(folder: Path) -> VisionTower:
-    loaded = load_tower(read_files(folder.name, folder), dtype="float32", device=device.current())
+    loaded = load_tower(read_files(folder.name, folder), dtype="float32", device=device.current(), has_axes=True)
     assert loaded is not None
     return loaded[0]
 
@@ -88,7 +89,7 @@ def test_blocks_of_scores_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch) ->
         made = inputs(data["video/pixel_values_videos_u8"], data["video/video_grid_thw"])
         expected = data["video/video_features"]
     for elements in (1, 4 * 24, 4 * 24 * 7, 4 * 24 * 24 * 2):
-        monkeypatch.setattr(vision, "SCORE_ELEMENTS", elements)
+        monkeypatch.setattr(vision_attention, "SCORE_ELEMENTS", elements)
         assert np.abs(rows(embed(tower(DATA / FOLDERS[0]), made)) - expected).max() <= TOLERANCE
 
 
@@ -98,7 +99,7 @@ def work_of(config: dict[str, Any], grid: tuple[int, int, int]) -> int:
     merged = width * config["spatial_merge_size"] ** 2
     num_values = 3 * config["temporal_patch_size"] * config["patch_size"] ** 2
     block = 3 * width * (width + 1) + width * (width + 1) + inner * (width + 1) + width * (inner + 1)
-    attention = 2 * num_patches * width
+    attention = num_patches * (2 * width + config["num_heads"] * (SCORE_WORK if device.current().kind == "cpu" else 0))
     per_patch = num_values + width * (num_values + 1) + config["depth"] * (block + attention)
 
     def merger(norm: int) -> int:
@@ -115,7 +116,7 @@ def test_a_picture_in_slices_gives_the_same_to_the_bit_whatever_the_slices(
     files = read_files(folder, DATA / folder)
     piece_work = 2_000_000
     monkeypatch.setitem(vision.PIECE_WORK, device.current().kind, piece_work)
-    loaded = load_tower(files, dtype="float32", device=device.current())
+    loaded = load_tower(files, dtype="float32", device=device.current(), has_axes=True)
     assert loaded is not None
     grid = (1, 24, 32)
     pixels = np.random.default_rng(2).integers(0, 256, (24 * 32, 1536), dtype=np.uint8)
@@ -128,7 +129,7 @@ def test_a_picture_in_slices_gives_the_same_to_the_bit_whatever_the_slices(
             slices.append(embedding.compute(allowed))
         assert sum(slices) == work_of(files.config["vision_config"], grid)
         assert len(slices) > 10 and max(slices) <= max(allowed, piece_work, largest)
-        made = embedding.embeddings
+        made = embedding.result
         for one, other in zip((made.rows, *made.deep), (whole.rows, *whole.deep), strict=True):
             assert np.array_equal(np.array(one), np.array(other))
 
@@ -169,7 +170,7 @@ def test_an_older_tower_computes_what_mlx_vlm_computes(name: str, fields: dict[s
     mx.random.seed(3)
     module = tower_class(name)(tower_config(name, config))
     saved_tower(tmp_path, {"model_type": name, "vision_config": config}, module, "visual.")
-    loaded = load_tower(read_files("tiny", tmp_path), dtype="float32", device=device.current())
+    loaded = load_tower(read_files("tiny", tmp_path), dtype="float32", device=device.current(), has_axes=True)
     assert loaded is not None
     patches = np.random.default_rng(5).integers(0, 256, (2 * 12 * 20 + 10 * 6, 1176), dtype=np.uint8)
     made = [
@@ -190,14 +191,14 @@ def test_a_quantised_tower_is_read(tmp_path: Path) -> None:
     made = [MediaInput(0, 0, np.full((16, 1536), 7, np.uint8).data, (1, 4, 4), HALF, HALF, b"")]
     results = []
     for dtype, line in (("stored", "8-bit, as stored"), ("float32", "float32, stored as 8-bit")):
-        loaded = load_tower(read_files("tiny", tmp_path), dtype=dtype, device=device.current())
+        loaded = load_tower(read_files("tiny", tmp_path), dtype=dtype, device=device.current(), has_axes=True)
         assert loaded is not None and line in loaded[1]
         results.append(rows(embed(loaded[0], made)))
     assert np.abs(results[0] - results[1]).max() <= TOLERANCE
 
 
 def test_the_bundled_model_has_a_tower() -> None:
-    loaded = load_tower(read_files("miniature", MINIATURE), dtype="float32", device=device.current())
+    loaded = load_tower(read_files("miniature", MINIATURE), dtype="float32", device=device.current(), has_axes=True)
     assert loaded is not None and loaded[1].startswith("vision tower: 2 layers")
     picture = np.random.default_rng(0).integers(0, 256, (64, 1536), dtype=np.uint8)
     (embedded,) = embed(loaded[0], [MediaInput(0, 0, picture.data, (1, 8, 8), HALF, HALF, b"")])
@@ -208,9 +209,9 @@ def test_a_model_without_a_tower_has_none_and_one_without_its_weights_is_refused
     files = read_files("x", DATA / FOLDERS[0])
     config = dict(files.config)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": None}))
-    assert load_tower(read_files("x", tmp_path), dtype="float32", device=device.current()) is None
+    assert load_tower(read_files("x", tmp_path), dtype="float32", device=device.current(), has_axes=True) is None
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_tower(read_files("x", tmp_path), dtype="float32", device=device.current()) is None
+    assert load_tower(read_files("x", tmp_path), dtype="float32", device=device.current(), has_axes=True) is None
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"visual.pos_embed.weight": mx.zeros((144, 64))})
     with pytest.raises(ModelError, match=r"lacks weights of its vision tower.*blocks\.0"):
-        load_tower(read_files("x", tmp_path), dtype="float32", device=device.current())
+        load_tower(read_files("x", tmp_path), dtype="float32", device=device.current(), has_axes=True)

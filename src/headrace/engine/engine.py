@@ -277,7 +277,9 @@ def _prepare(
     if constraints is not None:
         constraints.warm_up()
     drafting = prepare_drafting(config, files, loaded, here)
-    found = load_tower(files, dtype=config.models.dtype, device=here) if loaded.packed.takes_media else None
+    found = None
+    if loaded.packed.takes_media:
+        found = load_tower(files, dtype=config.models.dtype, device=here, has_axes=loaded.packed.has_axes)
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)

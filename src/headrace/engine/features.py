@@ -11,16 +11,17 @@ from statistics import median_low
 
 from headrace.errors import GenerationFailed
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
-from headrace.models.vision import Embedding, MediaEmbeddings, VisionTower
+from headrace.models.pieces import Computation
+from headrace.models.vision import MediaEmbeddings, VisionTower
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-SLICE_SHARE = 0.75
-"""Of a plain step's time, what the tower takes between two steps of running streams; the rest is for what is not seen
-coming, so that they never wait for two steps' time."""
+SLICE_SHARE = 0.5
+"""Of a plain step's time, what the tower takes between two steps of running streams. As much again is left for what is
+not seen coming, so that they do not wait for two steps' time."""
 
 IDLE_SLICE_S = 0.25
 """The same when no stream runs: a request that arrives waits for it."""
@@ -82,7 +83,7 @@ class FeatureCache:
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._pending: dict[str, list[MediaInput]] = {}
         self._failed: set[bytes] = set()
-        self._begun: tuple[bytes, Embedding] | None = None
+        self._begun: tuple[bytes, Computation[MediaEmbeddings]] | None = None
         self._clock = clock
         self._work_s: deque[float] = deque(maxlen=9)
         """Seconds that a multiply-add of the latest slices took."""
@@ -150,7 +151,7 @@ class FeatureCache:
         if work:
             self._work_s.append(max(self._clock() - started, 0.0) / work)
         if embedding.is_done:
-            self._kept[one.digest] = _Kept(embedding.embeddings)
+            self._kept[one.digest] = _Kept(embedding.result)
             self._begun = None
 
     def media_of(self, request: GenerationRequest) -> LiveMedia | None:

@@ -30,17 +30,22 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class VisionTokens:
-    """Ids of the tokens around media and of those that stand for their patches."""
+    """Ids of the tokens around media and of those that stand for their patches.
+
+    video: None if the model has none for videos. mark: what a chat template writes in an image's place, if that is not
+    the one that stands for its patches.
+    """
 
     start: int
     end: int
     image: int
-    video: int
+    video: int | None
+    mark: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PatchVision:
-    """Pictures of any size as patches, `merge_size` * `merge_size` of which make one token (Qwen's way).
+    """Pictures as patches, `merge_size` * `merge_size` of which make one token.
 
     model_types: `model_type` values of config.json that see this way.
     patch_size: pixels on a side. temporal_patch_size: frames in a patch; a still picture stands for all of them.
@@ -54,6 +59,13 @@ class PatchVision:
     takes_whole_groups: frames are taken in whole patches' worth, at the starts of equal parts of the video; else any
     number of them, the first and the last always.
     tokens_per_second: steps on the time axis per second of a video without timestamps; None is one step per group.
+    side: pixels on a side that pictures of any shape are scaled to; None keeps their shape within `image`.
+    is_bicubic: how they are scaled; else bilinear.
+    has_axes: tokens have positions in time, row and column; else they are counted.
+    is_two_way: tokens of one picture see each other, whatever their order.
+    sees_videos: else the frames of a video are shown as pictures.
+    mark: what chat templates write for a picture if they leave its start, its end and the margin to the processor; None
+    if they write all that is around its placeholder. margin: text on both sides of a picture then.
     """
 
     model_types: tuple[str, ...]
@@ -70,6 +82,13 @@ class PatchVision:
     caps_frames: bool = False
     takes_whole_groups: bool = False
     tokens_per_second: float | None = None
+    side: int | None = None
+    is_bicubic: bool = True
+    has_axes: bool = True
+    is_two_way: bool = False
+    sees_videos: bool = True
+    mark: str | None = None
+    margin: str = ""
 
     @property
     def factor(self) -> int:
@@ -101,7 +120,29 @@ QWEN3_VISION = PatchVision(
     has_timestamps=True,
 )
 
-_BY_MODEL_TYPE = {model_type: vision for vision in (QWEN2_VISION, QWEN3_VISION) for model_type in vision.model_types}
+GEMMA3_VISION = PatchVision(
+    model_types=("gemma3",),
+    patch_size=14,
+    temporal_patch_size=1,
+    merge_size=4,
+    mean=_HALF,
+    std=_HALF,
+    image=PixelRange(896 * 896, 896 * 896),
+    video=PixelRange(896 * 896, 896 * 896),
+    has_timestamps=False,
+    side=896,
+    is_bicubic=False,
+    has_axes=False,
+    is_two_way=True,
+    sees_videos=False,
+    # 256 tokens a frame: a video takes what a long chat takes.
+    sampling=FrameSampling(fps=1.0, min_frames=1, max_frames=32),
+    mark="<start_of_image>",
+    margin="\n\n",
+)
+
+_VISIONS = (QWEN2_VISION, QWEN3_VISION, GEMMA3_VISION)
+_BY_MODEL_TYPE = {model_type: vision for vision in _VISIONS for model_type in vision.model_types}
 
 
 def find_vision(model_type: str) -> PatchVision | None:

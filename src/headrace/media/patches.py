@@ -11,12 +11,13 @@ from headrace.families.vision import PatchVision
 Pixels = npt.NDArray[np.uint8]
 
 
-def scaled(picture: Pixels, size: tuple[int, int]) -> Pixels:
-    """The RGB picture [height, width, 3] at another size, bicubic with antialiasing, as Pillow does it."""
+def scaled(picture: Pixels, size: tuple[int, int], *, is_bicubic: bool = True) -> Pixels:
+    """The RGB picture [height, width, 3] at another size, with antialiasing, as Pillow does it; else bilinear."""
     if picture.shape[:2] == size:
         return picture
     height, width = size
-    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+    method = Image.Resampling.BICUBIC if is_bicubic else Image.Resampling.BILINEAR
+    return np.asarray(Image.fromarray(picture).resize((width, height), method))
 
 
 def to_patches(frames: Pixels, vision: PatchVision) -> tuple[Pixels, tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.vision import FrameSampling, PatchVision, PixelRange
 from headrace.media.image import decode_image
 from headrace.media.patches import Pixels, scaled, to_patches
@@ -24,14 +24,9 @@ def prepare_image(
 ) -> PreparedImage:
     """An image file as patches. Raises InvalidRequest that names `param`, ContextTooLong for too many tokens."""
     picture = decode_image(data, limits.image_pixels, param)
-    try:
-        size = image_size(_size_of(picture), vision.factor, _within(vision.image, options))
-    except ValueError as error:
-        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    size = _image_size(_size_of(picture), vision, param, options)
     _check_tokens(1, size, vision, limits, param)
-    still = np.broadcast_to(scaled(picture, size), (vision.temporal_patch_size, *size, 3))
-    patches, grid = to_patches(still, vision)
-    return PreparedImage(patches, grid)
+    return _still(scaled(picture, size, is_bicubic=vision.is_bicubic), vision)
 
 
 def prepare_video(
@@ -43,6 +38,30 @@ def prepare_video(
     size = _frame_size(len(samples.indices), outline.size, vision, limits, param, options)
     pictures = read_frames(data, outline, samples.indices, lambda picture: scaled(picture, size), limits, param)
     return _video(pictures, samples, outline.frames, vision)
+
+
+def prepare_video_as_images(
+    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
+) -> tuple[PreparedImage, ...]:
+    """A video file as its sampled frames, for a model that knows pictures only. Raises as `prepare_video`."""
+    outline = read_outline(data, limits, param)
+    samples = choose_frames(outline.frames, vision, limits, options)
+    size = _image_size(outline.size, vision, param, options)
+    _check_tokens(len(samples.indices), size, vision, limits, param)
+
+    def read(picture: Pixels) -> Pixels:
+        return scaled(picture, size, is_bicubic=vision.is_bicubic)
+
+    pictures = read_frames(data, outline, samples.indices, read, limits, param)
+    return tuple(_still(picture, vision) for picture in pictures)
+
+
+def prepare_frames_as_images(
+    files: Sequence[bytes], vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
+) -> tuple[PreparedImage, ...]:
+    """A video that comes as image files, for a model that knows pictures only. Raises as `prepare_frames`."""
+    _check_frames(files, limits, param)
+    return tuple(prepare_image(file, vision, limits, param, options) for file in files)
 
 
 def prepare_frames(
@@ -57,9 +76,7 @@ def prepare_frames(
 
     Raises InvalidRequest that names `param`, ContextTooLong.
     """
-    if not 0 < len(files) <= limits.sampled_frames:
-        message = f"{param} holds {len(files)} frames, it must be 1 to {limits.sampled_frames}"
-        raise InvalidRequest(message, param=param)
+    _check_frames(files, limits, param)
     times = FrameTimes(len(files), rate)
     first = decode_image(files[0], limits.image_pixels, param)
     size = _frame_size(len(files), _size_of(first), vision, limits, param, options)
@@ -82,6 +99,24 @@ def choose_frames(
     if options.num_frames is not None:
         num_samples = min(options.num_frames, frames.num_frames)
     return sample(frames, min(num_samples, limits.sampled_frames), with_last=not vision.takes_whole_groups)
+
+
+def _image_size(size: Size, vision: PatchVision, param: str, options: MediaOptions) -> Size:
+    if vision.side is not None:
+        if options.min_pixels is not None or options.max_pixels is not None:
+            message = f"{param}: min_pixels and max_pixels: the model takes pictures of one size"
+            raise UnsupportedField(message, param=param)
+        return vision.side, vision.side
+    try:
+        return image_size(size, vision.factor, _within(vision.image, options))
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+
+
+def _still(picture: Pixels, vision: PatchVision) -> PreparedImage:
+    """A picture of the right size; it stands for all frames of a patch."""
+    patches, grid = to_patches(np.broadcast_to(picture, (vision.temporal_patch_size, *picture.shape)), vision)
+    return PreparedImage(patches, grid)
 
 
 def _video(
@@ -111,6 +146,12 @@ def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: Medi
     num_tokens = num_media_tokens(grid, vision)
     if limits.tokens is not None and num_tokens >= limits.tokens:
         raise ContextTooLong.of_prompt(limits.tokens, num_tokens, param, at_least=True)
+
+
+def _check_frames(files: Sequence[bytes], limits: MediaLimits, param: str) -> None:
+    if not 0 < len(files) <= limits.sampled_frames:
+        message = f"{param} holds {len(files)} frames, it must be 1 to {limits.sampled_frames}"
+        raise InvalidRequest(message, param=param)
 
 
 def _within(pixels: PixelRange, options: MediaOptions) -> PixelRange:

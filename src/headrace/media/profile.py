@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | 
     if vision is None or not config.get("vision_config"):
         return None
     image, video = _processor_settings(directory)
+    if vision.side is not None:
+        return VisionProfile(_square(vision, config, image), _tokens(config, vision))
     # The shape of patches is the tower's and the same for both; pixels may differ.
     vision = replace(
         vision,
@@ -43,15 +46,49 @@ def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | 
         caps_frames=bool(video.get("cap_pixels_per_frame") or False),
         tokens_per_second=config["vision_config"].get("tokens_per_second"),
     )
-    return VisionProfile(vision, _tokens(config))
+    return VisionProfile(vision, _tokens(config, vision))
 
 
-def _tokens(config: Mapping[str, Any]) -> VisionTokens:
-    names = {"start": "vision_start", "end": "vision_end", "image": "image", "video": "video"}
+def _square(vision: PatchVision, config: Mapping[str, Any], image: Mapping[str, Any]) -> PatchVision:
+    """The profile of a tower that takes pictures of one size: config.json says which, and how many tokens they make."""
+    tower = config["vision_config"]
     try:
-        return VisionTokens(**{field: int(config[f"{name}_token_id"]) for field, name in names.items()})
+        side, patch_size = int(tower["image_size"]), int(tower["patch_size"])
     except KeyError as error:
-        raise ModelError(f"config.json has a vision_config but no {error.args[0]}") from error
+        raise ModelError(f"config.json's vision_config has no {error.args[0]}") from error
+    num_tokens = config.get("mm_tokens_per_image") or None
+    on_side = side // patch_size
+    merge_size = vision.merge_size if num_tokens is None else int(on_side / math.sqrt(num_tokens))
+    if side % patch_size or (num_tokens is not None and merge_size * math.sqrt(num_tokens) != on_side):
+        raise ModelError(f"config.json: {side} pixels in patches of {patch_size} don't make {num_tokens} tokens")
+    return replace(
+        vision,
+        side=side,
+        patch_size=patch_size,
+        merge_size=merge_size,
+        mean=_channels(image.get("image_mean"), vision.mean),
+        std=_channels(image.get("image_std"), vision.std),
+    )
+
+
+_TOKEN_FIELDS = (
+    {"start": "vision_start_token_id", "end": "vision_end_token_id", "image": "image_token_id"},
+    {"start": "boi_token_index", "end": "eoi_token_index", "image": "image_token_index"},
+    {"start": "boi_token_id", "end": "eoi_token_id", "image": "image_token_id"},
+)
+"""What families call them in config.json."""
+
+
+def _tokens(config: Mapping[str, Any], vision: PatchVision) -> VisionTokens:
+    names = next((each for each in _TOKEN_FIELDS if config.get(each["start"]) is not None), _TOKEN_FIELDS[0])
+    if vision.sees_videos:
+        names = {**names, "video": "video_token_id"}
+    missing = [name for name in names.values() if config.get(name) is None]
+    if missing:
+        raise ModelError(f"config.json has a vision_config but no {missing[0]}")
+    ids = {field: int(config[name]) for field, name in names.items()}
+    mark = ids["start"] if vision.mark is not None else None
+    return VisionTokens(ids["start"], ids["end"], ids["image"], ids.get("video"), mark)
 
 
 def _processor_settings(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

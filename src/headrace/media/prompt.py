@@ -41,7 +41,9 @@ def expand(
     token_ids: with one image or video token per item, in the order of `media`. encode: for timestamps.
     Raises ValueError if the tokens and the items don't match.
     """
-    kinds = {profile.tokens.image: PreparedImage, profile.tokens.video: PreparedVideo}
+    tokens = profile.tokens
+    kinds: dict[int | None, type[PreparedMedia]] = {tokens.video: PreparedVideo}
+    kinds[tokens.image if tokens.mark is None else tokens.mark] = PreparedImage
     places = [index for index, token_id in enumerate(token_ids) if token_id in kinds]
     if [kinds[token_ids[place]] for place in places] != [type(item) for item in media]:
         raise ValueError(f"the prompt has {len(places)} places for media, which don't fit its {len(media)} items")
@@ -87,7 +89,11 @@ class _Expansion:
         """The item's placeholders; around a timed video's groups, what separates them."""
         tokens, vision = self._profile.tokens, self._profile.vision
         if isinstance(item, PreparedImage):
+            if tokens.mark is not None:
+                self.token_ids.append(tokens.start)
             self._add_placeholders(tokens.image, item.patches, item.grid, (0,))
+            if tokens.mark is not None:
+                self.token_ids.append(tokens.end)
         elif not vision.has_timestamps:
             self._add_placeholders(tokens.video, item.patches, item.grid, _time_steps(item, vision))
         else:
@@ -99,12 +105,15 @@ class _Expansion:
                 self.token_ids.append(tokens.end)
 
     def media(self) -> PromptMedia:
+        if not self._profile.vision.has_axes:
+            return PromptMedia(tuple(self._inputs), is_two_way=self._profile.vision.is_two_way)
         positions, delta = media_positions(len(self.token_ids), self._blocks)
         return PromptMedia(tuple(self._inputs), positions.data, delta)
 
     def _add_placeholders(
-        self, token_id: int, patches: Pixels, grid: tuple[int, int, int], times: tuple[int, ...]
+        self, token_id: int | None, patches: Pixels, grid: tuple[int, int, int], times: tuple[int, ...]
     ) -> None:
+        assert token_id is not None, "a model without videos is given none"
         vision = self._profile.vision
         start = len(self.token_ids)
         block = Block(start, times, grid[1] // vision.merge_size, grid[2] // vision.merge_size)

@@ -30,11 +30,13 @@ class MediaPiece:
 class RowMedia:
     """What a prompt's media mean for the tokens of one row in one step.
 
-    positions: int32 `[3, n]`. pieces: rising, without overlap.
+    positions: int32 `[3, n]`. pieces: rising, without overlap. two_way: `lo` to `hi` of pieces whose tokens see each
+    other, whatever their order.
     """
 
     positions: npt.NDArray[np.int32]
     pieces: tuple[MediaPiece, ...] = ()
+    two_way: tuple[tuple[int, int], ...] = ()
 
 
 def inputs_within(media: PromptMedia, start: int, end: int) -> tuple[MediaInput, ...]:
@@ -54,7 +56,8 @@ def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes,
         whole = embedded[each.digest]
         part = MediaEmbeddings(whole.rows[rows], tuple(layer[rows] for layer in whole.deep))
         pieces.append(MediaPiece(lo - start, hi - start, part))
-    return RowMedia(media_positions(media, start, end), tuple(pieces))
+    two_way = tuple((piece.lo, piece.hi) for piece in pieces) if media.is_two_way else ()
+    return RowMedia(media_positions(media, start, end), tuple(pieces), two_way)
 
 
 def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:

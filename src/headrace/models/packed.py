@@ -92,7 +92,10 @@ class PackedModel:
             picked = () if row.watch is None else tuple(pick for pick in picks if lo <= pick < hi)
             if row.watch is not None and picked:
                 row.watch.begin()
-            spans.append(RowSpan(state, lo, hi, state.length, state.num_certain, row.positions, row.watch, picked))
+            two_way = () if row.media is None else row.media.two_way
+            spans.append(
+                RowSpan(state, lo, hi, state.length, state.num_certain, row.positions, row.watch, picked, two_way)
+            )
             lo = hi
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
         return PackedStep(tuple(spans), mx.array(packed_positions(placed)), self.kernels)
@@ -108,8 +111,13 @@ class PackedModel:
 
     @property
     def takes_media(self) -> bool:
-        """Whether rows may hold media: the positions of all their tokens reach every layer."""
-        return self._installation.has_axes and not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+        """Whether rows may hold media: positions and spans of their tokens reach every layer."""
+        return not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions may differ in time, row and column."""
+        return self._installation.has_axes
 
     def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
         """Put the rows' hidden rows into their states, for a prediction head to read."""

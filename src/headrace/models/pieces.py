@@ -1,59 +1,92 @@
 """Long computations cut into pieces, so that other work can go on between them.
 
 MLX builds a graph first and computes it when its arrays are asked for. A computation is cut by noting arrays on the way
-through it, in the order in which they depend on each other, and asking for them one after the other later. Where the
-cuts lie depends on shapes alone, and what is computed does not depend on how many pieces are taken at once.
+through it, in the order in which they depend on each other, and asking for them one after the other. Building takes its
+time as well: it is done in stages. Where the cuts lie depends on shapes alone, and what is computed does not depend on
+how many pieces are taken at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-PIECE_WORK = {"cpu": 2**27, "cuda": 2**36, "metal": 2**35}
-"""Multiply-adds that a piece has at most, where rows are enough: some 2 ms of each kind of device."""
+PIECE_WORK = {"cpu": 2**25, "cuda": 2**36, "metal": 2**35}
+"""Multiply-adds that a piece has at most, where rows are enough: a millisecond or two of each kind of device."""
 
-LEAST_ROWS = 64
-"""Rows of a matrix product below which a piece would rather wait for its weights than compute; a multiple of 4."""
+LEAST_ROWS = 32
+"""Rows of a matrix product below which a piece would rather wait for its weights than compute; a multiple of 16."""
+
+Result = TypeVar("Result")
+Stages = Generator[None, None, Result]
+"""Builds a part of a graph each time that it is asked, notes its pieces, and returns what it was about."""
 
 
 class Pieces:
-    """What is still to be computed, in order. Work is counted in multiply-adds."""
+    """Where modules note what they are to compute. Work is counted in multiply-adds."""
 
     def __init__(self, piece_work: int) -> None:
         """piece_work: what a piece is to have at most."""
         self.piece_work = piece_work
-        self._left: deque[tuple[mx.array, int]] = deque()
+        self._noted: list[tuple[mx.array, int]] = []
 
     def note(self, array: mx.array, work: int) -> mx.array:
         """The array, which takes so much work once all that was noted before it is there."""
-        self._left.append((array, work))
+        self._noted.append((array, work))
         return array
 
-    def take(self) -> Pieces:
-        """All that was noted, as an object of its own; nothing is left here."""
-        taken = Pieces(self.piece_work)
-        taken._left, self._left = self._left, taken._left
+    def take(self) -> list[tuple[mx.array, int]]:
+        """All that was noted since the last time."""
+        taken, self._noted = self._noted, []
         return taken
+
+
+class Computation(Generic[Result]):
+    """A computation on its way: `compute` until `is_done`, then there is a `result`."""
+
+    def __init__(self, stages: Stages[Result], pieces: Pieces) -> None:
+        """pieces: where the stages note theirs; others may do so between them."""
+        self._stages = stages
+        self._pieces = pieces
+        self._left: deque[tuple[mx.array, int]] = deque()
+        self._results: list[Result] = []
 
     @property
     def is_done(self) -> bool:
         """Whether everything is computed."""
-        return not self._left
+        return bool(self._results) and not self._left
+
+    @property
+    def result(self) -> Result:
+        """What it was about, evaluated."""
+        assert self.is_done, "there is no result before all is computed"
+        return self._results[0]
 
     def compute(self, max_work: float) -> int:
         """Compute pieces with at most `max_work` together, but one at least; gives the work that they had."""
         arrays: list[mx.array] = []
         done = 0
-        while self._left and (not arrays or done + self._left[0][1] <= max_work):
+        while self._has_next() and (not arrays or done + self._left[0][1] <= max_work):
             array, work = self._left.popleft()
             arrays.append(array)
             done += work
         mx.eval(arrays)
         return done
+
+    def _has_next(self) -> bool:
+        """Build as far as to the next piece, if there is one."""
+        while not self._left and not self._results:
+            self._pieces.take()  # of a computation that has failed on its way
+            try:
+                next(self._stages)
+            except StopIteration as end:
+                self._results.append(end.value)
+            self._left.extend(self._pieces.take())
+        return bool(self._left)
 
 
 class RowPieces(nn.Module):

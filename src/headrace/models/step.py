@@ -23,6 +23,7 @@ class RowSpan:
 
     positions: where all computed tokens of the sequence stand; None if that is their place among them.
     watch: notes the queries at `picks`, which are packed tokens of this row; None if nobody asks.
+    two_way: runs of tokens, by their places in the row, that see each other whatever their order.
     """
 
     state: SequenceState
@@ -33,6 +34,7 @@ class RowSpan:
     positions: TokenPositions | None = None
     watch: QueryWatch | None = None
     picks: tuple[int, ...] = ()
+    two_way: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -32,7 +32,10 @@ class PrefillTurns:
         sequence.virtual_time = self._clock
 
     def plan(self, prompts: Iterable[Sequence], budget: int) -> list[Chunk]:
-        """Chunks of some of the prompts, given from old to young, with at most `budget` tokens, at least 1."""
+        """Chunks of some of the prompts, given from old to young, with at most `budget` tokens, at least 1.
+
+        More only for a single chunk of tokens that can't be parted.
+        """
         turns = sorted(prompts, key=_turn)
         chunks: list[Chunk] = []
         left = budget
@@ -56,11 +59,32 @@ def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> i
     """Tokens of the sequence's next prompt chunk: its whole rest, or up to a grid line; 0 to wait for the next step.
 
     A budget that reaches no grid line is used only by the step's first prompt, so that every step makes progress.
+    Tokens that see each other are never parted, be they more than the budget.
     """
     if sequence.num_wanted <= budget:
         return sequence.num_wanted
     stop = sequence.num_computed + budget
-    aligned = stop - stop % PREFILL_GRID - sequence.num_computed
-    if aligned > 0:
-        return aligned
-    return budget if may_leave_grid else 0
+    aligned = stop - stop % PREFILL_GRID
+    if aligned > sequence.num_computed:
+        stop = aligned
+    elif not may_leave_grid:
+        return 0
+    return _outside_of_runs(sequence, stop, budget, may_exceed=may_leave_grid) - sequence.num_computed
+
+
+def _outside_of_runs(sequence: Sequence, stop: int, budget: int, *, may_exceed: bool) -> int:
+    """`stop`, moved where it would part tokens that see each other: behind them within the budget, else before them.
+
+    What is first and larger than the budget is computed at once nevertheless, where nobody else is served before.
+    """
+    media = sequence.request.media
+    if media is None or not media.is_two_way:
+        return stop
+    run = next((each for each in media.inputs if each.start < stop < each.end), None)
+    if run is None:
+        return stop
+    if run.end <= sequence.num_computed + budget:
+        return run.end
+    if run.start > sequence.num_computed:
+        return run.start
+    return run.end if may_exceed else sequence.num_computed

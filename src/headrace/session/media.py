@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.media.fetch import MediaFetcher
 from headrace.media.inline import split_frames
-from headrace.media.prepare import prepare_frames, prepare_image, prepare_video
+from headrace.media.prepare import (
+    prepare_frames,
+    prepare_frames_as_images,
+    prepare_image,
+    prepare_video,
+    prepare_video_as_images,
+)
 from headrace.media.prepared import PreparedMedia
 from headrace.media.profile import VisionProfile
 from headrace.media.prompt import EncodeText, expand, expanded_length, num_media_tokens
+from headrace.text.normalise import media_parts
 from headrace.text.template import RenderedPrompt
-from headrace.types.chat import MediaPart
+from headrace.types.chat import ChatRequest, ContentPart, MediaPart, TextPart
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 
 KEPT_BYTES = 256 * 1024 * 1024
@@ -24,6 +32,11 @@ KEPT_BYTES = 256 * 1024 * 1024
 
 MAX_DECODERS = 2
 """Items decoded at the same time: the engine needs the processor too."""
+
+log = logging.getLogger("headrace.session")
+
+Render = Callable[[ChatRequest], RenderedPrompt]
+"""A chat's prompt, each image or video one placeholder."""
 
 _Key = tuple[bytes, str, object]
 
@@ -38,21 +51,39 @@ class MediaReader:
         self._encode = encode
         self._fetcher = MediaFetcher(policy)
         self._decoders = asyncio.Semaphore(MAX_DECODERS)
-        self._kept: OrderedDict[_Key, PreparedMedia] = OrderedDict()
+        self._kept: OrderedDict[_Key, tuple[PreparedMedia, ...]] = OrderedDict()
         self._kept_bytes = 0
 
-    async def read(self, parts: Sequence[MediaPart], max_tokens: int) -> list[PreparedMedia]:
-        """The parts, prepared. Raises InvalidRequest that names a part, ContextTooLong for `max_tokens` or more."""
-        prepared: list[PreparedMedia] = []
+    async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
+        """The prompt of a chat with all of its media in place. render: makes it without, in any thread.
+
+        Raises InvalidRequest that names a part, ContextTooLong for `max_tokens` or more, and what `render` raises.
+        """
+        parts = media_parts(request.messages)
+        if self._profile.vision.sees_videos or all(part.kind == "image" for part in parts):
+            # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+            prompt = await asyncio.to_thread(render, request)
+            prepared = await self._read_all(parts, max_tokens)
+        else:
+            prepared = await self._read_all(parts, max_tokens)
+            num_frames = {id(part): len(items) for part, items in zip(parts, prepared, strict=True)}
+            videos = [num_frames[id(part)] for part in parts if part.kind == "video"]
+            log.info("%s: the model knows no videos, it is shown %s frames as images", request.request_id, videos)
+            prompt = await asyncio.to_thread(render, _with_frames(request, num_frames))
+        return await asyncio.to_thread(self._place, prompt, [item for items in prepared for item in items])
+
+    async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[PreparedMedia, ...]]:
+        """What the model is shown of each part."""
+        prepared: list[tuple[PreparedMedia, ...]] = []
         num_tokens = 0
         for part in parts:
             prepared.append(await self._read(part, max_tokens))
-            num_tokens += num_media_tokens(prepared[-1].grid, self._profile.vision)
+            num_tokens += sum(num_media_tokens(item.grid, self._profile.vision) for item in prepared[-1])
             if num_tokens >= max_tokens:
                 raise ContextTooLong.of_prompt(max_tokens, num_tokens, part.param, at_least=True)
         return prepared
 
-    def place(self, prompt: RenderedPrompt, prepared: Sequence[PreparedMedia]) -> tuple[RenderedPrompt, PromptMedia]:
+    def _place(self, prompt: RenderedPrompt, prepared: Sequence[PreparedMedia]) -> tuple[RenderedPrompt, PromptMedia]:
         """The prompt with its media's placeholders. Raises InvalidRequest if the template has not shown each item."""
         try:
             expanded = expand(prompt.token_ids, prepared, self._profile, self._encode)
@@ -65,7 +96,7 @@ class MediaReader:
         )
         return replace(prompt, token_ids=expanded.token_ids, boundaries=boundaries), expanded.media
 
-    async def _read(self, part: MediaPart, max_tokens: int) -> PreparedMedia:
+    async def _read(self, part: MediaPart, max_tokens: int) -> tuple[PreparedMedia, ...]:
         frames = split_frames(part.source) if part.kind == "video" else None
         files = [await self._fetcher.read(source, part.param) for source in frames or (part.source,)]
         key = (sha256(b"".join(sha256(file).digest() for file in files)).digest(), part.kind, part.options)
@@ -77,18 +108,43 @@ class MediaReader:
         self._keep(key, prepared)
         return prepared
 
-    def _prepare(self, part: MediaPart, files: Sequence[bytes], is_frames: bool, max_tokens: int) -> PreparedMedia:
+    def _prepare(
+        self, part: MediaPart, files: Sequence[bytes], is_frames: bool, max_tokens: int
+    ) -> tuple[PreparedMedia, ...]:
         vision, limits = self._profile.vision, replace(self._limits, tokens=max_tokens)
         if part.kind == "image":
-            return prepare_image(files[0], vision, limits, part.param, part.options)
+            return (prepare_image(files[0], vision, limits, part.param, part.options),)
+        if not vision.sees_videos:
+            if is_frames:
+                return prepare_frames_as_images(files, vision, limits, part.param, part.options)
+            return prepare_video_as_images(files[0], vision, limits, part.param, part.options)
         if is_frames:
             rate = part.options.fps or limits.fps or vision.sampling.fps
-            return prepare_frames(files, rate, vision, limits, part.param, part.options)
-        return prepare_video(files[0], vision, limits, part.param, part.options)
+            return (prepare_frames(files, rate, vision, limits, part.param, part.options),)
+        return (prepare_video(files[0], vision, limits, part.param, part.options),)
 
-    def _keep(self, key: _Key, prepared: PreparedMedia) -> None:
+    def _keep(self, key: _Key, prepared: tuple[PreparedMedia, ...]) -> None:
         self._kept[key] = prepared
-        self._kept_bytes += prepared.patches.nbytes
+        self._kept_bytes += _num_bytes(prepared)
         while self._kept_bytes > KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.patches.nbytes
+            self._kept_bytes -= _num_bytes(oldest)
+
+
+def _num_bytes(prepared: Sequence[PreparedMedia]) -> int:
+    return sum(item.patches.nbytes for item in prepared)
+
+
+def _with_frames(request: ChatRequest, num_frames: Mapping[int, int]) -> ChatRequest:
+    """The request with an image for each frame in a video's place. num_frames: by the part's identity."""
+    messages = tuple(
+        replace(message, content=tuple(shown for part in message.content for shown in _shown(part, num_frames)))
+        for message in request.messages
+    )
+    return replace(request, messages=messages)
+
+
+def _shown(part: ContentPart, num_frames: Mapping[int, int]) -> Sequence[ContentPart]:
+    if isinstance(part, TextPart) or part.kind == "image":
+        return (part,)
+    return (replace(part, kind="image"),) * num_frames[id(part)]

@@ -322,12 +322,11 @@ class Session:
         if parts and self._media is None:
             message = f"{parts[0].param}: the model takes no {parts[0].kind}s"
             raise UnsupportedField(message, param=parts[0].param)
-        # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
-        prompt = await asyncio.to_thread(self._render, request, max_model_len)
         if self._media is None or not parts:
-            return prompt, None
-        prepared = await self._media.read(parts, self.model.max_model_len)
-        return await asyncio.to_thread(self._media.place, prompt, prepared)
+            # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+            return await asyncio.to_thread(self._render, request, max_model_len), None
+        render = partial(self._render, max_model_len=max_model_len)
+        return await self._media.prompt(request, render, self.model.max_model_len)
 
     def _refuse_oversized(self, texts: Sequence[str], param: str) -> None:
         refuse_oversized(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)

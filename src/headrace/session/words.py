@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
+from headrace.families.vision import find_vision
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.text.history import HistoryPolicy
@@ -43,5 +44,7 @@ def load_words(
     tokenizer = Tokenizer.load(directory)
     asked = None if tool_format == "auto" else tool_format
     family = find_family(model_type, tokenizer.chat_template, tool_format=asked)
-    template = ChatTemplate(tokenizer, family, system_notes=system_notes, history=HistoryPolicy(history))
+    template = ChatTemplate(
+        tokenizer, family, system_notes=system_notes, history=HistoryPolicy(history), vision=find_vision(model_type)
+    )
     return Words(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer)))

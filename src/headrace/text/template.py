@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
+from headrace.families.vision import PatchVision
 from headrace.text.boundaries import (
     Beginnings,
     TextBoundary,
@@ -15,7 +16,7 @@ from headrace.text.boundaries import (
     find_boundaries,
     shared_length,
 )
-from headrace.text.control_text import CUT, ControlText, find_control_tokens
+from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
 from headrace.text.history import FormsMemory, HistoryPolicy, Renderer, StableRenderer, with_thinking_apart
 from headrace.text.memo import Memo, TextDigest, digest_of_variables
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
@@ -83,8 +84,11 @@ class ChatTemplate:
         *,
         system_notes: SystemNotes = "stable",
         history: HistoryPolicy = HistoryPolicy.STABLE,
+        vision: PatchVision | None = None,
     ) -> None:
+        """vision: how the model sees; None if it does not."""
         self._tokenizer = tokenizer
+        self._vision = vision
         self._family = family
         self._system_notes: SystemNotes = system_notes
         self._history = history
@@ -208,7 +212,7 @@ class ChatTemplate:
 
     def _encode(self, rendered: str, max_model_len: int | None) -> tuple[tuple[int, ...], str]:
         """Token ids and text of a rendered prompt. Raises ContextTooLong."""
-        runs = self._control_text.runs(rendered)
+        runs = self._with_margins(self._control_text.runs(rendered))
         text = well_formed("".join(run.text for run in runs))
         if max_model_len is not None and len(text) >= max_model_len:
             least = self._tokenizer.least_num_tokens((text,))
@@ -221,6 +225,15 @@ class ChatTemplate:
         if max_model_len is not None and len(token_ids) >= max_model_len:
             raise ContextTooLong.of_prompt(max_model_len, len(token_ids), "messages")
         return tuple(token_ids), text
+
+    def _with_margins(self, runs: list[Run]) -> list[Run]:
+        """The text with what the template has left out around pictures."""
+        if self._vision is None or self._vision.mark is None:
+            return runs
+        mark, margin = self._vision.mark, self._vision.margin
+        return [
+            run if run.typed else replace(run, text=run.text.replace(mark, f"{margin}{mark}{margin}")) for run in runs
+        ]
 
     def _token_boundaries(
         self, rendered: str, token_ids: tuple[int, ...], found: list[TextBoundary]

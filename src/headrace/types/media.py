@@ -98,8 +98,10 @@ class PromptMedia:
     positions: int32 [3, prompt tokens]: the time, row and column that each token has in rotary embedding; None where
     the model counts tokens only.
     rope_delta: what a token after the prompt adds to its index to get its position, on all three axes.
+    is_two_way: tokens of one input see each other, whatever their order, so that they have to be computed at once.
     """
 
     inputs: tuple[MediaInput, ...]
     positions: memoryview | None = None
     rope_delta: int = 0
+    is_two_way: bool = False

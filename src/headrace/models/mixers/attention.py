@@ -24,7 +24,7 @@ def attend(
     sinks: mx.array | None,
     window: int | None,
 ) -> mx.array:
-    """Causal attention of each row over its own tokens.
+    """Causal attention of each row over its own tokens; tokens of a two-way run see those behind them in it, too.
 
     queries: `[1, num_heads, T, head_dim]`.
     new: keys and values `[1, num_kv_heads, T, head_dim]` of the step's tokens; None for a layer that reads what
@@ -49,20 +49,33 @@ def attend(
     for span, state in zip(spans, states, strict=True):
         if span.watch is not None and span.picks and window is None:
             span.watch.note(view.layer, queries, span.picks, scale, sinks)
-        for lo, hi in _parts(span, window is not None and kernels.goes_token_by_token):
+        for lo, hi, two_way in _parts(span, window is not None and kernels.goes_token_by_token):
             start, end = span.start + lo - span.lo, span.start + hi - span.lo
             first, positions = _reach(span, start, end, window)
             read, part = state.read(first, end), queries[:, :, lo:hi]
             if fold:
-                outputs.append(_folded(part, *read, scale, window, positions))
+                outputs.append(_folded(part, *read, scale, window, positions, two_way=two_way))
             else:
-                outputs.append(_fused(part, *read, scale, window, sinks, positions))
+                outputs.append(_fused(part, *read, scale, window, sinks, positions, two_way=two_way))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def _parts(span: RowSpan, token_by_token: bool) -> list[tuple[int, int]]:
-    """The row's tokens whole, or one by one: a window's sums then run over the same keys as in decoding."""
-    return [(token, token + 1) for token in range(span.lo, span.hi)] if token_by_token else [(span.lo, span.hi)]
+def _parts(span: RowSpan, token_by_token: bool) -> list[tuple[int, int, bool]]:
+    """The row's tokens, parted where two-way runs begin and end, and whether a part is one.
+
+    The rest whole, or one by one: a window's sums then run over the same keys as in decoding.
+    """
+    parts: list[tuple[int, int, bool]] = []
+    done = span.lo
+    for lo, hi in (*((span.lo + lo, span.lo + hi) for lo, hi in span.two_way), (span.hi, span.hi)):
+        if token_by_token:
+            parts += [(token, token + 1, False) for token in range(done, lo)]
+        elif lo > done:
+            parts.append((done, lo, False))
+        if hi > lo:
+            parts.append((lo, hi, True))
+        done = hi
+    return parts
 
 
 def _reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
@@ -96,6 +109,17 @@ def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.
     return visible if window is None else visible & (key > query - window)
 
 
+def _within_window(num_queries: int, num_keys: int, window: int | None, num_behind: int = 0) -> mx.array | None:
+    """What `_visible` is for queries that see all keys behind them; None if they see all before them as well.
+
+    The last query stands `num_behind` keys before the last.
+    """
+    if window is None or num_keys <= window:
+        return None
+    last = num_keys - num_behind
+    return mx.arange(num_keys)[None] > mx.arange(last - num_queries, last)[:, None] - window
+
+
 def _fused(
     queries: mx.array,
     keys: mx.array,
@@ -104,11 +128,15 @@ def _fused(
     window: int | None,
     sinks: mx.array | None,
     positions: mx.array | None = None,
+    *,
+    two_way: bool = False,
 ) -> mx.array:
     """The library's own attention."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     mask: mx.array | str | None = None if num_queries == 1 else "causal"
-    if window is not None and num_queries > 1 and (num_keys > window or positions is not None):
+    if two_way:
+        mask = _within_window(num_queries, num_keys, window)
+    elif window is not None and num_queries > 1 and (num_keys > window or positions is not None):
         mask = _visible(num_queries, num_keys, window, positions)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
@@ -120,6 +148,8 @@ def _folded(
     scale: float,
     window: int | None,
     positions: mx.array | None = None,
+    *,
+    two_way: bool = False,
 ) -> mx.array:
     """The query heads of a key head as rows of one matmul, queries in blocks that bound the scores' memory."""
     _, num_heads, num_queries, _ = queries.shape
@@ -128,11 +158,15 @@ def _folded(
     outputs = []
     for lo in range(0, num_queries, block):
         hi = min(lo + block, num_queries)
-        end = num_keys - num_queries + hi  # keys after the block's last query are invisible to all of it
-        start = 0 if window is None else max(0, end - (hi - lo) - window + 1)
+        last = num_keys - num_queries + hi
+        end = num_keys if two_way else last  # else keys after the block's last query are invisible to all of it
+        start = 0 if window is None else max(0, last - (hi - lo) - window + 1)
         part, reach = queries[:, :, lo:hi], slice(start, end)
         own = None if positions is None else positions[reach]
-        visible = _visible(hi - lo, end - start, window, own) if num_queries > 1 else None
+        if two_way:
+            visible = _within_window(hi - lo, end - start, window, end - last)
+        else:
+            visible = _visible(hi - lo, end - start, window, own) if num_queries > 1 else None
         outputs.append(_folded_block(part, keys[:, :, reach], values[:, :, reach], scale, visible))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
