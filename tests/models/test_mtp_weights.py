@@ -126,16 +126,16 @@ def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
         find(tmp_path)
 
 
-EXPERTS = "layers.0.mlp.experts"
+OF_EXPERTS = "layers.0.mlp.experts"
 
 
 @pytest.mark.parametrize(
     "spoilt",
     [
-        {f"{EXPERTS}.gate_up_proj": np.ones((4, 64, 64), np.float32)},
-        {f"{EXPERTS}.gate_up_proj": np.ones(7, np.float32), f"{EXPERTS}.down_proj": np.ones(7, np.float32)},
-        {f"{EXPERTS}.first.up_proj.weight": np.ones((32, 64), np.float32)},
-        {f"{EXPERTS}.{number}.up_proj.weight": np.ones((32 + number, 64), np.float32) for number in range(2)},
+        {f"{OF_EXPERTS}.gate_up_proj": np.ones((4, 64, 64), np.float32)},
+        {f"{OF_EXPERTS}.gate_up_proj": np.ones(7, np.float32), f"{OF_EXPERTS}.down_proj": np.ones(7, np.float32)},
+        {f"{OF_EXPERTS}.first.up_proj.weight": np.ones((32, 64), np.float32)},
+        {f"{OF_EXPERTS}.{number}.up_proj.weight": np.ones((32 + number, 64), np.float32) for number in range(2)},
     ],
     ids=["no down_proj", "no matrices", "no number", "two shapes"],
 )
