@@ -112,3 +112,13 @@ def test_what_nobody_waits_for_any_more_is_given_up() -> None:
     while cache.find(request("b", [40])) is None:
         cache.advance(None)
     assert tower.begun == [b"50", b"40"] and sum(tower.slices) == 1 + 40
+
+
+def test_a_clock_that_has_not_moved_says_nothing_about_the_tower_s_speed() -> None:
+    tower = MadeUpTower()
+    cache = FeatureCache(cast(VisionTower, cast(Any, tower)), NoPrefixes(), 10**6, clock=lambda: 1.0)
+    one = request("a", [5])
+    assert cache.find(one) is None
+    for _ in range(5):
+        cache.advance(1.0)
+    assert tower.slices == [1, 1, 1, 1, 1] and cache.find(one) is not None

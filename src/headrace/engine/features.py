@@ -148,8 +148,9 @@ class FeatureCache:
         embedding = self._begun[1]
         started = self._clock()
         work = embedding.compute(spare_s / median_low(self._work_s) if self._work_s else 0)
-        if work:
-            self._work_s.append(max(self._clock() - started, 0.0) / work)
+        elapsed_s = self._clock() - started
+        if work and elapsed_s > 0:  # a clock may be too coarse for a small piece
+            self._work_s.append(elapsed_s / work)
         if embedding.is_done:
             self._kept[one.digest] = _Kept(embedding.result)
             self._begun = None
