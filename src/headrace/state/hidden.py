@@ -64,7 +64,7 @@ class _Piece:
 class HiddenState:
     """Opaque. Holds the rows of the tokens `first` to `end`, which is the end of the last window.
 
-    They stay where the steps computed them, a piece for each, so that a step without drafts has nothing to do here.
+    They stay where the steps computed them, a piece for each of the latest, so that most steps have nothing to do here.
 
     num_folded: the head has the entries of all tokens before this one; token 0 has none and counts as had.
     """
