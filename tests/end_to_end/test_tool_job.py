@@ -36,7 +36,7 @@ def test_calls_that_must_be_valid_are_valid_while_tokens_are_guessed_ahead(choic
 
 
 @pytest.mark.parametrize("choice", ["strict", "required", "named"])
-def test_thinking_that_its_budget_cuts_is_followed_by_valid_calls_streamed_or_not(choice: Choice) -> None:
+def test_thinking_that_its_budget_cuts_goes_on_with_valid_calls_streamed_or_not(choice: Choice) -> None:
     (sample,) = held_out(1)
 
     async def measure() -> tuple[list[Judged], int]:
