@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -12,7 +13,8 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.stream_parser import StreamParser
-from headrace.types.events import Reasoning, Text
+from headrace.types.chat import ToolDefinition
+from headrace.types.events import Reasoning, Text, ToolArguments
 
 THINKER = ModelFamily(name="thinker", think_open="<think>", think_close="</think>")
 PLAIN = ModelFamily(name="plain")
@@ -211,6 +213,20 @@ def test_what_only_looked_like_a_stop_string_comes_back() -> None:
 def test_stop_strings_do_not_fire_inside_thinking() -> None:
     text = "<think>END</think>answer END more"
     assert parse(text, stop=("END",)) == [("thought", "END"), ("text", "answer ")]
+
+
+def test_stop_strings_do_not_fire_inside_a_call() -> None:
+    tool = ToolDefinition("f", None, {"type": "object", "properties": {"a": {"type": "string"}}})
+    family = ModelFamily(name="caller", tool_format="qwen_xml")
+    parser = StreamParser(family, thinking_open=False, stop_strings=("END", "<para"), tools=(tool,))
+    call = "<tool_call>\n<function=f>\n<parameter=a>\nthe END\n</parameter>\n</function>\n</tool_call>"
+    events = [event for char in f"So: {call} then END more" for event in parser.push(char)]
+    events += parser.finish()
+    arguments = "".join(event.text for event in events if isinstance(event, ToolArguments))
+    assert json.loads(arguments) == {"a": "the END"}
+    assert parser.stop_string == "END"
+    said = "".join(event.text for event in events if isinstance(event, Text))
+    assert said.strip() == "So:then"  # white space beside a call belongs to it
 
 
 def test_a_stop_string_does_not_reach_over_a_think_block() -> None:
