@@ -109,6 +109,16 @@ class EngineConfig:
         choices=("auto", "on", "off"),
     )
     max_draft_tokens: int = knob(4, "tokens guessed ahead at once, 0 for none", metavar="N", minimum=0, maximum=16)
+    sparse_draft: str | None = knob(
+        None,
+        "small model with the same tokens that reads long prompts first, so that the served one computes only what it "
+        "finds important",
+        metavar="MODEL",
+    )
+    sparse_threshold: int = knob(8192, "prompts with fewer uncached tokens are computed whole", metavar="N", minimum=1)
+    sparse_keep: float = knob(
+        0.2, "share of a long prompt's uncached tokens that is computed", metavar="SHARE", minimum=0.01, maximum=1.0
+    )
     gpu_memory_utilization: float = knob(
         0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
     )

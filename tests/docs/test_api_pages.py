@@ -26,7 +26,7 @@ from headrace.config import ServerConfig
 from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
 from headrace.server.app import build_app
-from headrace.types.status import CacheStatus, DiskStatus, EngineStatus, MemoryStatus, ProcessStatus
+from headrace.types.status import CacheStatus, DiskStatus, EngineStatus, MemoryStatus, ProcessStatus, SparseStatus
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -113,7 +113,8 @@ def test_every_route_is_listed() -> None:
 
 def test_every_metric_is_listed() -> None:
     cache = CacheStatus(*[0] * 8, disk=DiskStatus(*[0] * 11))
-    status = EngineStatus(0, 0, (), MemoryStatus(*[0] * 9), Stats().counters(), cache)
+    sparse = SparseStatus("draft", 0, 0, 0, (), 0, 0, 0, 0)
+    status = EngineStatus(0, 0, (), MemoryStatus(*[0] * 9), Stats().counters(), cache, sparse=sparse)
     page = render(status, "m", ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert same(names("api-server.md", "GET /metrics"), known)

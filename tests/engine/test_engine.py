@@ -277,7 +277,7 @@ async def test_a_dead_thread_turns_health_red_and_leaves_nobody_waiting(
     stream = await engine.submit(request(1, 8, max_tokens=400))
     await anext(stream)
 
-    def die(self: Scheduler) -> StepPlan:
+    def die(self: Scheduler, prompts_s: float | None = None) -> StepPlan:
         raise MemoryError("out of everything")
 
     monkeypatch.setattr(Scheduler, "schedule", die)

@@ -19,6 +19,7 @@ from headrace.types.status import (
     Histogram,
     MemoryStatus,
     ProcessStatus,
+    SparseStatus,
 )
 
 FIRST_TOKEN = Histogram((0.5, 1.0), (3, 0, 2), 7.25)
@@ -36,6 +37,7 @@ STATUS = EngineStatus(
     num_misfits=6,
     num_broken_calls=8,
     drafts=DraftStatus(3, 8),
+    sparse=SparseStatus("small", 2, 30, 70, (("tools", 4), ("media", 0)), 1, 13, 14, 16),
 )  # fmt: skip
 PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
 
@@ -120,6 +122,13 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("vllm:spec_decode_num_draft_tokens_total", 31),
         ("vllm:spec_decode_num_accepted_tokens_total", 13),
         ("headrace:draft_failures_total", 8),
+        ("headrace:sparse_prompts_total", 2),
+        ("headrace:sparse_kept_tokens_total", 30),
+        ("headrace:sparse_dropped_tokens_total", 70),
+        ("headrace:sparse_scoring", 1),
+        ("headrace:sparse_weights_bytes", 13),
+        ("headrace:sparse_state_bytes", 14),
+        ("headrace:sparse_records_bytes", 16),
         ("headrace:process_uptime_seconds", 12.5),
         ("headrace:process_cpu_seconds_total", 3.25),
         ("headrace:process_peak_memory_bytes", 77),
@@ -194,3 +203,13 @@ def test_the_disk_tier_has_gauges_and_counters_of_its_own() -> None:
         **dict(zip((f"headrace:cache_disk_{name}" for name in names), (1, 3, 4), strict=True)),
         **dict(zip((f"headrace:cache_disk_{name}_total" for name in totals), range(5, 12), strict=True)),
     }
+
+
+def test_prompts_that_were_computed_whole_are_told_by_the_reason_also_where_there_were_none() -> None:
+    families = read(render(STATUS, "m", PROCESS))
+    assert value(families, "headrace:sparse_bypassed_total", reason="tools") == 4
+    assert value(families, "headrace:sparse_bypassed_total", reason="media") == 0
+
+
+def test_without_a_draft_model_sparse_prefill_has_no_numbers() -> None:
+    assert "sparse" not in render(replace(STATUS, sparse=None), "m", PROCESS)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from headrace.errors import HeadraceError
-from headrace.types.events import Event
+from headrace.types.events import Event, Usage
 
 # Line ends (U+0085, U+2028, U+2029) to some clients' readers, though not to the standard of event streams. JSON leaves
 # them as they are.
@@ -50,6 +50,19 @@ class AnswerForm(Protocol):
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The answer as one object; `events` are all of a session's."""
+
+
+def sparse_detail(usage: Usage) -> dict[str, Any]:
+    """What sparse prefill made of the prompt, as a field among token counts; none where it is off."""
+    if usage.sparse is None:
+        return {}
+    return {
+        "sparse_prefill": {
+            "kept_tokens": usage.sparse.num_kept,
+            "dropped_tokens": usage.sparse.num_dropped,
+            "bypassed": [reason.value for reason in usage.sparse.bypasses],
+        }
+    }
 
 
 def server_sent(data: dict[str, Any], event: str | None = None) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from headrace.api.answer_form import AnswerHeading, server_sent
+from headrace.api.answer_form import AnswerHeading, server_sent, sparse_detail
 from headrace.api.anthropic_body import UNPARSED_INPUT
 from headrace.api.anthropic_errors import error_body
 from headrace.errors import HeadraceError
@@ -157,6 +157,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens_details": {"route": usage.route.value},
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+        **sparse_detail(usage),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.api.openai_fields import FieldRules
+from headrace.api.openai_sampling import SparseBody
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -121,7 +122,7 @@ class MetadataBody(BaseModel):
     user_id: str | None = None
 
 
-class MessagesBody(BaseModel):
+class MessagesBody(SparseBody):
     """Fields that are honoured."""
 
     model_config = ConfigDict(strict=True)

@@ -19,7 +19,7 @@ from headrace.api.anthropic_tools import added_tools, callable_tools, foreign_ty
 from headrace.api.json_body import check, read_object
 from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
-from headrace.api.openai_sampling import Call
+from headrace.api.openai_sampling import Call, requested_sparse
 from headrace.api.openai_tools import unknown_tool_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, Structure
@@ -69,6 +69,7 @@ def _request(parsed: MessagesBody, thinker: Thinker) -> ChatRequest:
         structure=_structure(parsed),
         sampling=RequestedSampling(temperature=parsed.temperature, top_p=parsed.top_p, top_k=parsed.top_k),
         stop=RequestedStop(max_tokens=parsed.max_tokens, strings=tuple(parsed.stop_sequences or ())),
+        sparse=requested_sparse(parsed),
         session=(parsed.metadata.user_id if parsed.metadata is not None else None) or "",
         enable_thinking=thinks if thinker.is_switchable else None,
         reasoning_effort=None if parsed.output_config is None else parsed.output_config.effort,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from headrace.api.answer_form import server_sent
+from headrace.api.answer_form import server_sent, sparse_detail
 from headrace.api.openai_errors import error_body
 from headrace.errors import HeadraceError
 from headrace.types.events import Event, Finished, TokenScore, Usage
@@ -78,7 +78,11 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, "route": usage.route.value},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "route": usage.route.value,
+            **sparse_detail(usage),
+        },
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning_tokens,
             "accepted_prediction_tokens": usage.num_accepted_tokens,

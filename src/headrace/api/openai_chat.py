@@ -24,6 +24,7 @@ from headrace.api.openai_sampling import (
     includes_usage,
     requested_sampling,
     requested_session,
+    requested_sparse,
     requested_stop,
 )
 from headrace.api.openai_structure import StructureBody, answer_structure
@@ -77,6 +78,7 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, _max_tokens(parsed)),
         answers=RequestedAnswers(parsed.n or 1, _num_logprobs(parsed), parsed.prompt_logprobs, parsed.draft_tokens),
+        sparse=requested_sparse(parsed),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",

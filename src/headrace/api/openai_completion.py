@@ -17,6 +17,7 @@ from headrace.api.openai_sampling import (
     includes_usage,
     requested_sampling,
     requested_session,
+    requested_sparse,
     requested_stop,
 )
 from headrace.errors import InvalidRequest, UnsupportedField
@@ -64,6 +65,7 @@ def read_completion(body: bytes) -> Call[CompletionRequest]:
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, max_tokens),
         answers=RequestedAnswers(num_choices, parsed.logprobs, parsed.prompt_logprobs, parsed.draft_tokens),
+        sparse=requested_sparse(parsed),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import RequestedSampling, RequestedStop
+from headrace.types.chat import RequestedSampling, RequestedSparse, RequestedStop
 
 Asked = TypeVar("Asked")
 
@@ -39,7 +39,16 @@ class StreamOptionsBody(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(BaseModel):
+class SparseBody(BaseModel):
+    """Whether a long prompt may be computed in part."""
+
+    model_config = ConfigDict(strict=True)
+
+    sparse_prefill: bool | Literal["auto"] | None = None
+    sparse_keep: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
+
+
+class SamplingBody(SparseBody):
     """How an answer is drawn, how it ends, how it is sent, and who asks."""
 
     model_config = ConfigDict(strict=True)
@@ -114,6 +123,11 @@ def requested_stop(parsed: SamplingBody, max_tokens: int | None) -> RequestedSto
         token_ids=tuple(parsed.stop_token_ids or ()),
         ignore_eos=bool(parsed.ignore_eos),
     )
+
+
+def requested_sparse(parsed: SparseBody) -> RequestedSparse:
+    """Whether the prompt may be thinned."""
+    return RequestedSparse(None if parsed.sparse_prefill == "auto" else parsed.sparse_prefill, parsed.sparse_keep)
 
 
 def requested_session(parsed: SamplingBody) -> str:

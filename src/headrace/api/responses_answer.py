@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headrace.api.answer_form import AnswerHeading, server_sent
+from headrace.api.answer_form import AnswerHeading, server_sent, sparse_detail
 from headrace.api.responses_body import ResponseCall
 from headrace.api.responses_fields import echoed
 from headrace.api.responses_output import (
@@ -217,6 +217,7 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
             # Every prompt is kept as far as there is room, whatever was asked: nothing is counted for it.
             "cache_write_tokens": 0,
             "route": usage.route.value,
+            **sparse_detail(usage),
         },
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},

@@ -21,6 +21,7 @@ from headrace.api.openai_sampling import (
     SamplingBody,
     requested_sampling,
     requested_session,
+    requested_sparse,
     requested_stop,
 )
 from headrace.api.responses_fields import RESPONSES_FIELDS
@@ -136,6 +137,7 @@ def _request(
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, parsed.max_output_tokens),
         answers=RequestedAnswers(1, num_logprobs, max_draft_tokens=parsed.draft_tokens),
+        sparse=requested_sparse(parsed),
         session=requested_session(parsed),
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",

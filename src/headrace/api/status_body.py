@@ -23,6 +23,8 @@ def status_body(
     body = asdict(status)
     body["counters"]["finished"] = dict(status.counters.finished)
     body["counters"]["routes"] = dict(status.counters.routes)
+    if status.sparse is not None:
+        body["sparse"]["bypassed"] = dict(status.sparse.bypassed)
     return {
         "version": version,
         "process": asdict(process),

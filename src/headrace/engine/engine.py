@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -29,13 +30,14 @@ from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, 
 from headrace.engine.memory import fitting_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
+from headrace.engine.sparse_setup import load_draft, start_sparse
 from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
 from headrace.models.vision import load_tower
-from headrace.scheduler.prefixes import NoPrefixes
+from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.disk import DiskTier
@@ -267,25 +269,24 @@ def _prepare(
     # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
     files = model_files(config)
-    loaded = load(
-        files,
-        dtype=config.models.dtype,
-        numerics=config.models.numerics,
-        self_check=config.models.self_check,
-        device=here,
-    )
+    models = config.models
+    loaded = load(files, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=here)
     if constraints is not None:
         constraints.warm_up()
     drafting = prepare_drafting(config, files, loaded, here)
     found = None
     if loaded.packed.takes_media:
-        found = load_tower(files, dtype=config.models.dtype, device=here, has_axes=loaded.packed.has_axes)
+        found = load_tower(files, dtype=models.dtype, device=here, has_axes=loaded.packed.has_axes)
+    draft = None
+    if config.engine.sparse_draft is not None:
+        draft = load_draft(config, files, model_files(config, config.engine.sparse_draft), loaded, here)
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)
+    of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, _own_context(config, loaded)))
     # a window of drafts stands behind what the scheduler knows of a sequence
     memory = MemoryBudget(
-        budget_bytes, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
+        budget_bytes - of_draft, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
     )
     max_model_len = _context(config, loaded, memory)
     tower = None if found is None else found[0]
@@ -294,30 +295,37 @@ def _prepare(
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",
         *loaded.report,
-        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
-        f"{budget_bytes / 1e9:.1f} GB for all",
+        _context_line(max_model_len, cost, memory),
         *drafting.report,
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
+        *(() if draft is None else (draft.line(config, of_draft),)),
     )
-    prefixes = _prefix_pool(files.name, cost, disk) if config.engine.prefix_cache == "on" else None
+    pool = _prefix_pool(files.name, cost, disk) if config.engine.prefix_cache == "on" else None
+    prefixes: PrefixIndex = NoPrefixes() if pool is None else pool
     features = None
     if tower is not None:
-        features = FeatureCache(
-            tower, NoPrefixes() if prefixes is None else prefixes, int(FEATURES_SHARE * budget_bytes)
-        )
-    chunk = config.engine.prefill_chunk
+        prefixes = features = FeatureCache(tower, prefixes, int(FEATURES_SHARE * budget_bytes))
+    chunk = PREFILL_CHUNK[here.kind] if config.engine.prefill_chunk is None else config.engine.prefill_chunk
+    sparse = None
+    if draft is not None:
+        window = loaded.packed.largest_window
+        prefixes = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, prefixes, pool, window)
+    knobs = config.engine
     scheduler = Scheduler(
-        config.engine.max_num_seqs,
-        PREFILL_CHUNK[here.kind] if chunk is None else chunk,
-        max_model_len,
-        memory=memory,
-        max_queue=config.engine.max_queue,
-        prefixes=prefixes if features is None else features,
+        knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
-    runner = Runner(loaded.packed, loaded.vocab_size, prefixes, constraints, drafting.speculator, features)
-    loop = Loop(runner, scheduler, prefixes, features, MemoryPlan(budget_bytes, weights_bytes), inbox)
-    return loop, _describe(files, loaded, max_model_len, report, takes_media=features is not None)
+    runner = Runner(loaded.packed, loaded.vocab_size, pool, constraints, drafting.speculator, features)
+    loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
+    description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
+    return loop, description if draft is None else replace(description, sparse_draft=draft.name)
+
+
+def _context_line(max_model_len: int, cost: StateCost, memory: MemoryBudget) -> str:
+    return (
+        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
+        f"{memory.budget_bytes / 1e9:.1f} GB for all"
+    )
 
 
 def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPool:
@@ -331,15 +339,28 @@ def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPoo
     )
 
 
-def model_files(config: Config) -> ModelFiles:
-    """The configured model's folder and what its files say; fetches it if need be. Raises ModelError."""
-    is_path = Path(config.model).expanduser().is_dir()
-    if config.model == "miniature" and not is_path:
+def model_files(config: Config, name: str | None = None) -> ModelFiles:
+    """A model's folder and what its files say; fetches it if need be. Raises ModelError.
+
+    name: of a model, as on the command line; None for the configured one.
+    """
+    name = config.model if name is None else name
+    is_path = Path(name).expanduser().is_dir()
+    if name == "miniature" and not is_path:
         return read_files("headrace-miniature", MINIATURE)
-    if config.model == "smollm2" and not is_path:
+    if name == "miniature-draft" and not is_path:
+        return read_files("headrace-miniature-draft", MINIATURE / "draft")
+    if name == "smollm2" and not is_path:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
-    directory = locate(config.model)
-    return read_files(directory.name if is_path else config.model, directory)
+    directory = locate(name)
+    return read_files(directory.name if is_path else name, directory)
+
+
+def _own_context(config: Config, loaded: LoadedModel) -> int:
+    """Tokens that the model was made for, memory aside."""
+    if loaded.context_length is not None:
+        return loaded.context_length
+    return config.engine.max_model_len or DEFAULT_CONTEXT
 
 
 def _context(config: Config, loaded: LoadedModel, memory: MemoryBudget) -> int:
@@ -348,7 +369,7 @@ def _context(config: Config, loaded: LoadedModel, memory: MemoryBudget) -> int:
     Raises ConfigError for a configured length that the model or the memory doesn't have.
     """
     wanted = config.engine.max_model_len
-    own = loaded.context_length if loaded.context_length is not None else wanted or DEFAULT_CONTEXT
+    own = _own_context(config, loaded)
     fitting = fitting_context(memory.budget_bytes, memory.cost, own)
     if wanted is None:
         return fitting

@@ -162,6 +162,11 @@ class FeatureCache:
         needed = {one.digest for one in request.media.inputs}
         return LiveMedia(request.media, {key: self._kept[key].embeddings for key in needed if key in self._kept})
 
+    @property
+    def num_preparing(self) -> int:
+        """See PrefixIndex."""
+        return self._prefixes.num_preparing + sum(bool(missing) for missing in self._pending.values())
+
     def end(self, request_id: str) -> None:
         """See PrefixIndex."""
         self._prefixes.end(request_id)

@@ -15,6 +15,7 @@ import mlx.core as mx
 from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
+from headrace.engine.sparse import SparsePrefill
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, Ledger
@@ -22,6 +23,7 @@ from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
 from headrace.types.events import TokenOutput
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import EngineStatus, MemoryStatus
+from headrace.types.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class Loop:
         scheduler: Scheduler,
         prefixes: PrefixPool | None,
         features: FeatureCache | None,
+        sparse: SparsePrefill | None,
         memory: MemoryPlan,
         inbox: queue.SimpleQueue[Command],
     ) -> None:
@@ -105,14 +108,16 @@ class Loop:
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._features = features
+        self._sparse = sparse
         self._memory = memory
         self._ledger = Ledger(memory.budget_bytes + memory.weights_bytes)
         self._ledger.charge(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
-        self._requests: dict[str, GenerationRequest] = {}
         self._sinks: dict[str, Sink] = {}
         self._is_stopping = False
+        self._num_prompt_tokens = 0
+        """Of the last step."""
 
     def run(self) -> None:
         """Work until a Stop arrives. Whatever raises here ends the thread; see `fail_all`."""
@@ -123,23 +128,39 @@ class Loop:
                 break
             if self._features is not None:
                 self._features.advance(self._scheduler.plain_step_s)
-            plan = self._scheduler.schedule()
-            if plan.is_empty:
+            plan = self._scheduler.schedule(0.0 if self._is_scorings_turn() else None)
+            self._num_prompt_tokens = plan.num_prompt_tokens
+            if not plan.is_empty:
+                self._step(plan)
+            if self._sparse is not None and self._sparse.is_scoring:
+                self._score(self._sparse)
+            elif plan.is_empty:
                 self._wait_for_disk()
-                continue
-            started = time.monotonic()
-            for chunk in plan.chunks:
-                self._stats.scheduled(chunk.request_id, started)
-            result = self._runner.execute(plan, self._requests)
-            now = time.monotonic()
-            if self._prefixes is not None:
-                self._prefixes.observe_prefill(plan.num_prompt_tokens, now - started)
-            self._stats.stepped()
-            self._publish(self._scheduler.update(result, now - started, now), now)
-            self._scheduler.note_drafts(self._runner.draft())
         self.fail_all(EngineDead("the server is shutting down"))
         if self._prefixes is not None:
             self._prefixes.close()
+
+    def _step(self, plan: StepPlan) -> None:
+        started = time.monotonic()
+        for chunk in plan.chunks:
+            self._stats.scheduled(chunk.request_id, started)
+        result = self._runner.execute(plan, self._scheduler.planned_requests())
+        now = time.monotonic()
+        if self._prefixes is not None:
+            self._prefixes.observe_prefill(plan.num_prompt_tokens, now - started)
+        self._stats.stepped()
+        self._publish(self._scheduler.update(result, now - started, now), now)
+        self._scheduler.note_drafts(self._runner.draft())
+
+    def _is_scorings_turn(self) -> bool:
+        """Whether the next step leaves prompts to the draft model: streams bear those of one model at a time."""
+        is_scoring = self._sparse is not None and self._sparse.is_scoring
+        return is_scoring and self._num_prompt_tokens > 0 and self._scheduler.spare_s is not None
+
+    def _score(self, sparse: SparsePrefill) -> None:
+        """A step of the draft model, which takes of the streams' time what the last step has left."""
+        spare_s = self._scheduler.spare_s
+        sparse.advance(0.0 if spare_s is not None and self._num_prompt_tokens else spare_s)
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every request with an error, also those that still lie in the inbox."""
@@ -156,7 +177,6 @@ class Loop:
         for sink in self._sinks.values():
             sink(error)
         self._sinks.clear()
-        self._requests.clear()
 
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""
@@ -184,9 +204,10 @@ class Loop:
             self._ledger.restate(Kind.FEATURES, self._features.num_bytes)
         if self._prefixes is not None:
             self._prefixes.hand_over()
-            self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes)
+            of_draft = 0 if self._sparse is None else self._sparse.draft.reserved_bytes
+            self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes + of_draft)
             self._ledger.restate(Kind.DISK, self._prefixes.disk_bytes)
-            self._ledger.restate(Kind.RECORDS, self._prefixes.num_bytes)
+            self._ledger.restate(Kind.RECORDS, self._records_bytes)
             self._ledger.make_room(0, partial(self._evict, self._prefixes))
             # records give way to what is to be written, live states don't
             self._prefixes.limit_disk(
@@ -194,12 +215,20 @@ class Loop:
             )
 
     def _evict(self, prefixes: PrefixPool, num_bytes: int) -> int:
-        num_freed = prefixes.evict(num_bytes)
+        # what the draft model holds is the cheaper to compute again
+        num_freed = 0 if self._sparse is None else self._sparse.draft.evict(num_bytes)
+        if num_freed < num_bytes:
+            num_freed += prefixes.evict(num_bytes - num_freed)
         if mx.get_active_memory() + mx.get_cache_memory() > self._ledger.capacity_bytes:
             # what was evicted would otherwise stay with MLX, in buffers of sizes that may not be asked for again
             mx.clear_cache()
-        self._ledger.restate(Kind.RECORDS, prefixes.num_bytes)
+        self._ledger.restate(Kind.RECORDS, self._records_bytes)
         return num_freed
+
+    @property
+    def _records_bytes(self) -> int:
+        of_draft = 0 if self._sparse is None else self._sparse.draft.records_bytes
+        return of_draft + (0 if self._prefixes is None else self._prefixes.num_bytes)
 
     def _take(self, command: Command) -> None:
         match command:
@@ -217,7 +246,8 @@ class Loop:
     def _clear_cache(self) -> int:
         of_prompts = 0 if self._prefixes is None else self._prefixes.clear()
         of_media = 0 if self._features is None else self._features.evict(self._features.num_bytes)
-        return of_prompts + of_media
+        of_draft = 0 if self._sparse is None else self._sparse.clear()
+        return of_prompts + of_media + of_draft
 
     def _submit(self, command: Submit) -> None:
         request = command.request
@@ -226,7 +256,6 @@ class Loop:
         except HeadraceError as error:
             command.sink(error)
             return
-        self._requests[request.request_id] = request
         self._sinks[request.request_id] = command.sink
         if request.priority < IDLE_PRIORITY:
             # preparing a finished turn for the next one is nobody's request: all later calls skip an unknown id
@@ -244,13 +273,14 @@ class Loop:
             command.reply(is_known)
 
     def _status(self) -> EngineStatus:
+        draft = None if self._sparse is None else self._sparse.draft
         memory = MemoryStatus(
             budget_bytes=self._memory.budget_bytes,
             weights_bytes=self._memory.weights_bytes,
-            reserved_bytes=self._scheduler.reserved_bytes,
-            state_bytes=self._runner.state_bytes,
+            reserved_bytes=self._scheduler.reserved_bytes + (0 if draft is None else draft.reserved_bytes),
+            state_bytes=self._runner.state_bytes + (0 if draft is None else draft.state_bytes),
             preempted_bytes=self._runner.preempted_bytes,
-            records_bytes=0 if self._prefixes is None else self._prefixes.num_bytes,
+            records_bytes=self._records_bytes,
             disk_bytes=0 if self._prefixes is None else self._prefixes.disk_bytes,
             features_bytes=0 if self._features is None else self._features.num_bytes,
             device_bytes=mx.get_active_memory(),
@@ -263,6 +293,7 @@ class Loop:
             memory=memory,
             cache=None if self._prefixes is None else self._prefixes.status(),
             drafts=self._runner.draft_status(),
+            sparse=None if self._sparse is None else self._sparse.status(),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )
 
@@ -280,7 +311,6 @@ class Loop:
         """Forget a request. reason: what to count if not the finish reasons of its outputs."""
         if reason is not None:
             self._stats.ended(request_id, reason, time.monotonic())
-        del self._requests[request_id]
         del self._sinks[request_id]
 
 

@@ -44,6 +44,7 @@ class _Prompt:
 
     marks: lengths at which snapshots are still to be taken. num_computed: tokens that have been handed to the runner.
     counts: whether it is somebody's lookup, once it begins.
+    is_thinned: what is computed is not what the key says.
     """
 
     namespace: Namespace
@@ -55,6 +56,7 @@ class _Prompt:
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
     has_begun: bool = False
     is_done: bool = False
+    is_thinned: bool = False
 
 
 class PrefixPool:
@@ -188,6 +190,12 @@ class PrefixPool:
         assert snapshot is None or isinstance(snapshot, SequenceRecord)
         state.restore_parts(held.num_tokens, spans, snapshot)
 
+    def leave_out(self, request_id: str) -> None:
+        """The request's prompt is thinned: nothing of it is kept for others, and nobody waits for it."""
+        prompt = self._prompts[request_id]
+        prompt.is_done = prompt.is_thinned = True
+        prompt.marks.clear()
+
     def marks(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
         """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
         prompt = self._prompts[request_id]
@@ -206,11 +214,14 @@ class PrefixPool:
     def store(self, request_id: str, token_ids: Sequence[int], state: SequenceState) -> None:
         """Put what a sequence of the request has computed into the tree, up to its committed length.
 
-        token_ids: at least so many. The first call that reaches the prompt's end lets waiting requests go.
+        token_ids: at least so many. The first call that reaches the prompt's end lets waiting requests go. Nothing is
+        taken of a request whose prompt is thinned.
         """
         if state.is_untouched:  # it was brought back and ended before it went on
             return
         prompt = self._prompts[request_id]
+        if prompt.is_thinned:
+            return
         length = state.length
         snapshots: dict[int, SequenceRecord] = {}
         if self._needs_snapshots:
@@ -244,6 +255,11 @@ class PrefixPool:
             # the state behind the generation prompt is of use to this request only, and it will be further when it ends
             ends = [end for end in ends if end < len(key)]
         disk.save(prompt.namespace, key, ends, state, spans, snapshots)
+
+    @property
+    def num_preparing(self) -> int:
+        """None: what requests wait for here is others'."""
+        return 0
 
     def end(self, request_id: str) -> None:
         """Forget a request; whatever waits for its prompt waits no longer."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from headrace.engine.draws import Drawn, Draws, Place
 from headrace.engine.features import FeatureCache
@@ -17,6 +18,8 @@ from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.packed import PackedModel
+from headrace.models.positions import TokenPositions
+from headrace.models.watch import QueryWatch
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
 from headrace.speculate.guesses import packed_ids
@@ -52,10 +55,13 @@ class Runner:
         constraints: ConstraintFactory | None = None,
         speculator: Speculator | None = None,
         features: FeatureCache | None = None,
+        *,
+        watches: bool = False,
     ) -> None:
         """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint.
 
-        speculator: None if nothing is drafted. features: None for a model that sees nothing.
+        speculator: None if nothing is drafted. features: None for a model that sees nothing. watches: whether what
+        sequences ask of their prompts is noted, see `watched`.
         """
         self._model = model
         self._vocab_size = vocab_size
@@ -63,6 +69,7 @@ class Runner:
         self._constraints = constraints
         self._speculator = speculator
         self._features = features
+        self._watches = watches
         self._pool = SlabPool()
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
@@ -81,6 +88,12 @@ class Runner:
     def preempted_bytes(self) -> int:
         """Bytes that the checkpoints of preempted sequences hold."""
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
+
+    def watched(self, sequence_id: str) -> tuple[SequenceState, QueryWatch]:
+        """The state of a sequence that has not been freed, and what its tokens asked of it."""
+        live = self._live[sequence_id]
+        assert live.watch is not None, "nothing was to be watched"
+        return live.state, live.watch
 
     def draft_status(self) -> DraftStatus | None:
         """How tokens are guessed ahead; None if they are not."""
@@ -175,12 +188,21 @@ class Runner:
         return window
 
     def _new(self, request: GenerationRequest) -> LiveSequence:
-        history = History(request.prompt, self._vocab_size) if needs_history(request.sampling) else None
+        history = History(request.whole_prompt, self._vocab_size) if needs_history(request.sampling) else None
         state = SequenceState(self._pool, len(request.prompt) + 1)
         drafted = None if self._speculator is None else self._speculator.open(request.max_draft_tokens)
-        known = list(request.prompt)
-        media = None if self._features is None else self._features.media_of(request)
-        return LiveSequence(state, request.sampling, history, request, known, self._constraint(request), media, drafted)
+        return LiveSequence(
+            state,
+            request.sampling,
+            history,
+            request,
+            list(request.prompt),
+            self._constraint(request),
+            None if self._features is None else self._features.media_of(request),
+            drafted,
+            None if request.thinned is None else TokenPositions(np.array(request.thinned.positions, np.int32)),
+            QueryWatch() if self._watches else None,
+        )
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:
         if request.constraint is None:
@@ -215,6 +237,7 @@ class Runner:
             [found.arrays() for found in scores.values()],
             [one.live.state.arrays() for one in windows],
             [one.guesses.batch for one in windows if one.guesses.batch is not None],
+            [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )
         drawn = iter(draws.read())
         outcomes = []
@@ -318,6 +341,13 @@ class Runner:
                 self._catch_up(live)
                 self._prefixes.store(live.request.request_id, live.token_ids, live.state)
             live.state.release()
+
+    def drop(self) -> None:
+        """Free all states and keep nothing of them."""
+        for live in self._live.values():
+            if live.record is None:
+                live.state.release()
+        self._live.clear()
 
 
 def _places(windows: Sequence[Window]) -> tuple[dict[int, Exception], list[list[Place]]]:

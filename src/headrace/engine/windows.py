@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
 from headrace.engine.draws import Drawn, Place, PromptScores
 from headrace.engine.features import LiveMedia
 from headrace.grammar.constraint import Constraint, Mask
-from headrace.models.media import RowMedia
+from headrace.models.media import RowMedia, entry_at
 from headrace.models.packed import Row
+from headrace.models.positions import TokenPositions
+from headrace.models.watch import QueryWatch
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.guesses import NOTHING, Guesses
@@ -28,6 +31,7 @@ class LiveSequence:
     """What the runner holds of a sequence.
 
     token_ids: every known token, as many as the state has seen and more. drafted: None if nothing is ever drafted.
+    positions: where the tokens stand if the prompt was thinned. watch: notes queries, for whoever scores the prompt.
     """
 
     state: SequenceState
@@ -38,6 +42,8 @@ class LiveSequence:
     constraint: Constraint | None = None
     media: LiveMedia | None = None
     drafted: DraftedRow | None = None
+    positions: TokenPositions | None = None
+    watch: QueryWatch | None = None
     is_sound: bool = True
     """Whether the state is what the tokens say; not so after a failure."""
     record: SequenceRecord | None = None
@@ -55,7 +61,9 @@ class LiveSequence:
 
     @property
     def entry_media(self) -> EntryMedia | None:
-        """What a prediction head needs of the sequence's media."""
+        """What a prediction head needs of the sequence's media, or of the positions of a thinned prompt."""
+        if self.positions is not None:
+            return partial(entry_at, self.positions)
         return None if self.media is None else self.media.entry
 
     def grow(self, token_ids: Sequence[int]) -> None:
@@ -111,7 +119,10 @@ class Window:
     @property
     def row(self) -> Row:
         """What the model computes; in place of drafts that only the device knows there is any token."""
-        return Row(self.live.state, self.chunk.token_ids + self._likely_drafts, self.media)
+        token_ids = self.chunk.token_ids + self._likely_drafts
+        # a chunk inside a prompt has no token whose queries are wanted
+        watch = self.live.watch if self.chunk.samples else None
+        return Row(self.live.state, token_ids, self.media, self.live.positions, watch)
 
     @property
     def _likely_drafts(self) -> tuple[int, ...]:

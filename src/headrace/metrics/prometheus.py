@@ -23,7 +23,8 @@ def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str
     """All metrics. model_name: the first name that the model is served under."""
     labels = {"model_name": model_name, "engine": "0"}
     lines = [*_gauges(status, labels), *_counters(status, labels), *_histograms(status, labels)]
-    return "\n".join([*lines, *_cache(status, labels), *_drafts(status, labels), *_own(status, process, labels)]) + "\n"
+    lines += [*_cache(status, labels), *_drafts(status, labels), *_sparse(status, labels)]
+    return "\n".join([*lines, *_own(status, process, labels)]) + "\n"
 
 
 def _gauges(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
@@ -111,6 +112,30 @@ def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
     accepted_at = (*counted.accepted_at, *(0,) * (status.drafts.max_drafts - len(counted.accepted_at)))
     for place, count in enumerate(accepted_at):
         yield _sample(name, {**labels, "position": str(place)}, count)
+
+
+def _sparse(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
+    """Nothing if no prompts are thinned."""
+    sparse = status.sparse
+    if sparse is None:
+        return
+    yield from _counter("headrace:sparse_prompts", "Prompts that were thinned.", sparse.num_thinned, labels)
+    help = "Of these, uncached tokens that were computed."
+    yield from _counter("headrace:sparse_kept_tokens", help, sparse.num_kept_tokens, labels)
+    help = "Of these, tokens that were left out."
+    yield from _counter("headrace:sparse_dropped_tokens", help, sparse.num_dropped_tokens, labels)
+    name = "headrace:sparse_bypassed_total"
+    yield from _heading(name, "counter", "Prompts that were computed whole, by the reason.")
+    for reason, count in sparse.bypassed:
+        yield _sample(name, {**labels, "reason": reason}, count)
+    help = "Prompts that the draft model is reading."
+    yield from _gauge("headrace:sparse_scoring", help, sparse.num_scoring, labels)
+    for part, help, num_bytes in (
+        ("weights", "Of headrace:memory_weights_bytes, the draft model's.", sparse.weights_bytes),
+        ("state", "Of headrace:memory_state_bytes, the draft model's.", sparse.state_bytes),
+        ("records", "Of headrace:memory_records_bytes, the draft model's.", sparse.records_bytes),
+    ):
+        yield from _gauge(f"headrace:sparse_{part}_bytes", help, num_bytes, labels)
 
 
 def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:

@@ -110,6 +110,12 @@ class PackedModel:
         return {"input_embeddings": media.embeddings(inner.model.embed_tokens(ids))}
 
     @property
+    def largest_window(self) -> int:
+        """The most tokens that a layer sees which doesn't see all of them, itself included; 0 without such layers."""
+        parts = [part for entry in self._windows for part in (entry if isinstance(entry, tuple) else (entry,))]
+        return max((part for part in parts if part is not None), default=0)
+
+    @property
     def takes_media(self) -> bool:
         """Whether rows may hold media: positions and spans of their tokens reach every layer."""
         return not {Level.ROWS, Level.WHOLE} & set(self.levels.values())

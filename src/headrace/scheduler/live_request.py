@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.scheduler.sequence import Sequence, sequence_ids
-from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest
+from headrace.types.events import SparseUsage, TokenLogprobs
+from headrace.types.request import GenerationRequest, Thinned
 from headrace.types.status import Phase, RequestStatus
 
 
@@ -16,7 +16,8 @@ class LiveRequest:
 
     added_s: when it was submitted, in monotonic seconds.
     sequences: one for each choice, in order, also those that have ended.
-    is_started: it has left the queue. reuse: what the prefix cache said then.
+    is_started: it has left the queue. reuse: what the prefix cache said then. sparse: what sparse prefill made of the
+    prompt then; None where it is off.
     is_aborted: it was given up while it took part in a step.
     first_output_s: when a step sampled for it first; None until then. num_first_tokens: how many came by that step.
     prompt_logprobs: of the prompt tokens so far, from the second on, if they are asked for.
@@ -27,6 +28,7 @@ class LiveRequest:
     sequences: tuple[Sequence, ...] = field(init=False)
     is_started: bool = False
     reuse: str = ""
+    sparse: SparseUsage | None = None
     is_aborted: bool = False
     first_output_s: float | None = None
     num_first_tokens: int = 0
@@ -35,6 +37,14 @@ class LiveRequest:
     def __post_init__(self) -> None:
         ids = sequence_ids(self.request)
         self.sequences = tuple(Sequence(self.request, id, choice) for choice, id in enumerate(ids))
+
+    def thin(self, num_cached: int, kept: tuple[int, ...]) -> None:
+        """Before it starts: of the prompt, only the first `num_cached` tokens and those at `kept` take part."""
+        whole, positions = self.request.prompt, (*range(num_cached), *kept)
+        prompt = tuple(whole[position] for position in positions)
+        self.request = replace(self.request, prompt=prompt, thinned=Thinned(whole, positions))
+        for sequence in self.sequences:
+            sequence.begin_with(self.request)
 
     @property
     def id(self) -> str:
@@ -70,7 +80,7 @@ class LiveRequest:
         return RequestStatus(
             request_id=self.id,
             phase=self._phase(),
-            num_prompt_tokens=prompt,
+            num_prompt_tokens=len(self.request.whole_prompt),
             num_computed_tokens=num_computed,
             num_cached_tokens=self.sequences[0].num_cached,
             num_output_tokens=self.num_output,
@@ -80,6 +90,7 @@ class LiveRequest:
             priority=self.request.priority,
             route=self.request.route,
             reuse=self.reuse,
+            sparse=self.sparse,
         )
 
     def _phase(self) -> Phase:

@@ -72,6 +72,10 @@ class Pace:
         """Seconds that a prompt token adds to a step; 0 if that was never measured."""
         return median_low(self._prompt_token_s) if self._prompt_token_s else 0.0
 
+    def spare_s(self, num_rows: int) -> float:
+        """Seconds that a step beside `num_rows` decoding rows may spend on others' prompts; 0 if nothing is known."""
+        return (SLOWDOWN - 1) * self.plain_step_s(num_rows) if self._is_known else 0.0
+
     def prompt_budget(self, num_rows: int, chunk_tokens: int) -> int:
         """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a plain step.
 
@@ -79,10 +83,22 @@ class Pace:
         """
         if num_rows == 0:
             return chunk_tokens
-        is_known = any(len(plain.durations_s) >= _TRUSTED for plain in self._plain.values())
-        if not is_known or self._plain_steps(num_rows).num_mixed >= REMEASURE_EVERY:
+        if not self._is_known or self._plain_steps(num_rows).num_mixed >= REMEASURE_EVERY:
             return 0
-        spare_s = (SLOWDOWN - 1) * self.plain_step_s(num_rows)
+        return self._tokens_within(self.spare_s(num_rows), chunk_tokens)
+
+    def budget_within(self, limit_s: float, chunk_tokens: int) -> int:
+        """Prompt tokens for a step that may spend `limit_s` on them; one block as long as nothing was measured."""
+        if limit_s <= 0:
+            return 0
+        return self._tokens_within(limit_s, chunk_tokens if self._prompt_token_s else min(chunk_tokens, PREFILL_GRID))
+
+    @property
+    def _is_known(self) -> bool:
+        return any(len(plain.durations_s) >= _TRUSTED for plain in self._plain.values())
+
+    def _tokens_within(self, spare_s: float, chunk_tokens: int) -> int:
+        """At least a block of the grid, so that prompts go on whatever they take."""
         if self.prompt_token_s * chunk_tokens <= spare_s:
             return chunk_tokens
         num_blocks = int(spare_s / (self.prompt_token_s * PREFILL_GRID))

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace.types.events import SparseUsage
 from headrace.types.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Prompt tokens that need no computing, fewer than there are; report says which and why no more."""
+    """Prompt tokens that need no computing, fewer than there are; report says which and why no more.
+
+    kept: where the tokens stand that are to be computed behind them, rising up to the last one; None for all.
+    sparse: what sparse prefill made of the prompt; None where it is off.
+    """
 
     num_tokens: int
     report: str
+    kept: tuple[int, ...] | None = None
+    sparse: SparseUsage | None = None
 
 
 class PrefixIndex(Protocol):
@@ -22,12 +29,16 @@ class PrefixIndex(Protocol):
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
         """What there is for a request that is to start now.
 
-        None if a prompt in progress, or a read from disk, will soon be of more help, so that the request had better
-        wait; it is asked again then.
+        None if the request had better wait, as for a prompt in progress that will soon be of more help; it is asked
+        again then.
         """
 
     def end(self, request_id: str) -> None:
         """The request is over, whether it has started or not."""
+
+    @property
+    def num_preparing(self) -> int:
+        """Requests that wait for what is being made of their own prompts, not for others to end."""
 
 
 class NoPrefixes:
@@ -39,3 +50,8 @@ class NoPrefixes:
 
     def end(self, request_id: str) -> None:
         """Nothing to forget."""
+
+    @property
+    def num_preparing(self) -> int:
+        """Nothing is made of prompts."""
+        return 0

@@ -150,13 +150,23 @@ class Rows:
             held_back.add(live.id)
             return True
         self._preempt(yielded, lacks_bytes=False)
+        if cached.kept is not None:
+            self._thin(live, cached.num_tokens, cached.kept)
         self._waiting.start(live, has_row=has_row)
         live.is_started = True
-        live.reuse = cached.report
+        live.reuse, live.sparse = cached.report, cached.sparse
         live.sequences[0].skip(cached.num_tokens)
         self._started.update((sequence.id, sequence) for sequence in live.sequences)
         self._prefill.join(live.sequences[0])
         return True
+
+    def _thin(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
+        """Leave tokens of the prompt out, and give back the bytes that they would have taken."""
+        for sequence in live.sequences:
+            self._admission.end(sequence)
+        live.thin(num_cached, kept)
+        if not self._admission.start(live):
+            raise RuntimeError(f"{live.id}: less than what there was room for finds none")
 
     def _make_room(
         self, request: GenerationRequest, num_rows: int, reserve: Callable[[], bool]

@@ -116,6 +116,12 @@ class Scheduler:
         return self._pace.plain_step_s(num_rows) if num_rows else None
 
     @property
+    def spare_s(self) -> float | None:
+        """Seconds that the next step may spend beside the sequences that decode now; None if there are none."""
+        num_rows = sum(sequence.is_decoding for sequence in self._rows.running())
+        return self._pace.spare_s(num_rows) if num_rows else None
+
+    @property
     def num_preemptions(self) -> int:
         """How often a running sequence has made room for others."""
         return self._rows.num_preemptions
@@ -161,18 +167,25 @@ class Scheduler:
             self._end(live)
         return True
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step; empty if there is nothing to do. Raises RuntimeError before the last one's result."""
+    def schedule(self, prompts_s: float | None = None) -> StepPlan:
+        """Plan the next step; empty if there is nothing to do. Raises RuntimeError before the last one's result.
+
+        prompts_s: seconds that prompts may take of it, 0 for no prompts; None for as much as its decoding rows bear.
+        """
         if self._planned:
             raise RuntimeError("the last plan's result has to be given to update() before the next step is planned")
         self._rows.fill()
         running = self._rows.running()
         decoding = [sequence.next_chunk(1) for sequence in running if sequence.is_decoding]
-        self._planned = (*decoding, *self._plan_prefill(running, len(decoding)))
+        self._planned = (*decoding, *self._plan_prefill(running, len(decoding), prompts_s))
         for chunk in self._planned:
             for sequence_id in (chunk.sequence_id, *chunk.forks):
                 self._sequences[sequence_id].has_rows = True
         return StepPlan(self._planned, self._rows.take_preempted())
+
+    def planned_requests(self) -> dict[str, GenerationRequest]:
+        """The requests of the last plan by their ids, as they are worked on: a long prompt may have been thinned."""
+        return {chunk.request_id: self._live[chunk.request_id].request for chunk in self._planned}
 
     def update(self, result: StepResult, duration_s: float, now: float) -> StepOutcome:
         """Take over the result of the last plan, which took `duration_s` and arrived at `now`.
@@ -222,13 +235,18 @@ class Scheduler:
             self._prefixes.end(request_id)
         self._ended.clear()
 
-    def _plan_prefill(self, running: list[Sequence], num_rows: int) -> list[Chunk]:
+    def _plan_prefill(self, running: list[Sequence], num_rows: int, prompts_s: float | None) -> list[Chunk]:
         prompts = [each for each in running if not each.is_decoding and not each.awaits_fork]
-        budget = self._pace.prompt_budget(num_rows, self._chunk_tokens) if prompts else 0
+        if not prompts:
+            return []
+        if prompts_s is None:
+            budget = self._pace.prompt_budget(num_rows, self._chunk_tokens)
+        else:
+            budget = self._pace.budget_within(prompts_s, self._chunk_tokens)
         return self._prefill.plan(prompts, budget) if budget > 0 else []
 
     def _is_queue_too_long(self) -> bool:
-        return self._max_queue is not None and len(self._waiting) > self._max_queue
+        return self._max_queue is not None and len(self._waiting) - self._prefixes.num_preparing > self._max_queue
 
     def _retry_after_s(self) -> float:
         """Seconds until the next place is free, as a guess, at least 1: the work left, by number of requests."""
@@ -290,6 +308,7 @@ def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], a
         finish_reason=sequence.finish_reason,
         num_cached_tokens=live.sequences[0].num_cached,
         reuse=(live.reuse or None) if is_first else None,
+        sparse=live.sparse if is_first else None,
         choice=sequence.choice,
         logprobs=answer.logprobs[: len(token_ids)],
         num_drafted=answer.num_verified,

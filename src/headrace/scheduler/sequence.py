@@ -53,9 +53,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt)
+        self.begin_with(self.request)
         self.num_computed = self.num_cached
         self.awaits_fork = self.choice > 0
+
+    def begin_with(self, request: GenerationRequest) -> None:
+        """Nothing of the prompt is computed yet, and the request has it otherwise now."""
+        self.request = request
+        self.token_ids = list(request.prompt)
 
     def skip(self, num_tokens: int) -> None:
         """Begin behind `num_tokens` of the prompt, whose state the runner finds in the prefix cache."""

@@ -16,6 +16,7 @@ from headrace.types.events import (
     FinishReason,
     PromptScores,
     Reasoning,
+    SparseUsage,
     Text,
     TokenLogprobs,
     TokenOutput,
@@ -198,6 +199,7 @@ class PromptAnswers:
         self.num_cached_tokens = 0
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
+        self.sparse: SparseUsage | None = None
         self._scorer = scorer
         self._num_prompt_logprobs = num_prompt_logprobs
         self._echo = echo
@@ -225,6 +227,7 @@ class PromptAnswers:
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         self.num_drafted_tokens += output.num_drafted
         self.num_accepted_tokens += output.num_accepted
+        self.sparse = self.sparse or output.sparse
         events: list[Event] = [] if self._has_begun else self._begin(output)
         choice = self.choices[output.choice]
         if choice.reason is None:
@@ -265,7 +268,15 @@ def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
         num_accepted_tokens=sum(prompt.num_accepted_tokens for prompt in prompts),
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         route=Route.MEDIA if any(prompt.request.route is Route.MEDIA for prompt in prompts) else Route.TEXT,
+        sparse=_sparse_usage([prompt.sparse for prompt in prompts if prompt.sparse is not None]),
     )
+
+
+def _sparse_usage(parts: Sequence[SparseUsage]) -> SparseUsage | None:
+    if not parts:
+        return None
+    reasons = dict.fromkeys(reason for part in parts for reason in part.bypasses)
+    return SparseUsage(sum(part.num_kept for part in parts), sum(part.num_dropped for part in parts), tuple(reasons))
 
 
 def _cut_top(scores: Sequence[TokenScore], num_top: int) -> tuple[TokenScore, ...]:

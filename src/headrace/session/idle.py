@@ -109,6 +109,7 @@ class IdleTurns:
             num_logprobs=None,
             num_prompt_logprobs=None,
             constraint=None,
+            thinning=None,
             session=SESSION,
             priority=IDLE_PRIORITY,
         )

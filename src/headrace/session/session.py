@@ -43,6 +43,7 @@ from headrace.session.settings import (
     resolve_sampling,
 )
 from headrace.session.source import TokenSource, TokenStream
+from headrace.session.sparse import chat_thinning, check_sparse, completion_thinning
 from headrace.session.words import Words, load_words
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
@@ -250,6 +251,8 @@ class Session:
         choice = prompt.choices[0]
         if prompt.request.media is not None:  # the next prompt would need its media read once more
             return
+        if prompt.sparse is not None and prompt.sparse.num_dropped:  # all that was left out would have to be computed
+            return
         if self._idle is None or len(prompt.choices) > 1 or request.continue_final_message or not choice.text:
             return
         if choice.num_calls:  # the next message is a result, not a question
@@ -336,7 +339,8 @@ class Session:
         prompt, media = await self._prompt(request, self.model.max_model_len)
         constraint = await asyncio.to_thread(self._constraints.spec, request, prompt)
         generation = self._generation(request, request.request_id, prompt, "messages", media)
-        generation = replace(generation, constraint=constraint)
+        thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
+        generation = replace(generation, constraint=constraint, thinning=thinning)
         choices = [
             ChoiceAnswer(
                 choice,
@@ -388,8 +392,10 @@ class Session:
             detokenizer.push(token_ids[-_NUM_CONTEXT_TOKENS:])
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
             choices.append(ChoiceAnswer(choice, detokenizer, parser, self._scorer_for(request)))
+        generation = self._generation(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
+        thinning = completion_thinning(request.sparse, self.model.sparse_draft, len(token_ids))
         return PromptAnswers(
-            self._generation(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt"),
+            replace(generation, thinning=thinning),
             choices,
             self._scorer,
             num_prompt_logprobs=request.answers.num_prompt_logprobs,
@@ -402,6 +408,7 @@ class Session:
         check_stop(request.stop, self.model.vocab_size)
         check_min_tokens(request.sampling, request.stop)
         check_answers(request.answers, request.priority)
+        check_sparse(request.sparse, self.model.sparse_draft)
 
     def _scorer_for(self, request: ChatRequest | CompletionRequest) -> Scorer | None:
         return None if request.answers.num_logprobs is None else self._scorer

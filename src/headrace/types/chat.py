@@ -134,6 +134,18 @@ class RequestedAnswers:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedSparse:
+    """Whether a long prompt may be thinned, as the client said it.
+
+    prefill: True and False are said in so many words, None leaves it to the server. keep: share of the uncached tokens
+    that is computed; None is the server's.
+    """
+
+    prefill: bool | None = None
+    keep: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A whole chat request, free of any dialect. `session`, `priority`, `cache_salt` as in GenerationRequest."""
 
@@ -145,6 +157,7 @@ class ChatRequest:
     sampling: RequestedSampling = RequestedSampling()
     stop: RequestedStop = RequestedStop()
     answers: RequestedAnswers = RequestedAnswers()
+    sparse: RequestedSparse = RequestedSparse()
     session: str = ""
     priority: int = 0
     cache_salt: str = ""
@@ -172,6 +185,7 @@ class CompletionRequest:
     sampling: RequestedSampling = RequestedSampling()
     stop: RequestedStop = RequestedStop()
     answers: RequestedAnswers = RequestedAnswers()
+    sparse: RequestedSparse = RequestedSparse()
     session: str = ""
     priority: int = 0
     cache_salt: str = ""

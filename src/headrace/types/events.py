@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.types.media import Route
+from headrace.types.request import Bypass
 
 
 class FinishReason(StrEnum):
@@ -32,6 +33,18 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseUsage:
+    """What became of prompts' tokens behind the cached ones where sparse prefill was on.
+
+    num_kept: computed. num_dropped: left out. bypasses: why prompts were computed whole, each reason once.
+    """
+
+    num_kept: int
+    num_dropped: int
+    bypasses: tuple[Bypass, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOutput:
     """Tokens that one step of the engine added to one choice of a request.
 
@@ -41,6 +54,7 @@ class TokenOutput:
     logprobs: one for each token if they were asked for.
     num_drafted: drafts that the step verified. num_accepted: of these, how many were right.
     reuse: on the first output of choice 0: what of the prompt came out of the prefix cache, and why no more.
+    sparse: on the first output of choice 0: what sparse prefill made of the prompt; None where it is off.
     prompt_logprobs: on the first output of choice 0 if asked for, which then comes before any other choice's; None for
     the prompt's first token, which has none.
     """
@@ -55,6 +69,7 @@ class TokenOutput:
     reuse: str | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    sparse: SparseUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +157,7 @@ class Usage:
 
     Cached tokens were really skipped; reasoning is part of output. Accepted drafts are part of drafted tokens.
     route: media if any of the prompts holds some.
+    sparse: over all prompts; None where sparse prefill is off.
     """
 
     num_prompt_tokens: int
@@ -151,6 +167,7 @@ class Usage:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     route: Route = Route.TEXT
+    sparse: SparseUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)

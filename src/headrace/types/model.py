@@ -19,6 +19,7 @@ class ModelDescription:
     max_model_len: context in tokens, prompt and answer together, after the server's own limit.
     vocab_size: width of the logits. eos_token_ids: from generation_config, else config.
     takes_media: prompts may hold images and videos.
+    sparse_draft: the model by which long prompts are thinned; None if they aren't.
     report: lines for start-up: device, precision, level of each layer class.
     """
 
@@ -32,4 +33,5 @@ class ModelDescription:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     takes_media: bool = False
+    sparse_draft: str | None = None
     report: tuple[str, ...] = field(default=())

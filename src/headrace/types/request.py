@@ -89,6 +89,50 @@ class ConstraintSpec:
     thinking: ThinkingLimit | None = None
 
 
+class Bypass(StrEnum):
+    """Why all of a prompt was computed, though sparse prefill was on for it."""
+
+    SHORT = "short_prompt"
+    """Fewer tokens are left to be computed than the server's threshold."""
+    GRAMMAR = "grammar"
+    """The answer is held to a grammar or a schema."""
+    TOOLS = "tools"
+    """The conversation has tools, or calls of some."""
+    MEDIA = "media"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    UNLOCATED = "unlocated_messages"
+    """Where the messages that must be kept lie in the prompt can't be told."""
+    ALL_KEPT = "all_kept"
+    """What must be kept, and the share of the rest, leave nothing out."""
+    DRAFT_CONTEXT = "draft_context"
+    """The prompt doesn't fit the draft model's context or memory."""
+    DRAFT_FAILED = "draft_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """How a long prompt may be thinned (sparse prefill).
+
+    keep: share of its uncached tokens that is computed, in (0, 1]; None leaves it to the server. protected: ranges of
+    its tokens that are computed in any case. bypass: why nothing may be left out, as far as the request itself says it.
+    """
+
+    keep: float | None = None
+    protected: tuple[range, ...] = ()
+    bypass: Bypass | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """Of a prompt that was thinned. whole: all of its token ids. positions: where those that are computed stand in it.
+
+    positions rise and end with the last token's.
+    """
+
+    whole: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to be continued, in one or several ways.
@@ -103,6 +147,8 @@ class GenerationRequest:
     constraint: what each choice's output may be; None for anything.
     max_draft_tokens: tokens that may be guessed ahead at once; None leaves it to the server. The output is the same.
     media: what the prompt's placeholder tokens stand for; None for text alone.
+    thinning: how the prompt may be thinned; None for not at all, and nothing is told about it.
+    thinned: what was chosen, by the engine; `prompt` then holds only the tokens that are computed.
     """
 
     request_id: str
@@ -120,8 +166,15 @@ class GenerationRequest:
     constraint: ConstraintSpec | None = None
     max_draft_tokens: int | None = None
     media: PromptMedia | None = None
+    thinning: Thinning | None = None
+    thinned: Thinned | None = None
 
     @property
     def route(self) -> Route:
         """What it needs of the model."""
         return Route.TEXT if self.media is None else Route.MEDIA
+
+    @property
+    def whole_prompt(self) -> tuple[int, ...]:
+        """All tokens of the prompt, those that are not computed too."""
+        return self.prompt if self.thinned is None else self.thinned.whole

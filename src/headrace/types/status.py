@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.types.events import SparseUsage
 from headrace.types.media import Route
 
 
@@ -22,7 +23,8 @@ class Phase(StrEnum):
 class RequestStatus:
     """One request that is being worked on.
 
-    num_output_tokens: over all its choices. age_s: since it was submitted.
+    num_prompt_tokens: of the whole prompt. num_computed_tokens: of a thinned prompt, only what is kept is ever
+    computed. num_output_tokens: over all its choices. age_s: since it was submitted.
     tokens_per_s: output tokens since the first one, per second; 0 before the second.
     """
 
@@ -39,6 +41,8 @@ class RequestStatus:
     reuse: str = ""
     """What of the prompt came out of the prefix cache, and why no more; empty before it starts."""
     route: Route = Route.TEXT
+    sparse: SparseUsage | None = None
+    """What sparse prefill made of the prompt; None where it is off, and before it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +166,31 @@ class DraftStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseStatus:
+    """Sparse prefill since the start. num_thinned: prompts; num_kept_tokens, num_dropped_tokens: of these.
+
+    bypassed: number of prompts that were computed whole, by reason. num_scoring: prompts that the draft model is at.
+    weights_bytes, state_bytes, records_bytes: the draft model's part of the memory of that name.
+    """
+
+    draft: str
+    num_thinned: int
+    num_kept_tokens: int
+    num_dropped_tokens: int
+    bypassed: tuple[tuple[str, int], ...]
+    num_scoring: int
+    weights_bytes: int
+    state_bytes: int
+    records_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A moment between two steps.
 
-    cache: None if it is switched off; drafts: None if nothing is guessed ahead. num_misfits: answers so far that were
-    held to a JSON schema and don't fit it. num_broken_calls: what began as a tool call and could not be made one.
+    cache: None if it is switched off; drafts: None if nothing is guessed ahead; sparse: None if no prompt is thinned.
+    num_misfits: answers so far that were held to a JSON schema and don't fit it. num_broken_calls: what began as a tool
+    call and could not be made one.
     """
 
     num_running: int
@@ -178,6 +202,7 @@ class EngineStatus:
     num_misfits: int = 0
     num_broken_calls: int = 0
     drafts: DraftStatus | None = None
+    sparse: SparseStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

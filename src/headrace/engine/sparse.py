@@ -1,0 +1,199 @@
+"""Sparse prefill: long prompts are computed only where a draft model found them important (arXiv 2502.02789).
+
+It stands in front of the prefix cache, where requests ask what of their prompt needs no computing, and holds a request
+back until its prompt is scored. What is computed of a thinned prompt never gets into the prefix cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import replace
+
+from headrace.engine.pool import PrefixPool
+from headrace.engine.sparse_draft import Importance, Scored, SparseDraft
+from headrace.errors import ContextTooLong
+from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
+from headrace.sparse.select import CHUNK, select
+from headrace.types.events import SparseUsage
+from headrace.types.request import Bypass, GenerationRequest, Thinning
+from headrace.types.status import SparseStatus
+
+logger = logging.getLogger(__name__)
+
+
+NUM_REMEMBERED = 8
+"""Prompts whose importance is remembered, so that one that is sent again is thinned to exactly the same tokens: behind
+what its prefix cache holds, the draft model would read it in other pieces, with other rounding."""
+
+
+class SparsePrefill:
+    """Decides for each request whether its prompt is thinned, and to what; counts why others are not."""
+
+    def __init__(
+        self,
+        draft: SparseDraft,
+        prefixes: PrefixIndex,
+        pool: PrefixPool | None,
+        *,
+        threshold: int,
+        keep: float,
+        window: int,
+    ) -> None:
+        """pool: behind `prefixes`; None if nothing is kept of prompts. threshold: uncached tokens of a long prompt.
+
+        keep: share of these that is computed, unless a request says otherwise. window: the served model's largest; so
+        many tokens at a prompt's end are kept, so that decoding sees what it would see in the whole prompt.
+        """
+        self.draft = draft
+        self._prefixes = prefixes
+        self._pool = pool
+        self._threshold = threshold
+        self._keep = keep
+        self._window = window
+        self._scoring: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """Cache salt and prompt of the requests that wait for their scores."""
+        self._scored: dict[str, Importance | Bypass] = {}
+        """Of requests that have not started: what the draft model found, or why it found nothing."""
+        self._remembered: OrderedDict[tuple[str, tuple[int, ...]], Importance] = OrderedDict()
+        """By cache salt and prompt."""
+        self._is_broken = False
+        self._bypassed: Counter[Bypass] = Counter()
+        self._num_thinned = self._num_kept = self._num_dropped = 0
+
+    def find(self, request: GenerationRequest) -> CachedPrefix | None:
+        """See PrefixIndex. None also as long as the prompt is being scored."""
+        if request.thinning is None:
+            return self._prefixes.find(request)
+        if request.request_id in self._scoring:
+            return None
+        cached = self._prefixes.find(request)
+        if cached is None:
+            return None
+        reason = self._own_reason(request, request.thinning, len(request.prompt) - cached.num_tokens)
+        if reason is None and request.request_id not in self._scored and self._begin(request):
+            # the request is not to be waited for meanwhile, and what is cached may be more by then
+            self._prefixes.end(request.request_id)
+            return None
+        scored = reason or self._scored.pop(request.request_id)
+        if isinstance(scored, Bypass):
+            return self._whole(request, cached, scored)
+        return self._thinned(request, request.thinning, cached, scored)
+
+    def _own_reason(self, request: GenerationRequest, thinning: Thinning, num_uncached: int) -> Bypass | None:
+        """Why the prompt is computed whole, whatever a draft model would find."""
+        if thinning.bypass is not None:
+            return thinning.bypass
+        if request.constraint is not None and request.constraint.grammar is not None:
+            return Bypass.GRAMMAR
+        if request.num_prompt_logprobs is not None:
+            return Bypass.PROMPT_LOGPROBS
+        if request.media is not None:
+            return Bypass.MEDIA
+        return Bypass.SHORT if num_uncached < self._threshold else None
+
+    def _begin(self, request: GenerationRequest) -> bool:
+        """Let the draft model read the prompt, unless that is known; whether it does.
+
+        If it can't, the reason is noted in place of what it would find.
+        """
+        known = self._remembered.get((request.cache_salt, request.prompt))
+        if known is not None:
+            self._scored[request.request_id] = known
+            return False
+        try:
+            if not self._is_broken:
+                self.draft.begin(request)
+                self._scoring[request.request_id] = (request.cache_salt, request.prompt)
+                return True
+            self._scored[request.request_id] = Bypass.DRAFT_FAILED
+        except ContextTooLong:
+            self._scored[request.request_id] = Bypass.DRAFT_CONTEXT
+        except Exception:  # an outer wall: a request must not fail of what only makes it faster
+            self._break()
+            self._scored[request.request_id] = Bypass.DRAFT_FAILED
+        return False
+
+    def _whole(self, request: GenerationRequest, cached: CachedPrefix, reason: Bypass) -> CachedPrefix:
+        self._bypassed[reason] += 1
+        return replace(cached, sparse=SparseUsage(len(request.prompt) - cached.num_tokens, 0, (reason,)))
+
+    def _thinned(
+        self, request: GenerationRequest, thinning: Thinning, cached: CachedPrefix, found: Importance
+    ) -> CachedPrefix:
+        start, end = cached.num_tokens, len(request.prompt)
+        protected = (*thinning.protected, range(max(0, end - max(self._window, CHUNK)), end))
+        kept = select(found[start:], start, self._keep if thinning.keep is None else thinning.keep, protected)
+        num_dropped = end - start - len(kept)
+        if not num_dropped:
+            return self._whole(request, cached, Bypass.ALL_KEPT)
+        if self._pool is not None:
+            self._pool.leave_out(request.request_id)
+        self._num_thinned += 1
+        self._num_kept += len(kept)
+        self._num_dropped += num_dropped
+        return replace(cached, kept=kept, sparse=SparseUsage(len(kept), num_dropped))
+
+    @property
+    def num_preparing(self) -> int:
+        """See PrefixIndex."""
+        return self._prefixes.num_preparing + len(self._scoring)
+
+    def end(self, request_id: str) -> None:
+        """See PrefixIndex."""
+        self._prefixes.end(request_id)
+        self._scored.pop(request_id, None)
+        if request_id in self._scoring:
+            del self._scoring[request_id]
+            if not self._is_broken:
+                self.draft.abort(request_id)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the draft model has something to do."""
+        return bool(self._scoring)
+
+    def advance(self, limit_s: float | None) -> None:
+        """A step of the draft model, whose prompt tokens may take so long; any time for None."""
+        try:
+            for one in self.draft.advance(limit_s):
+                self._note(self._scoring.pop(one.request_id), one)
+        except Exception:  # an outer wall, as in `_begin`
+            self._break()
+
+    def _note(self, key: tuple[str, tuple[int, ...]], one: Scored) -> None:
+        """Keep what the draft model found for the request, and for others with the same prompt."""
+        if one.importance is None:
+            self._scored[one.request_id] = Bypass.DRAFT_FAILED
+            return
+        self._scored[one.request_id] = self._remembered[key] = one.importance
+        self._remembered.move_to_end(key)
+        if len(self._remembered) > NUM_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def clear(self) -> int:
+        """Drop what is kept of prompts and isn't in use; gives the bytes freed."""
+        self._remembered.clear()
+        return self.draft.clear()
+
+    def _break(self) -> None:
+        """What the draft model's engine knows is not certain any more: it is not asked again."""
+        logger.exception("sparse prefill has failed; prompts are computed whole from now on")
+        self._is_broken = True
+        self.draft.close()
+        self._scored.update(dict.fromkeys(self._scoring, Bypass.DRAFT_FAILED))
+        self._scoring.clear()
+
+    def status(self) -> SparseStatus:
+        """What was thinned so far, and what was not."""
+        return SparseStatus(
+            draft=self.draft.name,
+            num_thinned=self._num_thinned,
+            num_kept_tokens=self._num_kept,
+            num_dropped_tokens=self._num_dropped,
+            bypassed=tuple((reason.value, self._bypassed[reason]) for reason in Bypass),
+            num_scoring=self.draft.num_scoring,
+            weights_bytes=self.draft.weights_bytes,
+            state_bytes=self.draft.state_bytes,
+            records_bytes=self.draft.records_bytes,
+        )

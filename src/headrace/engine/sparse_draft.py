@@ -1,0 +1,141 @@
+"""The small model that reads long prompts before the served one: an engine inside the engine, of the same parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.pool import PrefixPool
+from headrace.engine.runner import Runner
+from headrace.errors import GenerationFailed
+from headrace.scheduler.scheduler import Scheduler
+from headrace.sparse.scoring import importance
+from headrace.types.request import GenerationRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LOOKAHEAD = 8
+"""Tokens that the draft model writes on; what it looks at for them is what counts (SpecPrefill, arXiv 2502.02789)."""
+
+_GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+
+Importance = npt.NDArray[np.float32]
+"""Of each token of a prompt, `[M]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A prompt that the draft model is done with. importance: None if that went wrong."""
+
+    request_id: str
+    importance: Importance | None
+
+
+class SparseDraft:
+    """Reads prompts in chunks, in batches and with a prefix cache of its own, and says what it found important.
+
+    Belongs to the engine's thread.
+    """
+
+    def __init__(
+        self, name: str, runner: Runner, scheduler: Scheduler, prefixes: PrefixPool | None, weights_bytes: int
+    ) -> None:
+        """runner: one that watches. prefixes: the runner's; None for none."""
+        self.name = name
+        self.weights_bytes = weights_bytes
+        self._runner = runner
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._is_over = False
+        self._lengths: dict[str, int] = {}
+        """Of the prompts that are worked on."""
+
+    @property
+    def num_scoring(self) -> int:
+        """Prompts that are worked on."""
+        return len(self._lengths)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Promised to the states of prompts."""
+        return 0 if self._is_over else self._scheduler.reserved_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """What these states hold."""
+        return self._runner.state_bytes
+
+    @property
+    def records_bytes(self) -> int:
+        """What the prefix cache holds."""
+        return 0 if self._prefixes is None else self._prefixes.num_bytes
+
+    def begin(self, request: GenerationRequest) -> None:
+        """Read the prompt of a request. Raises ContextTooLong for one that the draft model has no room for."""
+        reading = GenerationRequest(
+            request.request_id,
+            request.prompt,
+            _GREEDY,
+            max_tokens=LOOKAHEAD,
+            boundaries=request.boundaries,
+            session=request.session,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        self._scheduler.add(reading, time.monotonic())
+        self._lengths[request.request_id] = len(request.prompt)
+
+    def abort(self, request_id: str) -> None:
+        """Give a prompt up that is worked on; what was computed of it stays in the prefix cache."""
+        del self._lengths[request_id]
+        self._scheduler.abort(request_id)
+        self._free()
+
+    def advance(self, limit_s: float | None) -> list[Scored]:
+        """One step, whose prompt tokens may take `limit_s`, any time for None; gives the prompts that it finished."""
+        plan = self._scheduler.schedule(limit_s)
+        if plan.is_empty:
+            return []
+        started = time.monotonic()
+        result = self._runner.execute(plan, self._scheduler.planned_requests())
+        now = time.monotonic()
+        outcome = self._scheduler.update(result, now - started, now)
+        scored = [Scored(failure.request_id, None) for failure in outcome.failures]
+        # before their states are freed
+        scored += [Scored(request_id, self._score(request_id)) for request_id in outcome.finished]
+        for one in scored:
+            del self._lengths[one.request_id]
+        self._free()
+        return scored
+
+    def _score(self, request_id: str) -> Importance | None:
+        try:
+            found = importance(*self._runner.watched(request_id), 0, self._lengths[request_id])
+            if not np.isfinite(found).all():
+                raise GenerationFailed("the draft model's attention is not numbers")
+            return found
+        except Exception:  # an outer wall: the request's prompt is computed whole
+            logger.exception("the prompt of %s could not be scored", request_id)
+            return None
+
+    def close(self) -> None:
+        """Drop all that prompts in work hold; nothing more is to be asked, but what memory is still held."""
+        self._is_over = True
+        self._lengths.clear()
+        self._runner.drop()
+
+    def _free(self) -> None:
+        self._runner.free(self._scheduler.released())
+        self._scheduler.forget_ended()
+
+    def evict(self, num_bytes: int) -> int:
+        """Drop so much of the prefix cache, or all that isn't in use; gives the bytes freed."""
+        return 0 if self._prefixes is None else self._prefixes.evict(num_bytes)
+
+    def clear(self) -> int:
+        """Drop all of the prefix cache that isn't in use; gives the bytes freed."""
+        return 0 if self._prefixes is None else self._prefixes.clear()

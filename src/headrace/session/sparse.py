@@ -1,0 +1,78 @@
+"""What of a prompt must be computed if the rest of it may be thinned, and when nothing may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.errors import InvalidRequest
+from headrace.types.chat import ChatMessage, ChatRequest, RequestedSparse
+from headrace.types.request import Boundary, BoundaryKind, Bypass, Thinning
+
+LONG_TURN = 1024
+"""Tokens of a last turn that is kept whole. A longer one holds a document, and a document is what is thinned."""
+TURN_EDGE = 128
+"""Tokens that are kept at either end of a longer one: there stands what is asked about it."""
+
+
+def check_sparse(sparse: RequestedSparse, draft: str | None) -> None:
+    """Raises InvalidRequest for a share that makes no sense, and for a wish that takes a draft model without one."""
+    if sparse.keep is not None and not 0 < sparse.keep <= 1:
+        raise InvalidRequest(f"sparse_keep must be in (0, 1], not {sparse.keep}", param="sparse_keep")
+    if draft is not None:
+        return
+    for name, is_asked in (("sparse_prefill", sparse.prefill is True), ("sparse_keep", sparse.keep is not None)):
+        if is_asked:
+            raise InvalidRequest(
+                f"{name} needs a draft model, and the server was started without one (--sparse-draft)", param=name
+            )
+
+
+def completion_thinning(sparse: RequestedSparse, draft: str | None, num_tokens: int) -> Thinning | None:
+    """How a prompt of so many tokens without messages may be thinned; None where that is off. Its ends are kept."""
+    if draft is None or sparse.prefill is False:
+        return None
+    return Thinning(sparse.keep, _edges(0, num_tokens))
+
+
+def chat_thinning(
+    request: ChatRequest, draft: str | None, num_tokens: int, boundaries: Sequence[Boundary]
+) -> Thinning | None:
+    """How a chat's prompt of so many tokens may be thinned; None where that is off.
+
+    What a template writes at the head, system prompt and all, and the last turn of the user's with all behind it are
+    kept. So are tools and their results, for a conversation with any of them is computed whole.
+    """
+    sparse = request.sparse
+    if draft is None or sparse.prefill is False:
+        return None
+    if request.tools or any(message.tool_calls or message.role == "tool" for message in request.messages):
+        return Thinning(sparse.keep, bypass=Bypass.TOOLS)
+    head = _head(request.messages, boundaries)
+    if head is None:
+        return Thinning(sparse.keep, bypass=Bypass.UNLOCATED)
+    start = _last_turn(request.messages, boundaries)
+    is_long = num_tokens - start > LONG_TURN
+    turn = _edges(start, num_tokens) if is_long else (range(start, num_tokens),)
+    return Thinning(sparse.keep, (range(head), *turn))
+
+
+def _head(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int | None:
+    """Tokens up to the end of the system prompt; None if the conversation has one that can't be located."""
+    num_leading = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
+    if any(each.role == "system" for each in messages[num_leading:]):
+        return None
+    if not num_leading:
+        return 0
+    return next((each.num_tokens for each in boundaries if each.kind is BoundaryKind.SYSTEM), None)
+
+
+def _last_turn(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int:
+    """Where the last message of the user's begins, or something before it."""
+    num_behind = next((index for index, each in enumerate(reversed(messages)) if each.role == "user"), len(messages))
+    ends = [each.num_tokens for each in boundaries if each.kind is not BoundaryKind.PROMPT]
+    # a boundary may be missing: then one that is further ahead takes its place, and more is kept
+    return ends[-1 - num_behind] if num_behind < len(ends) else 0
+
+
+def _edges(start: int, end: int) -> tuple[range, ...]:
+    return range(start, min(start + TURN_EDGE, end)), range(max(start, end - TURN_EDGE), end)

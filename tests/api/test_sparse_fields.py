@@ -1,0 +1,80 @@
+"""How every dialect asks for sparse prefill, and how it tells what became of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from api.responses_calls import Remembered
+
+from headrace.api.answer_form import AnswerHeading, sparse_detail
+from headrace.api.anthropic_answer import MessagesAnswer
+from headrace.api.anthropic_request import Thinker, read_messages
+from headrace.api.openai_answer import usage_body
+from headrace.api.openai_chat import read_chat_completion
+from headrace.api.openai_completion import read_completion
+from headrace.api.responses_body import read_response
+from headrace.errors import InvalidRequest
+from headrace.types.chat import ChatRequest, CompletionRequest, RequestedSparse
+from headrace.types.events import Finished, FinishReason, SparseUsage, Started, Text, Usage
+from headrace.types.request import Bypass
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+THINKER = Thinker(thinks=True, is_switchable=True)
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+READERS: dict[str, Callable[..., ChatRequest | CompletionRequest]] = {
+    "chat": lambda **fields: read_chat_completion(body(messages=MESSAGES, **fields)).request,
+    "completion": lambda **fields: read_completion(body(prompt="x", **fields)).request,
+    "response": lambda **fields: read_response(body(input="x", **fields), Remembered({})).request,
+    "message": lambda **fields: read_messages(body(messages=MESSAGES, max_tokens=1, **fields), THINKER).request,
+}
+
+
+@pytest.mark.parametrize("dialect", READERS)
+def test_every_dialect_has_the_two_fields(dialect: str) -> None:
+    read = READERS[dialect]
+    assert read().sparse == RequestedSparse()
+    assert read(sparse_prefill=True, sparse_keep=0.25).sparse == RequestedSparse(True, 0.25)
+    assert read(sparse_prefill=False, sparse_keep=1).sparse == RequestedSparse(False, 1.0)
+    assert read(sparse_prefill="auto").sparse == RequestedSparse()
+
+
+@pytest.mark.parametrize("dialect", READERS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("sparse_prefill", value) for value in ("yes", 1, [], {})),
+        *(("sparse_keep", value) for value in (0, -0.1, 1.1, True, "0.2")),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_by_name(dialect: str, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        READERS[dialect](**{field: value})
+    assert caught.value.param == field
+
+
+USAGE = Usage(100, 5, 10, sparse=SparseUsage(30, 60, (Bypass.SHORT, Bypass.TOOLS)))
+DETAIL = {"kept_tokens": 30, "dropped_tokens": 60, "bypassed": ["short_prompt", "tools"]}
+
+
+def test_usage_tells_what_was_kept_and_why_more_was_not_dropped() -> None:
+    assert sparse_detail(USAGE) == {"sparse_prefill": DETAIL}
+    assert usage_body(USAGE)["prompt_tokens_details"] == {
+        "cached_tokens": 10,
+        "route": "text",
+        "sparse_prefill": DETAIL,
+    }
+    events: Sequence[Any] = [Started(100), Text("a"), Finished(FinishReason.STOP, USAGE)]
+    assert MessagesAnswer(AnswerHeading("msg_1", "m")).whole(events)["usage"]["sparse_prefill"] == DETAIL
+
+
+def test_usage_says_nothing_where_it_is_off() -> None:
+    assert sparse_detail(Usage(1, 1)) == {}
+    assert usage_body(Usage(1, 1))["prompt_tokens_details"] == {"cached_tokens": 0, "route": "text"}
