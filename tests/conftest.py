@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import pytest
@@ -12,6 +13,14 @@ SAMPLE_ONE_IN = 5
 # Examples don't change from run to run, and a busy machine fails nothing: no test may depend on time.
 settings.register_profile("headrace", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("headrace")
+
+
+def pytest_configure() -> None:
+    """Keep each of several test processes to a core of its own: their matrix products wait for each other otherwise."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
