@@ -115,9 +115,15 @@ class EngineConfig:
         "finds important",
         metavar="MODEL",
     )
-    sparse_threshold: int = knob(8192, "prompts with fewer uncached tokens are computed whole", metavar="N", minimum=1)
+    sparse_threshold: int = knob(
+        8192, "prompts with fewer uncached tokens are computed whole, with --sparse-draft too", metavar="N", minimum=1
+    )
     sparse_keep: float = knob(
-        0.2, "share of a long prompt's uncached tokens that is computed", metavar="SHARE", minimum=0.01, maximum=1.0
+        0.2,
+        "share of a long prompt's uncached tokens that --sparse-draft leaves",
+        metavar="SHARE",
+        minimum=0.01,
+        maximum=1.0,
     )
     gpu_memory_utilization: float = knob(
         0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0

@@ -26,7 +26,15 @@ from headrace.config import ServerConfig
 from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
 from headrace.server.app import build_app
-from headrace.types.status import CacheStatus, DiskStatus, EngineStatus, MemoryStatus, ProcessStatus, SparseStatus
+from headrace.types.status import (
+    CacheStatus,
+    DiskStatus,
+    DraftStatus,
+    EngineStatus,
+    MemoryStatus,
+    ProcessStatus,
+    SparseStatus,
+)
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -114,7 +122,8 @@ def test_every_route_is_listed() -> None:
 def test_every_metric_is_listed() -> None:
     cache = CacheStatus(*[0] * 8, disk=DiskStatus(*[0] * 11))
     sparse = SparseStatus("draft", 0, 0, 0, (), 0, 0, 0, 0)
-    status = EngineStatus(0, 0, (), MemoryStatus(*[0] * 9), Stats().counters(), cache, sparse=sparse)
+    memory, drafts = MemoryStatus(*[0] * 9), DraftStatus(max_drafts=1, num_failures=0)
+    status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, drafts=drafts, sparse=sparse)
     page = render(status, "m", ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert same(names("api-server.md", "GET /metrics"), known)

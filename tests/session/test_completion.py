@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from headrace.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
-from headrace.session.session import Session, generation_ids
+from headrace.session.generation import generation_ids
+from headrace.session.session import Session
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import CompletionRequest, RequestedAnswers, RequestedSampling, RequestedStop
 from headrace.types.events import Event, Finished, FinishReason, PromptScores, Started, Text, TokenOutput, Usage

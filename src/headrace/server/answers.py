@@ -30,7 +30,8 @@ from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.record import RequestRecord
 from headrace.server.responses import closing_error, ignored_headers, read_body
-from headrace.session.session import Session, generation_ids
+from headrace.session.generation import generation_ids
+from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
 from headrace.types.events import Event
 

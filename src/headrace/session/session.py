@@ -23,27 +23,22 @@ from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.media.profile import read_profile
 from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
+from headrace.session.completion import CompletionPrompts
 from headrace.session.constraint import ChatConstraints, callable_tools
+from headrace.session.generation import Generations
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
 from headrace.session.settings import (
     NO_DEFAULTS,
     Defaults,
-    check_answers,
-    check_min_tokens,
     check_prompt_ids,
-    check_sampling,
-    check_stop,
     explain_defaults,
-    fit_max_tokens,
     merge_defaults,
     model_defaults,
-    refuse_oversized,
-    resolve_sampling,
 )
 from headrace.session.source import TokenSource, TokenStream
-from headrace.session.sparse import chat_thinning, check_sparse, completion_thinning
+from headrace.session.sparse import chat_thinning
 from headrace.session.words import Words, load_words
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
@@ -54,17 +49,9 @@ from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, Tex
 from headrace.types.events import Event, Started, TokenOutput
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
-from headrace.types.request import GenerationRequest
 from headrace.types.status import CacheStatus, EngineStatus
 
 log = logging.getLogger("headrace.session")
-
-# A completion is text as the model wrote it: no thinking, no frames.
-_PLAIN_TEXT = ModelFamily("plain text")
-
-# The end of a prompt that a completion's text may depend on: a character that it leaves unfinished, and whether the
-# next token begins the text (some tokenizers drop a space there). More than the longest run of tokens that is held.
-_NUM_CONTEXT_TOKENS = 16
 
 
 class Session:
@@ -94,7 +81,8 @@ class Session:
         self._scorer = Scorer(tokenizer)
         self._model_defaults = model_defaults(engine.model.generation_config)
         self._server_defaults = defaults
-        self._defaults = merge_defaults(self._model_defaults, defaults)
+        self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
+        self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_broken_calls = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
@@ -212,10 +200,7 @@ class Session:
     async def detokenize(self, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises InvalidRequest for an id that is no token."""
         check_prompt_ids(token_ids, self.model.vocab_size, "tokens")
-        return await asyncio.to_thread(self._decode, token_ids)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, keep_special=frozenset(self._tokenizer.added_tokens))
+        return await asyncio.to_thread(self._tokenizer.decode_all, token_ids)
 
     def _refuse_if_dead(self) -> None:
         if (reason := self._engine.health()) is not None:
@@ -310,7 +295,7 @@ class Session:
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
         """The prompt of a chat. max_model_len: for one that is to be answered, None for one that is only looked at."""
-        self._refuse_oversized(_lasting_texts(request, self._family.think_close), "messages")
+        self._generations.refuse_oversized(_lasting_texts(request, self._family.think_close), "messages")
         is_answered = max_model_len is not None
         prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
@@ -331,22 +316,20 @@ class Session:
         render = partial(self._render, max_model_len=max_model_len)
         return await self._media.prompt(request, render, self.model.max_model_len)
 
-    def _refuse_oversized(self, texts: Sequence[str], param: str) -> None:
-        refuse_oversized(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
-
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
-        self._check(request)
+        self._generations.check(request)
         prompt, media = await self._prompt(request, self.model.max_model_len)
         constraint = await asyncio.to_thread(self._constraints.spec, request, prompt)
-        generation = self._generation(request, request.request_id, prompt, "messages", media)
+        generation = self._generations.make(request, request.request_id, prompt, "messages", media)
         thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
         generation = replace(generation, constraint=constraint, thinning=thinning)
+        scorer = None if request.answers.num_logprobs is None else self._scorer
         choices = [
             ChoiceAnswer(
                 choice,
                 self._tokenizer.detokenizer(visible_tokens(self._family)),
                 self._parser(request, prompt),
-                self._scorer_for(request),
+                scorer,
             )
             for choice in range(request.answers.num_choices)
         ]
@@ -363,93 +346,8 @@ class Session:
         )
 
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
-        self._check(request)
-        return await asyncio.to_thread(self._completions, request)
-
-    def _completions(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
-        request_ids = generation_ids(request.request_id, len(request.prompts))
-        num_choices = request.answers.num_choices
-        return tuple(
-            self._completion(request, request_id, prompt, first_choice=index * num_choices)
-            for index, (request_id, prompt) in enumerate(zip(request_ids, request.prompts, strict=True))
-        )
-
-    def _completion(
-        self, request: CompletionRequest, request_id: str, prompt: str | tuple[int, ...], first_choice: int
-    ) -> PromptAnswers:
-        if isinstance(prompt, str):
-            self._refuse_oversized((prompt,), "prompt")
-            token_ids = tuple(self._tokenizer.encode_document(prompt))
-        else:
-            check_prompt_ids(prompt, self.model.vocab_size, "prompt")
-            token_ids = prompt
-        if not token_ids:
-            raise InvalidRequest("prompt must not be empty", param="prompt")
-        echo = (prompt if isinstance(prompt, str) else self._decode(prompt)) if request.echo else None
-        choices = []
-        for choice in range(first_choice, first_choice + request.answers.num_choices):
-            detokenizer = self._tokenizer.detokenizer()
-            detokenizer.push(token_ids[-_NUM_CONTEXT_TOKENS:])
-            parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
-            choices.append(ChoiceAnswer(choice, detokenizer, parser, self._scorer_for(request)))
-        generation = self._generation(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
-        thinning = completion_thinning(request.sparse, self.model.sparse_draft, len(token_ids))
-        return PromptAnswers(
-            replace(generation, thinning=thinning),
-            choices,
-            self._scorer,
-            num_prompt_logprobs=request.answers.num_prompt_logprobs,
-            echo=echo,
-            num_echo_logprobs=request.answers.num_logprobs,
-        )
-
-    def _check(self, request: ChatRequest | CompletionRequest) -> None:
-        check_sampling(request.sampling, self.model.vocab_size)
-        check_stop(request.stop, self.model.vocab_size)
-        check_min_tokens(request.sampling, request.stop)
-        check_answers(request.answers, request.priority)
-        check_sparse(request.sparse, self.model.sparse_draft)
-
-    def _scorer_for(self, request: ChatRequest | CompletionRequest) -> Scorer | None:
-        return None if request.answers.num_logprobs is None else self._scorer
-
-    def _generation(
-        self,
-        request: ChatRequest | CompletionRequest,
-        request_id: str,
-        prompt: RenderedPrompt,
-        param: str,
-        media: PromptMedia | None = None,
-    ) -> GenerationRequest:
-        stop_token_ids = frozenset(request.stop.token_ids)
-        if not request.stop.ignore_eos:
-            # Many a config.json names the end of a document only, and the tokenizer the end of a turn.
-            end = self._tokenizer.eos_token_id
-            stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
-        asked = self._defaults.max_tokens if request.stop.max_tokens is None else request.stop.max_tokens
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=prompt.token_ids,
-            sampling=resolve_sampling(request.sampling, self._defaults.sampling, self._tokenizer.encode),
-            max_tokens=fit_max_tokens(len(prompt.token_ids), asked, self.model.max_model_len, param),
-            stop_token_ids=stop_token_ids,
-            boundaries=prompt.boundaries,
-            num_choices=request.answers.num_choices,
-            num_logprobs=request.answers.num_logprobs,
-            num_prompt_logprobs=_num_prompt_logprobs(request),
-            session=request.session,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            max_draft_tokens=request.answers.max_draft_tokens,
-            media=media,
-        )
-
-
-def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
-    """Ids under which the engine knows a request's prompts: the request's own if it has one."""
-    if num_prompts == 1:
-        return (request_id,)
-    return tuple(f"{request_id}-{index}" for index in range(num_prompts))
+        self._generations.check(request)
+        return await asyncio.to_thread(self._completions.make, request)
 
 
 def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:
@@ -462,11 +360,3 @@ def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:
                 text = text.rpartition(think_close)[2]
             texts.append(text.strip())
     return texts
-
-
-def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """The larger of what is asked for by itself and with an echo."""
-    wanted = [request.answers.num_prompt_logprobs]
-    if isinstance(request, CompletionRequest) and request.echo:
-        wanted.append(request.answers.num_logprobs)
-    return max((number for number in wanted if number is not None), default=None)

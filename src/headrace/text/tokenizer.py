@@ -114,6 +114,10 @@ class Tokenizer:
         detokenizer = self.detokenizer(keep_special)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The same with every special token by its name."""
+        return self.decode(token_ids, keep_special=frozenset(self.added_tokens))
+
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token adds to a text; None for a special token and for an id beyond the vocabulary."""
         piece = self._pieces.piece(token_id)

@@ -1,0 +1,77 @@
+"""Completions: prompts without roles, answered as the model writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.errors import InvalidRequest
+from headrace.families.family import ModelFamily
+from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer
+from headrace.session.generation import Generations, generation_ids
+from headrace.session.settings import check_prompt_ids
+from headrace.session.sparse import completion_thinning
+from headrace.text.stream_parser import StreamParser
+from headrace.text.template import RenderedPrompt
+from headrace.text.tokenizer import Tokenizer
+from headrace.types.chat import CompletionRequest
+
+# A completion is text as the model wrote it: no thinking, no frames.
+_PLAIN_TEXT = ModelFamily("plain text")
+
+# The end of a prompt that a completion's text may depend on: a character that it leaves unfinished, and whether the
+# next token begins the text (some tokenizers drop a space there). More than the longest run of tokens that is held.
+_NUM_CONTEXT_TOKENS = 16
+
+
+class CompletionPrompts:
+    """Makes the prompts of completions."""
+
+    def __init__(self, generations: Generations, tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self._generations = generations
+        self._tokenizer = tokenizer
+        self._scorer = scorer
+
+    def make(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
+        """Its prompts, each with the ways back of its choices. Raises RequestError."""
+        request_ids = generation_ids(request.request_id, len(request.prompts))
+        num_choices = request.answers.num_choices
+        return tuple(
+            self._one(request, request_id, prompt, first_choice=index * num_choices)
+            for index, (request_id, prompt) in enumerate(zip(request_ids, request.prompts, strict=True))
+        )
+
+    def _one(
+        self, request: CompletionRequest, request_id: str, prompt: str | tuple[int, ...], first_choice: int
+    ) -> PromptAnswers:
+        token_ids = self._token_ids(prompt)
+        echo = None
+        if request.echo:
+            echo = prompt if isinstance(prompt, str) else self._tokenizer.decode_all(prompt)
+        scorer = None if request.answers.num_logprobs is None else self._scorer
+        choices = []
+        for choice in range(first_choice, first_choice + request.answers.num_choices):
+            detokenizer = self._tokenizer.detokenizer()
+            detokenizer.push(token_ids[-_NUM_CONTEXT_TOKENS:])
+            parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
+            choices.append(ChoiceAnswer(choice, detokenizer, parser, scorer))
+        generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
+        draft = self._generations.model.sparse_draft
+        return PromptAnswers(
+            replace(generation, thinning=completion_thinning(request.sparse, draft, len(token_ids))),
+            choices,
+            self._scorer,
+            num_prompt_logprobs=request.answers.num_prompt_logprobs,
+            echo=echo,
+            num_echo_logprobs=request.answers.num_logprobs,
+        )
+
+    def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            self._generations.refuse_oversized((prompt,), "prompt")
+            token_ids = tuple(self._tokenizer.encode_document(prompt))
+        else:
+            check_prompt_ids(prompt, self._generations.model.vocab_size, "prompt")
+            token_ids = prompt
+        if not token_ids:
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        return token_ids

@@ -1,0 +1,92 @@
+"""From what a request asks for to what the engine is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.session.settings import (
+    Defaults,
+    check_answers,
+    check_min_tokens,
+    check_sampling,
+    check_stop,
+    fit_max_tokens,
+    refuse_oversized,
+    resolve_sampling,
+)
+from headrace.session.sparse import check_sparse
+from headrace.text.template import RenderedPrompt
+from headrace.text.tokenizer import Tokenizer
+from headrace.types.chat import ChatRequest, CompletionRequest
+from headrace.types.media import PromptMedia
+from headrace.types.model import ModelDescription
+from headrace.types.request import GenerationRequest
+
+
+class Generations:
+    """Makes the requests that one engine gets."""
+
+    def __init__(self, model: ModelDescription, tokenizer: Tokenizer, defaults: Defaults) -> None:
+        """defaults: the model's and the server's together."""
+        self.model = model
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+
+    def check(self, request: ChatRequest | CompletionRequest) -> None:
+        """What can be told without the prompt. Raises InvalidRequest, naming the field."""
+        check_sampling(request.sampling, self.model.vocab_size)
+        check_stop(request.stop, self.model.vocab_size)
+        check_min_tokens(request.sampling, request.stop)
+        check_answers(request.answers, request.priority)
+        check_sparse(request.sparse, self.model.sparse_draft)
+
+    def refuse_oversized(self, texts: Sequence[str], param: str) -> None:
+        """Raises ContextTooLong for texts that are many times as long as the context, without counting their tokens."""
+        refuse_oversized(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
+
+    def make(
+        self,
+        request: ChatRequest | CompletionRequest,
+        request_id: str,
+        prompt: RenderedPrompt,
+        param: str,
+        media: PromptMedia | None = None,
+    ) -> GenerationRequest:
+        """The request for one prompt. param: the field it comes from. Raises ContextTooLong, naming that."""
+        stop_token_ids = frozenset(request.stop.token_ids)
+        if not request.stop.ignore_eos:
+            # Many a config.json names the end of a document only, and the tokenizer the end of a turn.
+            end = self._tokenizer.eos_token_id
+            stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
+        asked = self._defaults.max_tokens if request.stop.max_tokens is None else request.stop.max_tokens
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt.token_ids,
+            sampling=resolve_sampling(request.sampling, self._defaults.sampling, self._tokenizer.encode),
+            max_tokens=fit_max_tokens(len(prompt.token_ids), asked, self.model.max_model_len, param),
+            stop_token_ids=stop_token_ids,
+            boundaries=prompt.boundaries,
+            num_choices=request.answers.num_choices,
+            num_logprobs=request.answers.num_logprobs,
+            num_prompt_logprobs=_num_prompt_logprobs(request),
+            session=request.session,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            max_draft_tokens=request.answers.max_draft_tokens,
+            media=media,
+        )
+
+
+def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
+    """Ids under which the engine knows a request's prompts: the request's own if it has one."""
+    if num_prompts == 1:
+        return (request_id,)
+    return tuple(f"{request_id}-{index}" for index in range(num_prompts))
+
+
+def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    """The larger of what is asked for by itself and with an echo."""
+    wanted = [request.answers.num_prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        wanted.append(request.answers.num_logprobs)
+    return max((number for number in wanted if number is not None), default=None)
