@@ -61,9 +61,8 @@ class ByteTokenizer:
         # As if a token could be eight bytes long: the bound of a real vocabulary is far from the truth too.
         return -(-sum(len(text.encode()) for text in texts) // 8)
 
-    def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         texts = [bytes([each]) if each < END else _SPECIAL[each].encode() for each in token_ids]
-        assert keep_special == frozenset(_SPECIAL.values()), "nothing here decodes without them"
         return b"".join(texts).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
