@@ -18,10 +18,9 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_vlm.models.gemma3.config import ModelConfig, TextConfig, VisionConfig
 from mlx_vlm.models.gemma3.gemma3 import Model
 
-from headrace.families.vision import PatchVision
 from headrace.media.digest import pixel_digest
 from headrace.media.patches import to_patches
-from headrace.media.profile import read_profile
+from headrace.media.profile import VisionProfile, read_profile
 from headrace.types.media import MediaInput, PromptMedia
 
 WINDOW, HIDDEN, SIDE, NUM_TOKENS = 8, 64, 32, 16
@@ -134,31 +133,28 @@ class TinyGemma3:
             known.append(int(self.logits(known, pictures)[-1].argmax()))
         return known[len(ids) :], lead
 
+    def picture(self, seed: int) -> np.ndarray:
+        """Bytes `[side, side, 3]`."""
+        return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
 
-def vision(folder: Path) -> PatchVision:
-    """How the saved checkpoint sees, read from its files."""
-    profile = read_profile(folder, CONFIG)
-    assert profile is not None
-    return profile.vision
-
-
-def picture(seed: int) -> np.ndarray:
-    """Bytes `[side, side, 3]`."""
-    return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    def prompt(self, pictures: Sequence[np.ndarray], folder: Path) -> tuple[list[int], PromptMedia]:
+        """Text, and after every five tokens of it a picture; as the saved checkpoint's files have it."""
+        profile = read_profile(folder, CONFIG)
+        assert profile is not None
+        return pictured_prompt(pictures, profile)
 
 
-def prompt(pictures: Sequence[np.ndarray], folder: Path, num_text: int = 5) -> tuple[list[int], PromptMedia]:
-    """Text, and after every `num_text` tokens of it a picture."""
-    how = vision(folder)
+def pictured_prompt(pictures: Sequence[np.ndarray], profile: VisionProfile) -> tuple[list[int], PromptMedia]:
+    """Text, and after every five tokens of it a picture between its tokens."""
+    how, tokens = profile.vision, profile.tokens
     ids: list[int] = []
     inputs: list[MediaInput] = []
     for number, shown in enumerate(pictures):
-        ids += [3 + 7 * number + index for index in range(num_text)] + [START]
+        ids += [*(3 + 7 * number + index for index in range(5)), tokens.start]
         patches, grid = to_patches(shown[None], how)
         start = len(ids)
-        ids += [IMAGE] * NUM_TOKENS
+        ids += [tokens.image] * (grid[1] * grid[2] // how.merge_size**2)
         digest = pixel_digest(patches, grid, (0,))
         inputs.append(MediaInput(start, len(ids), patches.data, grid, how.mean, how.std, digest))
-        ids.append(END)
-    ids += [90, 91, 92]
-    return ids, PromptMedia(tuple(inputs), is_two_way=True)
+        ids.append(tokens.end)
+    return [*ids, 90, 91, 92], PromptMedia(tuple(inputs), two_way=how.two_way)

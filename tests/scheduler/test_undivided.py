@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from scheduler.made_up import AMPLE, answer, lengths, request
 
 from headrace.scheduler.scheduler import Scheduler
-from headrace.types.media import MediaInput, PromptMedia
+from headrace.types.media import MediaInput, PromptMedia, TwoWay
 from headrace.types.request import GenerationRequest
 
 HALF = (0.5, 0.5, 0.5)
 
 
-def pictured(name: str, prompt: int, *runs: tuple[int, int], is_two_way: bool = True) -> GenerationRequest:
+def pictured(name: str, prompt: int, *runs: tuple[int, int], two_way: TwoWay = TwoWay.WINDOWS) -> GenerationRequest:
     inputs = [MediaInput(start, end, memoryview(b""), (1, 1, 1), HALF, HALF, b"") for start, end in runs]
-    return replace(request(name, prompt), media=PromptMedia(tuple(inputs), is_two_way=is_two_way))
+    return replace(request(name, prompt), media=PromptMedia(tuple(inputs), two_way=two_way))
 
 
 def chunks(scheduler: Scheduler, name: str) -> list[int]:
@@ -51,7 +51,7 @@ def test_a_chunk_ends_before_or_behind_a_picture(run: tuple[int, int], expected:
 
 def test_pictures_that_are_seen_one_way_are_parted() -> None:
     scheduler = Scheduler(1, 64, 1000, memory=AMPLE)
-    scheduler.add(pictured("a", 100, (40, 90), is_two_way=False), 0.0)
+    scheduler.add(pictured("a", 100, (40, 90), two_way=TwoWay.NOWHERE), 0.0)
     assert chunks(scheduler, "a") == [64, 36]
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.types.media import TwoWay
+
 Channels = tuple[float, float, float]
 """Red, green, blue."""
 
@@ -60,12 +62,15 @@ class PatchVision:
     number of them, the first and the last always.
     tokens_per_second: steps on the time axis per second of a video without timestamps; None is one step per group.
     side: pixels on a side that pictures of any shape are scaled to; None keeps their shape within `image`.
+    max_tokens: of a picture that is scaled to as many tokens as this allows, its shape kept as far as whole ones can;
+    None where `image` says how large it may be.
     is_bicubic: how they are scaled; else bilinear.
     has_axes: tokens have positions in time, row and column; else they are counted.
-    is_two_way: tokens of one picture see each other, whatever their order.
+    two_way: where tokens of one picture see each other.
     sees_videos: else the frames of a video are shown as pictures.
     mark: what chat templates write for a picture if they leave its start, its end and the margin to the processor; None
-    if they write all that is around its placeholder. margin: text on both sides of a picture then.
+    if they write all that is around its placeholder. It is the start token's spelling or, unless marks_by_start, the
+    placeholder's. margin: text on both sides of a picture then.
     """
 
     model_types: tuple[str, ...]
@@ -83,11 +88,13 @@ class PatchVision:
     takes_whole_groups: bool = False
     tokens_per_second: float | None = None
     side: int | None = None
+    max_tokens: int | None = None
     is_bicubic: bool = True
     has_axes: bool = True
-    is_two_way: bool = False
+    two_way: TwoWay = TwoWay.NOWHERE
     sees_videos: bool = True
     mark: str | None = None
+    marks_by_start: bool = False
     margin: str = ""
 
     @property
@@ -133,15 +140,32 @@ GEMMA3_VISION = PatchVision(
     side=896,
     is_bicubic=False,
     has_axes=False,
-    is_two_way=True,
+    two_way=TwoWay.EVERYWHERE,
     sees_videos=False,
     # 256 tokens a frame: a video takes what a long chat takes.
     sampling=FrameSampling(fps=1.0, min_frames=1, max_frames=32),
     mark="<start_of_image>",
+    marks_by_start=True,
     margin="\n\n",
 )
+GEMMA4_VISION = PatchVision(
+    model_types=("gemma4",),
+    patch_size=16,
+    temporal_patch_size=1,
+    merge_size=3,
+    mean=_HALF,
+    std=_HALF,
+    image=PixelRange(48 * 48, 280 * 48 * 48),
+    video=PixelRange(48 * 48, 280 * 48 * 48),
+    has_timestamps=False,
+    max_tokens=280,
+    has_axes=False,
+    sees_videos=False,
+    sampling=FrameSampling(fps=1.0, min_frames=1, max_frames=32),
+    mark="<|image|>",
+)
 
-_VISIONS = (QWEN2_VISION, QWEN3_VISION, GEMMA3_VISION)
+_VISIONS = (QWEN2_VISION, QWEN3_VISION, GEMMA3_VISION, GEMMA4_VISION)
 _BY_MODEL_TYPE = {model_type: vision for vision in _VISIONS for model_type in vision.model_types}
 
 

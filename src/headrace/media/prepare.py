@@ -14,7 +14,7 @@ from headrace.media.patches import Pixels, scaled, to_patches
 from headrace.media.prepared import PreparedImage, PreparedVideo
 from headrace.media.prompt import num_media_tokens
 from headrace.media.sampling import FrameTimes, SampledFrames, group_times, num_sampled, sample
-from headrace.media.scaling import Size, image_size, video_size
+from headrace.media.scaling import Size, image_size, size_within_tokens, video_size
 from headrace.media.video import read_frames, read_outline
 from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
 
@@ -102,11 +102,14 @@ def choose_frames(
 
 
 def _image_size(size: Size, vision: PatchVision, param: str, options: MediaOptions) -> Size:
+    is_fixed = vision.side is not None or vision.max_tokens is not None
+    if is_fixed and (options.min_pixels is not None or options.max_pixels is not None):
+        message = f"{param}: min_pixels and max_pixels: the model takes pictures of one size"
+        raise UnsupportedField(message, param=param)
     if vision.side is not None:
-        if options.min_pixels is not None or options.max_pixels is not None:
-            message = f"{param}: min_pixels and max_pixels: the model takes pictures of one size"
-            raise UnsupportedField(message, param=param)
         return vision.side, vision.side
+    if vision.max_tokens is not None:
+        return size_within_tokens(size, vision.factor, vision.max_tokens)
     try:
         return image_size(size, vision.factor, _within(vision.image, options))
     except ValueError as error:

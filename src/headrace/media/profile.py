@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.families.vision import Channels, FrameSampling, PatchVision, PixelRange, VisionTokens, find_vision
+from headrace.types.media import TwoWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | 
     image, video = _processor_settings(directory)
     if vision.side is not None:
         return VisionProfile(_square(vision, config, image), _tokens(config, vision))
+    if vision.max_tokens is not None:
+        return VisionProfile(_within_tokens(vision, config, image), _tokens(config, vision))
     # The shape of patches is the tower's and the same for both; pixels may differ.
     vision = replace(
         vision,
@@ -71,6 +74,19 @@ def _square(vision: PatchVision, config: Mapping[str, Any], image: Mapping[str, 
     )
 
 
+def _within_tokens(vision: PatchVision, config: Mapping[str, Any], image: Mapping[str, Any]) -> PatchVision:
+    """The profile of a tower that makes about as many tokens of every picture; it scales the channels itself."""
+    tower = config["vision_config"]
+    sees_both_ways = (config.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
+    return replace(
+        vision,
+        patch_size=tower.get("patch_size", vision.patch_size),
+        merge_size=tower.get("pooling_kernel_size", vision.merge_size),
+        max_tokens=image.get("max_soft_tokens") or config.get("vision_soft_tokens_per_image") or vision.max_tokens,
+        two_way=TwoWay.WINDOWS if sees_both_ways else TwoWay.NOWHERE,
+    )
+
+
 _TOKEN_FIELDS = (
     {"start": "vision_start_token_id", "end": "vision_end_token_id", "image": "image_token_id"},
     {"start": "boi_token_index", "end": "eoi_token_index", "image": "image_token_index"},
@@ -87,7 +103,7 @@ def _tokens(config: Mapping[str, Any], vision: PatchVision) -> VisionTokens:
     if missing:
         raise ModelError(f"config.json has a vision_config but no {missing[0]}")
     ids = {field: int(config[name]) for field, name in names.items()}
-    mark = ids["start"] if vision.mark is not None else None
+    mark = None if vision.mark is None else ids["start" if vision.marks_by_start else "image"]
     return VisionTokens(ids["start"], ids["end"], ids["image"], ids.get("video"), mark)
 
 

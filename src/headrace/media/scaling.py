@@ -25,6 +25,22 @@ def image_size(size: Size, factor: int, pixels: PixelRange) -> Size:
     return _fitted(size, rounded, factor, pixels, num_frames=1, num_counted_frames=1)
 
 
+def size_within_tokens(size: Size, factor: int, max_tokens: int) -> Size:
+    """The largest size of about the same shape that makes at most `max_tokens` tokens of `factor` pixels on a side.
+
+    As `get_aspect_ratio_preserving_size` of transformers' Gemma 4: sides are rounded down, and to one token where
+    that leaves nothing.
+    """
+    height, width = size
+    scale = math.sqrt(max_tokens * factor**2 / (height * width))
+    rows, columns = math.floor(scale * height / factor), math.floor(scale * width / factor)
+    if rows == 0:
+        rows, columns = 1, min(width // height, max_tokens)
+    elif columns == 0:
+        rows, columns = min(height // width, max_tokens), 1
+    return rows * factor, columns * factor
+
+
 def video_size(num_frames: int, size: Size, vision: PatchVision) -> Size:
     """The size that each of `num_frames` frames is scaled to.
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from headrace.models.positions import TokenPositions
 from headrace.models.seams import Undo
+from headrace.models.step import NO_RUNS, TwoWayRuns
 from headrace.models.vision import MediaEmbeddings
-from headrace.types.media import MediaInput, PromptMedia
+from headrace.types.media import MediaInput, PromptMedia, TwoWay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,13 +31,20 @@ class MediaPiece:
 class RowMedia:
     """What a prompt's media mean for the tokens of one row in one step.
 
-    positions: int32 `[3, n]`. pieces: rising, without overlap. two_way: `lo` to `hi` of pieces whose tokens see each
-    other, whatever their order.
+    positions: int32 `[3, n]`. pieces: rising, without overlap. two_way: where tokens of a piece see each other.
     """
 
     positions: npt.NDArray[np.int32]
     pieces: tuple[MediaPiece, ...] = ()
-    two_way: tuple[tuple[int, int], ...] = ()
+    two_way: TwoWay = TwoWay.NOWHERE
+
+    @property
+    def runs(self) -> TwoWayRuns:
+        """The pieces whose tokens see each other."""
+        if self.two_way is TwoWay.NOWHERE:
+            return NO_RUNS
+        runs = tuple((piece.lo, piece.hi) for piece in self.pieces)
+        return TwoWayRuns(windowed=runs, full=runs if self.two_way is TwoWay.EVERYWHERE else ())
 
 
 def inputs_within(media: PromptMedia, start: int, end: int) -> tuple[MediaInput, ...]:
@@ -56,8 +64,7 @@ def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes,
         whole = embedded[each.digest]
         part = MediaEmbeddings(whole.rows[rows], tuple(layer[rows] for layer in whole.deep))
         pieces.append(MediaPiece(lo - start, hi - start, part))
-    two_way = tuple((piece.lo, piece.hi) for piece in pieces) if media.is_two_way else ()
-    return RowMedia(media_positions(media, start, end), tuple(pieces), two_way)
+    return RowMedia(media_positions(media, start, end), tuple(pieces), media.two_way)
 
 
 def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:
@@ -103,6 +110,10 @@ class StepMedia:
     def embeddings(self, of_tokens: mx.array) -> mx.array:
         """The tokens' own embeddings `[1, T, hidden]`, replaced where media stand."""
         return self._filled(of_tokens[0], [piece.embeddings.rows for piece in self.pieces])[None]
+
+    def text_ids(self, ids: mx.array) -> mx.array:
+        """The ids `[1, T]`, 0 where media stand: what deeper layers look up by id, as Gemma 4's, is padding's there."""
+        return self._filled(ids[0], [mx.zeros(piece.hi - piece.lo) for piece in self.pieces])[None]
 
     def deep(self) -> list[mx.array]:
         """What is added to the outputs of the first layers, `[1, T, hidden]` each."""

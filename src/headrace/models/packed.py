@@ -18,7 +18,7 @@ from headrace.models.mrope import find_sections
 from headrace.models.position_support import positions_refusal
 from headrace.models.positions import TokenPositions
 from headrace.models.seams import views_of
-from headrace.models.step import PackedStep, RowSpan
+from headrace.models.step import NO_RUNS, PackedStep, RowSpan
 from headrace.models.watch import QueryWatch
 from headrace.state.hidden import HiddenState
 from headrace.state.layer import LayerKey
@@ -75,7 +75,8 @@ class PackedModel:
         tap = self._installation.tap
         tap.picks = wanted
         try:
-            logits: mx.array = self.model(ids, cache=views_of(step, self._windows), **self._media(rows, ids))[0]
+            views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
+            logits: mx.array = self.model(ids, cache=views, **embeddings)[0]
         finally:
             tap.picks = None
             self._deepstack.set(())
@@ -92,7 +93,7 @@ class PackedModel:
             picked = () if row.watch is None else tuple(pick for pick in picks if lo <= pick < hi)
             if row.watch is not None and picked:
                 row.watch.begin()
-            two_way = () if row.media is None else row.media.two_way
+            two_way = NO_RUNS if row.media is None else row.media.runs
             spans.append(
                 RowSpan(state, lo, hi, state.length, state.num_certain, row.positions, row.watch, picked, two_way)
             )
@@ -100,14 +101,13 @@ class PackedModel:
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
         return PackedStep(tuple(spans), mx.array(packed_positions(placed)), self.kernels)
 
-    def _media(self, rows: Sequence[Row], ids: mx.array) -> dict[str, mx.array]:
-        """Arguments for the model's forward where tokens of the step stand for media; prepares deeper layers."""
+    def _inputs(self, rows: Sequence[Row], ids: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        """Ids and embeddings for the model's forward; where tokens stand for media, prepares deeper layers."""
         media = step_media([(len(row.token_ids), row.media) for row in rows])
         if media is None:
-            return {}
+            return ids, {}
         self._deepstack.set(media.deep())
-        inner: Any = self.model.get("language_model", self.model)
-        return {"input_embeddings": media.embeddings(inner.model.embed_tokens(ids))}
+        return media.text_ids(ids), {"input_embeddings": media.embeddings(self.embed(ids))}
 
     @property
     def largest_window(self) -> int:

@@ -18,12 +18,25 @@ Windows = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class TwoWayRuns:
+    """Runs of tokens, by their places in a row, that see each other whatever their order.
+
+    windowed: in layers with a sliding window. full: in those without.
+    """
+
+    windowed: tuple[tuple[int, int], ...] = ()
+    full: tuple[tuple[int, int], ...] = ()
+
+
+NO_RUNS = TwoWayRuns()
+
+
+@dataclass(frozen=True, slots=True)
 class RowSpan:
     """The tokens `lo` to `hi` of the step belong to one sequence and are its computed tokens from `start` on.
 
     positions: where all computed tokens of the sequence stand; None if that is their place among them.
     watch: notes the queries at `picks`, which are packed tokens of this row; None if nobody asks.
-    two_way: runs of tokens, by their places in the row, that see each other whatever their order.
     """
 
     state: SequenceState
@@ -34,7 +47,7 @@ class RowSpan:
     positions: TokenPositions | None = None
     watch: QueryWatch | None = None
     picks: tuple[int, ...] = ()
-    two_way: tuple[tuple[int, int], ...] = ()
+    two_way: TwoWayRuns = NO_RUNS
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
+from headrace.models.gemma4_vision import GEMMA4
 from headrace.models.pieces import PIECE_WORK, Computation, Pieces, Stages, by_rows
 from headrace.models.qwen_vision import MODULES, QWEN
 from headrace.models.siglip import GEMMA3
@@ -28,7 +29,7 @@ from headrace.models.vision_attention import PatchAttention
 from headrace.models.weights import LISTED_NAMES, hold
 from headrace.types.media import MediaInput
 
-_KINDS: Mapping[str, TowerKind] = {**dict.fromkeys(MODULES, QWEN), "gemma3": GEMMA3}
+_KINDS: Mapping[str, TowerKind] = {**dict.fromkeys(MODULES, QWEN), "gemma3": GEMMA3, "gemma4": GEMMA4}
 """The towers of models by their `model_type`."""
 
 

@@ -72,7 +72,7 @@ class SegmentAttention(nn.Module):
         for length, run in groupby(end - begin for begin, end in pairwise(cu_seqlens)):
             end = start + length * len(list(run))
             if end > start:
-                of_run = [_segments(part[start:end], length) for part in (queries, keys, values)]
+                of_run = [to_segments(part[start:end], length) for part in (queries, keys, values)]
                 attended = self._attend(of_run[0], of_run[1], of_run[2], inner.scale)
                 outputs.append(attended.transpose(0, 2, 1, 3).reshape(end - start, -1))
             start = end
@@ -95,14 +95,14 @@ class PictureAttention(nn.Module):
         """x: `[patches, width]`."""
         inner, pieces = self.inner, self._attend.pieces
         queries, keys, values = (
-            _segments(by_rows(part, x, self._work, pieces).reshape(x.shape[0], inner.num_heads, -1), x.shape[0])
+            to_segments(by_rows(part, x, self._work, pieces).reshape(x.shape[0], inner.num_heads, -1), x.shape[0])
             for part in (inner.q_proj, inner.k_proj, inner.v_proj)
         )
         attended = self._attend(queries, keys, values, inner.scale)
         return by_rows(inner.out_proj, attended[0].transpose(1, 0, 2).reshape(x.shape), self._work, pieces)
 
 
-def _segments(part: mx.array, length: int) -> mx.array:
+def to_segments(part: mx.array, length: int) -> mx.array:
     """`[patches, heads, head_dim]` to `[segments, heads, length, head_dim]`."""
     _, num_heads, head_dim = part.shape
     return part.reshape(-1, length, num_heads, head_dim).transpose(0, 2, 1, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.scheduler.sequence import Sequence
+from headrace.types.media import TwoWay
 from headrace.types.step import Chunk
 
 PREFILL_GRID = 32
@@ -78,7 +79,7 @@ def _outside_of_runs(sequence: Sequence, stop: int, budget: int, *, may_exceed: 
     What is first and larger than the budget is computed at once nevertheless, where nobody else is served before.
     """
     media = sequence.request.media
-    if media is None or not media.is_two_way:
+    if media is None or media.two_way is TwoWay.NOWHERE:
         return stop
     run = next((each for each in media.inputs if each.start < stop < each.end), None)
     if run is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 
 
@@ -90,6 +90,15 @@ class MediaInput:
     digest: bytes
 
 
+class TwoWay(Enum):
+    """In which layers tokens of one input see each other, whatever their order; they are computed at once then."""
+
+    NOWHERE = auto()
+    WINDOWS = auto()
+    """In those with a sliding window."""
+    EVERYWHERE = auto()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMedia:
     """All media of one prompt.
@@ -98,10 +107,9 @@ class PromptMedia:
     positions: int32 [3, prompt tokens]: the time, row and column that each token has in rotary embedding; None where
     the model counts tokens only.
     rope_delta: what a token after the prompt adds to its index to get its position, on all three axes.
-    is_two_way: tokens of one input see each other, whatever their order, so that they have to be computed at once.
     """
 
     inputs: tuple[MediaInput, ...]
     positions: memoryview | None = None
     rope_delta: int = 0
-    is_two_way: bool = False
+    two_way: TwoWay = TwoWay.NOWHERE

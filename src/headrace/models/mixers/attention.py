@@ -49,7 +49,7 @@ def attend(
     for span, state in zip(spans, states, strict=True):
         if span.watch is not None and span.picks and window is None:
             span.watch.note(view.layer, queries, span.picks, scale, sinks)
-        for lo, hi, two_way in _parts(span, window is not None and kernels.goes_token_by_token):
+        for lo, hi, two_way in _parts(span, window is not None, kernels.goes_token_by_token):
             start, end = span.start + lo - span.lo, span.start + hi - span.lo
             first, positions = _reach(span, start, end, window)
             read, part = state.read(first, end), queries[:, :, lo:hi]
@@ -60,15 +60,16 @@ def attend(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def _parts(span: RowSpan, token_by_token: bool) -> list[tuple[int, int, bool]]:
+def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[int, int, bool]]:
     """The row's tokens, parted where two-way runs begin and end, and whether a part is one.
 
-    The rest whole, or one by one: a window's sums then run over the same keys as in decoding.
+    The rest whole or, under a window, one by one: its sums then run over the same keys as in decoding.
     """
     parts: list[tuple[int, int, bool]] = []
     done = span.lo
-    for lo, hi in (*((span.lo + lo, span.lo + hi) for lo, hi in span.two_way), (span.hi, span.hi)):
-        if token_by_token:
+    runs = span.two_way.windowed if has_window else span.two_way.full
+    for lo, hi in (*((span.lo + lo, span.lo + hi) for lo, hi in runs), (span.hi, span.hi)):
+        if has_window and token_by_token:
             parts += [(token, token + 1, False) for token in range(done, lo)]
         elif lo > done:
             parts.append((done, lo, False))
