@@ -119,6 +119,25 @@ def test_a_variable_that_makes_no_sense_is_refused_by_name(variable: str, value:
         load_config([], {variable: value})
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ", "source", "needed"),
+    [
+        (["--sparse-keep", "0.3"], {}, "--sparse-keep", "--sparse-draft"),
+        (["--sparse-threshold", "9000"], {"HEADRACE_SPARSE_KEEP": "0.3"}, "--sparse-threshold", "--sparse-draft"),
+        ([], {"HEADRACE_SPARSE_KEEP": "0.2"}, "HEADRACE_SPARSE_KEEP", "--sparse-draft"),
+        (["--cache-disk-quota", "9"], {}, "--cache-disk-quota", "--cache-dir"),
+    ],
+)
+def test_a_knob_without_the_one_that_it_needs_is_refused(
+    flags: list[str], environ: dict[str, str], source: str, needed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags, environ)
+    assert caught.value.message == f"{source} has no effect without {needed}"
+    met = load_config([*flags, needed, "there"], environ)
+    assert "there" in (met.engine.sparse_draft, met.engine.cache_dir)
+
+
 def test_variables_that_are_no_knobs_are_warned_of_with_the_name_that_was_meant(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

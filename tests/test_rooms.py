@@ -17,7 +17,8 @@ SOURCE = ROOT / "src" / "headrace"
 RULES: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "knobs"},
+    "knobs": {"errors"},
     "families": {"types"},
     "prefix": {"types"},
     "metrics": {"types"},
@@ -45,7 +46,20 @@ RULES: dict[str, set[str]] = {
 }
 """What each room may import. A room may always import itself and the package's own `__init__` (the version)."""
 
-PURE = {"types", "families", "text", "media", "grammar", "prefix", "scheduler", "metrics", "api", "config", "errors"}
+PURE = {
+    "types",
+    "families",
+    "text",
+    "media",
+    "grammar",
+    "prefix",
+    "scheduler",
+    "metrics",
+    "api",
+    "config",
+    "knobs",
+    "errors",
+}
 
 OUTER = {"session", "server", "cli", "bench"}
 """They use the engine by its facade, and arrays not at all."""

@@ -4,8 +4,8 @@ A field's metadata holds `help` (one sentence, shown by --help) and, where it ma
 `choices`. `--max-num-seqs` and `HEADRACE_MAX_NUM_SEQS` both set `EngineConfig.max_num_seqs`; a flag wins
 over the environment, which wins over the default. No other file reads the environment.
 
-`choices` are refused when they don't hold a value, `minimum` and `maximum` (both inclusive) when a number is outside
-of them; the error names the flag or the variable that the value came from.
+A value that isn't among its `choices` is refused, and a number below `minimum` or above `maximum`, and any where the
+field that it `needs` is not set. The error names the flag or the variable that the value came from.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from headrace.errors import ConfigError
+from headrace.knobs import ENVIRONMENT_PREFIX, Knob, knob, knobs_of
 
 DEFAULT_MODEL = "miniature"
 
@@ -32,17 +32,8 @@ TOOL_FORMATS = (
 
 log = logging.getLogger(__name__)
 
-_ENVIRONMENT_PREFIX = "HEADRACE_"
 _SETUP_VARIABLES = frozenset({"BACKEND"})
 """Those, without the prefix, that only the scripts around the program read."""
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-
-
-def knob(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text."""
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +92,11 @@ class EngineConfig:
         None, "folder where the prefix cache is kept on disk too, over restarts; models may share it", metavar="FOLDER"
     )
     cache_disk_quota: int = knob(
-        20_000_000_000, "what all models together may keep in --cache-dir", metavar="BYTES", minimum=1
+        20_000_000_000,
+        "what all models together may keep in --cache-dir",
+        metavar="BYTES",
+        minimum=1,
+        needs="cache_dir",
     )
     mtp: str = knob(
         "auto",
@@ -116,7 +111,11 @@ class EngineConfig:
         metavar="MODEL",
     )
     sparse_threshold: int = knob(
-        8192, "prompts with fewer uncached tokens are computed whole, with --sparse-draft too", metavar="N", minimum=1
+        8192,
+        "prompts with fewer uncached tokens are computed whole, with --sparse-draft too",
+        metavar="N",
+        minimum=1,
+        needs="sparse_draft",
     )
     sparse_keep: float = knob(
         0.2,
@@ -124,6 +123,7 @@ class EngineConfig:
         metavar="SHARE",
         minimum=0.01,
         maximum=1.0,
+        needs="sparse_draft",
     )
     gpu_memory_utilization: float = knob(
         0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
@@ -256,13 +256,13 @@ def quiet_libraries() -> None:
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
     """Log each variable that looks like a knob of ours and is none: mistyped, it would be ignored without a word."""
-    known = {knob.name.upper() for section in _SECTIONS.values() for knob in _knobs(section)}
+    known = {knob.name.upper() for section in _SECTIONS.values() for knob in knobs_of(section)}
     known |= {"MODEL", *_SETUP_VARIABLES}
     for name in sorted(os.environ if environ is None else environ):
-        if name.startswith(_ENVIRONMENT_PREFIX) and name.removeprefix(_ENVIRONMENT_PREFIX) not in known:
+        if name.startswith(ENVIRONMENT_PREFIX) and name.removeprefix(ENVIRONMENT_PREFIX) not in known:
             # The prefix that all share would make any two look alike.
-            close = difflib.get_close_matches(name.removeprefix(_ENVIRONMENT_PREFIX), known, n=1)
-            hint = f"; did you mean {_ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
+            close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), known, n=1)
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
             log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
 
 
@@ -283,116 +283,25 @@ def load_config(
     Raises ConfigError that names the flag or the variable. `--help` prints and raises SystemExit.
     """
     environ = os.environ if environ is None else environ
-    knobs = {section: _knobs(_SECTIONS[section]) for section in sections}
+    knobs = {section: knobs_of(_SECTIONS[section]) for section in sections}
     given = vars(_parser(program, about, knobs, default_model).parse_args(list(argv)))
-    model = given.pop("model", None) or environ.get(f"{_ENVIRONMENT_PREFIX}MODEL") or default_model
-    built = {
-        section: _SECTIONS[section](**{each.name: each.value(given, environ) for each in members})
-        for section, members in knobs.items()
-    }
+    model = given.pop("model", None) or environ.get(f"{ENVIRONMENT_PREFIX}MODEL") or default_model
+    built = {}
+    for section, members in knobs.items():
+        values = {each.name: each.value(given, environ) for each in members}
+        _refuse_idle(members, values, given, environ)
+        built[section] = _SECTIONS[section](**values)
     return Config(model=model, **built)
 
 
-@dataclass(frozen=True, slots=True)
-class _Knob:
-    """One field, as a flag and as a variable. `kind` is the type of one value."""
-
-    name: str
-    kind: type
-    repeatable: bool
-    default: Any
-    metadata: Mapping[str, Any]
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return _ENVIRONMENT_PREFIX + self.name.upper()
-
-    def value(self, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-        """The flag's value, else the variable's, else the default. An empty variable counts as absent."""
-        if self.name in given:
-            said, source = given[self.name], self.flag
-        elif environ.get(self.variable):
-            said, source = environ[self.variable], self.variable
-            said = said.split(",") if self.repeatable else said
-        else:
-            return self.default
-        if self.repeatable:
-            return tuple(self.parse(each, source) for each in said)
-        return self.parse(said, source)
-
-    def parse(self, said: str | bool, source: str) -> Any:
-        """One value out of its text. Raises ConfigError that names the source."""
-        if isinstance(said, bool):
-            return said
-        said = said.strip()
-        if self.kind is bool:
-            return _parse_bool(said, source)
-        if self.kind is str:
-            return self._parse_text(said, source)
-        return self._parse_number(said, source)
-
-    def _parse_text(self, said: str, source: str) -> str:
-        choices = self.metadata.get("choices", ())
-        if choices and said not in choices:
-            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {said!r}")
-        if not said:
-            raise ConfigError(f"{source} must not be empty")
-        return said
-
-    def _parse_number(self, said: str, source: str) -> float:
-        try:
-            number: float = self.kind(said)
-        except ValueError as error:
-            wanted = "a whole number" if self.kind is int else "a number"
-            raise ConfigError(f"{source} must be {wanted}, not {said!r}") from error
-        low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
-        if low is not None and not number >= low:
-            raise ConfigError(f"{source} must be at least {low}, not {said}")
-        if high is not None and not number <= high:
-            raise ConfigError(f"{source} must be at most {high}, not {said}")
-        if not math.isfinite(number):
-            raise ConfigError(f"{source} must be finite, not {said}")
-        return number
-
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Adds the flag to a parser, without a default: what was not given must stay visible."""
-        options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self._help()}
-        if self.kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = self.metadata.get("metavar") or "|".join(self.metadata.get("choices", ())) or None
-            options["action"] = "append" if self.repeatable else "store"
-        group.add_argument(self.flag, **options)
-
-    def _help(self) -> str:
-        shown = {None: "none", (): "none", True: "yes", False: "no"}.get(self.default, self.default)
-        text = self.metadata["help"]
-        default = "" if "automatic" in text else f" (default: {shown})"
-        return f"{text}{default} [{self.variable}]".replace("%", "%%")
-
-
-def _parse_bool(said: str, source: str) -> bool:
-    if said.lower() in _TRUE:
-        return True
-    if said.lower() in _FALSE:
-        return False
-    raise ConfigError(f"{source} must be yes or no, not {said!r}")
-
-
-def _knobs(section: type) -> tuple[_Knob, ...]:
-    hints = get_type_hints(section)
-    found = []
-    for each in fields(section):
-        hint = hints[each.name]
-        repeatable = get_origin(hint) is tuple
-        # `X | None` and `tuple[X, ...]` both hold the type of one value first.
-        kind = (get_args(hint) or (hint,))[0]
-        found.append(_Knob(each.name, kind, repeatable, each.default, each.metadata))
-    return tuple(found)
+def _refuse_idle(
+    members: Sequence[Knob], values: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]
+) -> None:
+    """Raises ConfigError for a knob of a section that is set though the one that it needs is not."""
+    for each in members:
+        needed, source = each.metadata.get("needs"), each.source(given, environ)
+        if needed is not None and source is not None and values[needed] is None:
+            raise ConfigError(f"{source} has no effect without --{needed.replace('_', '-')}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -403,11 +312,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(
-    program: str, about: str, knobs: Mapping[str, Sequence[_Knob]], default_model: str
+    program: str, about: str, knobs: Mapping[str, Sequence[Knob]], default_model: str
 ) -> argparse.ArgumentParser:
     parser = _Parser(prog=program, description=about, allow_abbrev=False)
     shown = f" (default: {default_model})" if default_model else ""
-    help = f"folder or Hugging Face id{shown} [{_ENVIRONMENT_PREFIX}MODEL]"
+    help = f"folder or Hugging Face id{shown} [{ENVIRONMENT_PREFIX}MODEL]"
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)
     for section, members in knobs.items():
         group = parser.add_argument_group(f"{section.removesuffix('s')} options")

@@ -1,0 +1,126 @@
+"""One knob: a field of a configuration, as a flag and as an environment variable."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+from headrace.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "HEADRACE_"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def knob(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its help text."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One field, as a flag and as a variable. `kind` is the type of one value."""
+
+    name: str
+    kind: type
+    repeatable: bool
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    def source(self, given: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+        """The flag or the variable that says it; None if neither does. An empty variable counts as absent."""
+        if self.name in given:
+            return self.flag
+        return self.variable if environ.get(self.variable) else None
+
+    def value(self, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+        """The flag's value, else the variable's, else the default."""
+        source = self.source(given, environ)
+        if source is None:
+            return self.default
+        said = given[self.name] if self.name in given else environ[self.variable]
+        if not self.repeatable:
+            return self.parse(said, source)
+        return tuple(self.parse(each, source) for each in (said if self.name in given else said.split(",")))
+
+    def parse(self, said: str | bool, source: str) -> Any:
+        """One value out of its text. Raises ConfigError that names the source."""
+        if isinstance(said, bool):
+            return said
+        said = said.strip()
+        if self.kind is bool:
+            return _parse_bool(said, source)
+        if self.kind is str:
+            return self._parse_text(said, source)
+        return self._parse_number(said, source)
+
+    def _parse_text(self, said: str, source: str) -> str:
+        choices = self.metadata.get("choices", ())
+        if choices and said not in choices:
+            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {said!r}")
+        if not said:
+            raise ConfigError(f"{source} must not be empty")
+        return said
+
+    def _parse_number(self, said: str, source: str) -> float:
+        try:
+            number: float = self.kind(said)
+        except ValueError as error:
+            wanted = "a whole number" if self.kind is int else "a number"
+            raise ConfigError(f"{source} must be {wanted}, not {said!r}") from error
+        low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
+        if low is not None and not number >= low:
+            raise ConfigError(f"{source} must be at least {low}, not {said}")
+        if high is not None and not number <= high:
+            raise ConfigError(f"{source} must be at most {high}, not {said}")
+        if not math.isfinite(number):
+            raise ConfigError(f"{source} must be finite, not {said}")
+        return number
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Adds the flag to a parser, without a default: what was not given must stay visible."""
+        options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self._help()}
+        if self.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = self.metadata.get("metavar") or "|".join(self.metadata.get("choices", ())) or None
+            options["action"] = "append" if self.repeatable else "store"
+        group.add_argument(self.flag, **options)
+
+    def _help(self) -> str:
+        shown = {None: "none", (): "none", True: "yes", False: "no"}.get(self.default, self.default)
+        text = self.metadata["help"]
+        default = "" if "automatic" in text else f" (default: {shown})"
+        return f"{text}{default} [{self.variable}]".replace("%", "%%")
+
+
+def _parse_bool(said: str, source: str) -> bool:
+    if said.lower() in _TRUE:
+        return True
+    if said.lower() in _FALSE:
+        return False
+    raise ConfigError(f"{source} must be yes or no, not {said!r}")
+
+
+def knobs_of(section: type) -> tuple[Knob, ...]:
+    hints = get_type_hints(section)
+    found = []
+    for each in fields(section):
+        hint = hints[each.name]
+        repeatable = get_origin(hint) is tuple
+        # `X | None` and `tuple[X, ...]` both hold the type of one value first.
+        kind = (get_args(hint) or (hint,))[0]
+        found.append(Knob(each.name, kind, repeatable, each.default, each.metadata))
+    return tuple(found)
