@@ -27,11 +27,11 @@ from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, Loop, MemoryPlan, Stop, Submit
-from headrace.engine.memory import fitting_context, state_budget, state_cost
+from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_setup import load_draft, start_sparse
-from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, ModelError
+from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.smollm2 import fetch
@@ -60,9 +60,6 @@ SNAPSHOT_GRID = 1
 
 MINIATURE = Path(__file__).parent.parent / "miniature"
 """The model that ships inside the package."""
-
-DEFAULT_CONTEXT = 4096
-"""For models that name no length, unless the configuration does (recurrent ones have no limit of their own)."""
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048, "metal": 2048}
 """Prompt tokens per step unless the configuration says otherwise: a step stays under about a second."""
@@ -283,19 +280,21 @@ def _prepare(
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)
-    of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, _own_context(config, loaded)))
+    own_context = loaded.context_length or config.engine.max_model_len or DEFAULT_CONTEXT
+    of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
     # a window of drafts stands behind what the scheduler knows of a sequence
     memory = MemoryBudget(
         budget_bytes - of_draft, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
     )
-    max_model_len = _context(config, loaded, memory)
+    max_model_len = chosen_context(config.engine.max_model_len, own_context, memory)
     tower = None if found is None else found[0]
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, cost, budget_bytes, here.kind)
     report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",
         *loaded.report,
-        _context_line(max_model_len, cost, memory),
+        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
+        f"{memory.budget_bytes / 1e9:.1f} GB for all",
         *drafting.report,
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
@@ -319,13 +318,6 @@ def _prepare(
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
-
-
-def _context_line(max_model_len: int, cost: StateCost, memory: MemoryBudget) -> str:
-    return (
-        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
-        f"{memory.budget_bytes / 1e9:.1f} GB for all"
-    )
 
 
 def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPool:
@@ -354,33 +346,6 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
     directory = locate(name)
     return read_files(directory.name if is_path else name, directory)
-
-
-def _own_context(config: Config, loaded: LoadedModel) -> int:
-    """Tokens that the model was made for, memory aside."""
-    if loaded.context_length is not None:
-        return loaded.context_length
-    return config.engine.max_model_len or DEFAULT_CONTEXT
-
-
-def _context(config: Config, loaded: LoadedModel, memory: MemoryBudget) -> int:
-    """Tokens of prompt and answer together: as configured, else the model's own as far as memory allows.
-
-    Raises ConfigError for a configured length that the model or the memory doesn't have.
-    """
-    wanted = config.engine.max_model_len
-    own = _own_context(config, loaded)
-    fitting = fitting_context(memory.budget_bytes, memory.cost, own)
-    if wanted is None:
-        return fitting
-    if wanted > own:
-        raise ConfigError(f"max_model_len {wanted} is over the model's own context of {own} tokens")
-    if wanted > fitting:
-        raise ConfigError(
-            f"max_model_len {wanted} takes {memory.cost(wanted) / 1e9:.2f} GB of state, "
-            f"but memory leaves {memory.budget_bytes / 1e9:.2f} GB: at most {fitting} tokens fit"
-        )
-    return wanted
 
 
 def _describe(

@@ -8,12 +8,16 @@ import mlx.core as mx
 
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel, Row
+from headrace.scheduler.reservations import MemoryBudget
 from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SlabPool
 
 CONTEXT_STEP = 256
 """A context that memory limits is a multiple of this."""
+
+DEFAULT_CONTEXT = 4096
+"""For models that name no length, unless the configuration does (recurrent ones have no limit of their own)."""
 
 
 def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
@@ -56,3 +60,21 @@ def fitting_context(budget_bytes: int, cost: Callable[[int], int], longest: int)
         else:
             too_long = middle
     return max(1, fits - fits % CONTEXT_STEP) if fits >= CONTEXT_STEP else fits
+
+
+def chosen_context(wanted: int | None, own: int, memory: MemoryBudget) -> int:
+    """Tokens of prompt and answer together: as configured, else the model's own as far as memory allows.
+
+    Raises ConfigError for a configured length that the model or the memory doesn't have.
+    """
+    fitting = fitting_context(memory.budget_bytes, memory.cost, own)
+    if wanted is None:
+        return fitting
+    if wanted > own:
+        raise ConfigError(f"max_model_len {wanted} is over the model's own context of {own} tokens")
+    if wanted > fitting:
+        raise ConfigError(
+            f"max_model_len {wanted} takes {memory.cost(wanted) / 1e9:.2f} GB of state, "
+            f"but memory leaves {memory.budget_bytes / 1e9:.2f} GB: at most {fitting} tokens fit"
+        )
+    return wanted
