@@ -30,7 +30,7 @@ from headrace.types.events import Finished, SparseUsage, Text
 from headrace.types.request import Bypass
 from training.jobs import recall
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 
 PATIENCE_S = 1200
 NUM_TURNS = 6
