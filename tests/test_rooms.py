@@ -40,7 +40,8 @@ RULES: dict[str, set[str]] = {
     "session": {"types", "errors", "engine", "text", "media", "grammar", "families"},
     "server": {"types", "errors", "config", "session", "api", "engine", "metrics"},
     "bench": {"types", "errors"},
-    "cli": {"types", "errors", "config", "server", "session", "engine", "models", "bench", "backend"},
+    "perf": {"types", "errors", "backend", "state", "models", "scheduler", "engine", "bench"},
+    "cli": {"types", "errors", "config", "server", "session", "engine", "models", "bench", "perf", "backend"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -51,9 +51,9 @@ def tables(plan: Plan, levels: Sequence[PlayedLevel]) -> str:
 def _blocks(plan: Plan, levels: Sequence[PlayedLevel]) -> Iterator[list[str]]:
     yield [f"Medians over each round's answers; of {plan.num_repeats} rounds: median (smallest to largest)."]
     for workload, of_workload in groupby(levels, key=lambda level: level.workload):
-        yield [workload, *_lines(_measured(list(of_workload)))]
+        yield [workload, *aligned(_measured(list(of_workload)))]
     if len(plan.targets) > 1:
-        yield [f"Others over {plan.targets[0].label}, paired by round", *_lines(_compared(plan, levels))]
+        yield [f"Others over {plan.targets[0].label}, paired by round", *aligned(_compared(plan, levels))]
     yield _differences(levels)
     yield _faults(levels)
 
@@ -78,7 +78,7 @@ def _row(level: PlayedLevel, kind: str | None) -> Row:
         level.target if kind is None else f"  {kind}",
         _middle(spread(each.num_prompt_tokens for each in rounds)),
         _middle(spread(each.num_output_tokens for each in rounds)),
-        *(_spread(spread(figure(each) for each in rounds), scale) for _, figure, scale in _TIMES),
+        *(spread_text(spread(figure(each) for each in rounds), scale) for _, figure, scale in _TIMES),
         *of_whole_level,
     )
 
@@ -93,7 +93,7 @@ def _compared(plan: Plan, levels: Sequence[PlayedLevel]) -> list[Row]:
 
 
 def _compared_row(ours: PlayedLevel, theirs: PlayedLevel, kind: str | None) -> Row:
-    ratios = (_spread(ratio(ours, theirs, figure, kind)) for _, figure in _RATIOS)
+    ratios = (spread_text(ratio(ours, theirs, figure, kind)) for _, figure in _RATIOS)
     if kind is not None:
         return ("", f"  {kind}", "", *ratios, "")
     same = _share(sameness(ours.rounds[0], theirs.rounds[0], ignore_ends=True))
@@ -131,7 +131,7 @@ def _faults(levels: Sequence[PlayedLevel]) -> list[str]:
     return [f"{len(found)} answers failed:", *(f"  {line}" for line in found[:_SHOWN_FAULTS]), *more]
 
 
-def _lines(rows: Sequence[Row]) -> list[str]:
+def aligned(rows: Sequence[Row]) -> list[str]:
     """Columns next to each other, names to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cell(row, at, width) for at, width in enumerate(widths)).rstrip() for row in rows]
@@ -149,7 +149,7 @@ def _middle(found: Spread | None) -> str:
     return "-" if found is None else _number(found.median)
 
 
-def _spread(found: Spread | None, scale: float = 1) -> str:
+def spread_text(found: Spread | None, scale: float = 1) -> str:
     if found is None:
         return "-"
     middle = _number(found.median * scale)

@@ -1,4 +1,4 @@
-"""`headrace bench URL`: measures a server, alone or beside others."""
+"""`headrace bench URL | model | kernels`: measures a server, alone or beside others, or what runs on this device."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from headrace.bench.plan import WORKLOADS, Plan, Target, check, parse_peer, parse_url
-from headrace.errors import ConfigError, HeadraceError
+from headrace.cli.bench_parser import Parser, make_folder, whole_numbers
+from headrace.errors import HeadraceError
 
 _ABOUT = """Measure a server that speaks OpenAI's chat completions: time to the first text, time per token, tokens per
-second, and whether the same question at temperature 0 gets the same answer twice."""
+second, and whether the same question at temperature 0 gets the same answer twice. `headrace bench model` and `headrace
+bench kernels` measure what runs on this device instead, without a server."""
 
 _HIDDEN = "…"
+
+_ON_DEVICE = {"model": "headrace.cli.bench_model"}
+"""Modules of what is measured in this process, which import MLX."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Prints tables, writes the report. Raises ConfigError, and HeadraceError when answers failed."""
+    if argv and argv[0] in _ON_DEVICE:
+        import_module(_ON_DEVICE[argv[0]]).run(argv[1:])
+        return
     given = _parser().parse_args(list(argv))
     plan = _plan(given)
     check(plan)
@@ -36,7 +44,7 @@ def _measure(plan: Plan, file: Path | None, command: Sequence[str]) -> None:
     from headrace.bench.table import tables
 
     if file is not None:
-        _make_folder(file)
+        make_folder(file)
     bar = ProgressBar(total_requests(plan), sys.stderr)
     try:
         levels, report = asyncio.run(measure(plan, command, bar.advance))
@@ -50,24 +58,9 @@ def _measure(plan: Plan, file: Path | None, command: Sequence[str]) -> None:
         raise HeadraceError(f"{len(failed)} answers failed")
 
 
-def _make_folder(file: Path) -> None:
-    """Before anything is measured: an hour of numbers should not end with nowhere to write them."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {file} can't be written ({error})") from error
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
     defaults = Plan(())
-    parser = _Parser(prog="headrace bench", description=_ABOUT, allow_abbrev=False)
+    parser = Parser(prog="headrace bench", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("url", metavar="URL", help="server, like http://127.0.0.1:8080")
     parser.add_argument("--label", metavar="NAME", default="server", help="what the tables call it (default: server)")
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
@@ -88,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--streams",
         metavar="NUMBERS",
-        type=_whole_numbers,
+        type=whole_numbers,
         default=defaults.streams,
         help=f"conversations at a time, with commas (default: {','.join(map(str, defaults.streams))})",
     )
@@ -123,10 +116,6 @@ def _add_numbers(parser: argparse.ArgumentParser, defaults: Plan) -> None:
         type=Path,
         help="tokenizer.json that counts the tokens of servers that don't say (default: words and marks are counted)",
     )
-
-
-def _whole_numbers(said: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(int(number) for number in said.split(",")))
 
 
 def _plan(given: argparse.Namespace) -> Plan:

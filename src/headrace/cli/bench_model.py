@@ -1,0 +1,133 @@
+"""`headrace bench model`: prefill and decode of a published shape on this device, beside mlx-lm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headrace.backend.device import current
+from headrace.bench.machine import machine, versions
+from headrace.cli.bench_parser import Parser, make_folder
+from headrace.perf.model import ModelPlan, measure
+from headrace.perf.shapes import SHAPES, config_of
+from headrace.perf.table import as_json, line, table
+from headrace.perf.timing import Figure
+from headrace.perf.traffic import copy_bytes_per_s
+
+_ABOUT = """Measure prefill and decode of a published shape on this device, without a server: ours and mlx-lm's in one
+process, on the same weights. Figures are medians, with the smallest and the largest."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Prints each figure as soon as it is there, and a table in the end. Raises ConfigError."""
+    given = _parser().parse_args(list(argv))
+    plan = _plan(given)
+    config_of(plan.shape, plan.num_layers)
+    if given.json is not None:
+        make_folder(given.json)
+    here = current()
+    copied = copy_bytes_per_s()
+    said = versions()
+    print(f"{here.name} ({here.kind}), MLX {said['mlx']}, mlx-lm {said['mlx-lm']}, copies {copied / 1e9:.0f} GB/s")
+    figures: list[Figure] = []
+
+    def take(figure: Figure) -> None:
+        figures.append(figure)
+        print(line(figure, copied), flush=True)
+
+    try:
+        measure(plan, take, lambda words: print(words, flush=True))
+    finally:
+        if figures:
+            print(f"\n{table(figures, copied)}", flush=True)
+        if given.json is not None:
+            report = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "command": ["headrace", "bench", "model", *argv],
+                "device": here.name,
+                "machine": machine(),
+                "versions": said,
+                "copy_bytes_per_s": copied,
+                "figures": [as_json(figure, copied) for figure in figures],
+            }
+            given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = ModelPlan("")
+    parser = Parser(prog="headrace bench model", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("--shape", metavar="NAME", required=True, help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--random", action="store_true", required=True, help="draw the weights at random, the only kind there is"
+    )
+    parser.add_argument("--layers", metavar="N", type=int, help="as many layers of the shape (default: all)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default=defaults.dtype, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--quantize", metavar="BITS", type=int, choices=(2, 3, 4, 5, 6, 8), help="bits of weights, in groups of 64"
+    )
+    shown = ",".join(map(str, defaults.prefill))
+    parser.add_argument(
+        "--prefill",
+        metavar="N,…",
+        type=_numbers,
+        default=defaults.prefill,
+        help=f"tokens of prompts, or none (default: {shown})",
+    )
+    shown = ",".join(f"{rows}@{context}" for rows, context in defaults.decode)
+    parser.add_argument(
+        "--decode",
+        metavar="ROWS@CONTEXT,…",
+        type=_rows_at_context,
+        default=defaults.decode,
+        help=f"rows and the tokens behind each of them, or none (default: {shown})",
+    )
+    for flag, name, text in (
+        ("--repeats", "num_repeats", "timed repeats of each prefill"),
+        ("--steps", "num_steps", "timed steps of each decode measure"),
+    ):
+        default = getattr(defaults, name)
+        parser.add_argument(
+            flag, metavar="N", dest=name, type=_positive, default=default, help=f"{text} (default: {default})"
+        )
+    sides = parser.add_mutually_exclusive_group()
+    for flag, side in (("--ours-only", "headrace"), ("--peer-only", "mlx-lm")):
+        sides.add_argument(flag, dest="sides", action="store_const", const=(side,), help=f"measure {side} alone")
+    parser.set_defaults(sides=defaults.sides)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to this file")
+    return parser
+
+
+def _plan(given: argparse.Namespace) -> ModelPlan:
+    return ModelPlan(
+        shape=given.shape,
+        num_layers=given.layers,
+        dtype=given.dtype,
+        bits=given.quantize,
+        prefill=given.prefill,
+        decode=given.decode,
+        num_repeats=given.num_repeats,
+        num_steps=given.num_steps,
+        sides=given.sides,
+    )
+
+
+def _positive(said: str) -> int:
+    if not said.isdecimal() or int(said) < 1:
+        raise argparse.ArgumentTypeError(f"{said!r} is no whole number over 0")
+    return int(said)
+
+
+def _numbers(said: str) -> tuple[int, ...]:
+    return () if said == "none" else tuple(map(_positive, said.split(",")))
+
+
+def _rows_at_context(said: str) -> tuple[tuple[int, int], ...]:
+    if said == "none":
+        return ()
+    pairs = [part.partition("@") for part in said.split(",")]
+    return tuple((_positive(rows), _positive(context)) for rows, _, context in pairs)

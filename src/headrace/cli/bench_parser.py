@@ -1,0 +1,30 @@
+"""What the command lines of all benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, as for any other mistake."""
+        raise ConfigError(message)
+
+
+def whole_numbers(said: str) -> tuple[int, ...]:
+    """`1,2,4`, each once."""
+    return tuple(dict.fromkeys(int(number) for number in said.split(",")))
+
+
+def make_folder(file: Path) -> None:
+    """Before anything is measured: an hour of numbers should not end with nowhere to write them."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--json {file} can't be written ({error})") from error

@@ -1,0 +1,168 @@
+"""Our steps, made as the engine's thread makes them: scheduler, runner, sampler, commit."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from headrace.engine.runner import Runner
+from headrace.models.packed import PackedModel, Row
+from headrace.perf.operations import num_launches, operations
+from headrace.perf.timing import WARM_UPS, Figure, timed, watch_memory
+from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.scheduler import Scheduler
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+from headrace.types.request import GenerationRequest, SamplingParams
+
+_GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+_AMPLE = MemoryBudget(2**62, lambda num_tokens: 1)
+_LONGEST = 2**30
+
+
+class OurSteps:
+    """Steps of a model that runs packed ones."""
+
+    def __init__(self, packed: PackedModel, vocab_size: int, chunk_tokens: int) -> None:
+        """chunk_tokens: of prompts, at most so many in a step."""
+        self._packed = packed
+        self._vocab_size = vocab_size
+        self._chunk_tokens = chunk_tokens
+        self._random = np.random.default_rng(0)
+
+    def prefill(self, num_tokens: int, num_repeats: int) -> Figure:
+        """From a request with a prompt to its first token."""
+        watch_memory()
+        times = timed(lambda: self._first_token(num_tokens), num_repeats)
+        return Figure("headrace", f"prefill {num_tokens}", times, num_tokens, peak_bytes=mx.get_peak_memory())
+
+    def decode(self, num_rows: int, context: int, num_steps: int) -> Figure:
+        """Steps of greedy rows behind a prompt that they share, each going on with tokens of its own."""
+        watch_memory()
+        engine = self._engine(num_rows)
+        num_tokens = WARM_UPS + num_steps + 3
+        request = GenerationRequest("rows", self._ids(context), _GREEDY, num_tokens, num_choices=num_rows)
+        engine.scheduler.add(request, 0.0)
+        while engine.step() < num_rows:
+            pass
+        # one prompt for all, but from here on each row has its own tokens: experts are chosen for each anew
+        engine.step(self._ids(num_rows))
+        times = timed(engine.step, num_steps, WARM_UPS)
+        peak_bytes = mx.get_peak_memory()
+        engine.runner.drop()
+        forwards = Forwards(
+            self._packed, self._ids(context), self._ids(num_rows), WARM_UPS + num_steps + 2, self._chunk_tokens
+        )
+        found = forwards.count()
+        forward_s = timed(forwards.step, num_steps, WARM_UPS)
+        return Figure(
+            "headrace",
+            f"decode {num_rows}@{context}",
+            times,
+            num_rows,
+            forward_s=forward_s,
+            build_s=tuple(forwards.build_s[-num_steps:]),
+            num_operations=found.total(),
+            num_launches=num_launches(found),
+            peak_bytes=peak_bytes,
+        )
+
+    def _ids(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._random.integers(0, self._vocab_size, num_tokens).tolist())
+
+    def _engine(self, num_rows: int) -> _Engine:
+        scheduler = Scheduler(num_rows, self._chunk_tokens, _LONGEST, memory=_AMPLE)
+        return _Engine(Runner(self._packed, self._vocab_size), scheduler)
+
+    def _first_token(self, num_tokens: int) -> None:
+        engine = self._engine(1)
+        engine.scheduler.add(GenerationRequest("prompt", self._ids(num_tokens), _GREEDY, max_tokens=1), 0.0)
+        while not engine.step():
+            pass
+        engine.runner.drop()
+
+
+class _Engine:
+    """What the engine's thread does between two looks at its inbox; see `engine/loop.py`."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+
+    def step(self, token_ids: Sequence[int] = ()) -> int:
+        """One step; gives how many rows have got a token.
+
+        token_ids: for the rows in place of those that they got last, if any.
+        """
+        started = time.monotonic()
+        plan = self.scheduler.schedule()
+        if token_ids:
+            own = zip(plan.chunks, token_ids, strict=True)
+            plan = replace(plan, chunks=tuple(replace(chunk, token_ids=(token,)) for chunk, token in own))
+        result = self.runner.execute(plan, self.scheduler.planned_requests())
+        if result.failures:
+            raise result.failures[0].error
+        now = time.monotonic()
+        outcome = self.scheduler.update(result, now - started, now)
+        self.scheduler.note_drafts(self.runner.draft())
+        return len(outcome.outputs)
+
+
+class Forwards:
+    """The model's share of decode steps, up to the most likely tokens and the states of the next step."""
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        num_steps: int,
+        chunk_tokens: int,
+    ) -> None:
+        """prompt: of all rows, `chunk_tokens` at a time. token_ids: one for each row, fed in every step."""
+        self._packed = packed
+        self.build_s: list[float] = []
+        """Seconds in which the host built the graph of each step."""
+        pool = SlabPool()
+        first = SequenceState(pool, len(prompt))
+        for lo in range(0, len(prompt), chunk_tokens):
+            part = prompt[lo : lo + chunk_tokens]
+            first.begin(len(part))
+            mx.eval(packed.forward([Row(first, part)], [len(part) - 1]), first.arrays())
+            first.commit(len(part))
+        record = first.checkpoint()
+        first.release()
+        self._rows = [Row(SequenceState(pool, len(prompt) + num_steps), (token,)) for token in token_ids]
+        for row in self._rows:
+            row.state.restore(record)
+        self.step()
+
+    def step(self) -> None:
+        """One step, evaluated."""
+        self._close(self._open())
+
+    def count(self) -> Counter[str]:
+        """A step's operations."""
+        graph = self._open()
+        found = operations(graph)
+        self._close(graph)
+        return found
+
+    def _open(self) -> list[mx.array]:
+        started = time.perf_counter()
+        for row in self._rows:
+            row.state.begin(1)
+        logits = self._packed.forward(self._rows, range(len(self._rows)))
+        graph = [mx.argmax(logits, axis=-1), *(array for row in self._rows for array in row.state.arrays())]
+        self.build_s.append(time.perf_counter() - started)
+        return graph
+
+    def _close(self, graph: list[mx.array]) -> None:
+        mx.eval(graph)
+        for row in self._rows:
+            row.state.commit(1)

@@ -1,0 +1,101 @@
+"""How many operations a decode step's graph has, layer by layer: a ceiling.
+
+On a CPU norms, ropes and attention are made of plain operations, on a GPU each is one. What is counted here is what the
+layers are written in: one more there is one more everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+
+from headrace.backend.kernels import Kernels
+from headrace.models.install import choose_levels
+from headrace.models.packed import PackedModel
+from headrace.perf.operations import num_launches, operations
+from headrace.perf.ours import Forwards
+from headrace.perf.shapes import config_of, random_model
+
+
+def test_operations_are_counted_once_and_views_apart() -> None:
+    a = mx.ones((4, 6))
+    mx.eval(a)
+    product = a @ a.T
+    found = operations([product + product, mx.exp(product)])
+    assert found == {"Transpose": 1, "Matmul": 1, "Add": 1, "Exp": 1}
+    assert num_launches(found) == 3
+
+
+def test_a_compiled_function_counts_as_often_as_it_is_called() -> None:
+    compiled = mx.compile(lambda x: mx.exp(x) - mx.sin(x))
+    x = mx.ones(4)
+    mx.eval(x)
+    assert num_launches(operations([compiled(compiled(compiled(x)))])) == 3
+
+
+NORM = 7
+"""Square, sum, mean, epsilon, root, and two products."""
+ROPE = 17
+"""Angles: two ranges, a cast, a product, an exponential, two more products, a cosine, a sine; then four products, a
+difference, two sums, and the channels joined."""
+MLP = 3 + 1
+"""Matrices, and the activation with its product."""
+RESIDUALS = 2
+
+CONVOLUTION = 1 + 4 + 3 + 1 + 1
+"""Context and tokens joined, four taps, their sum, the activation, the next context."""
+SCAN = 1 + 1 + 2 + 3
+"""Key and query joined, both read from the state, their product with each other, and the update."""
+GATED_DELTA = 5 * NORM + MLP + RESIDUALS + 5 + 1 + 1 + CONVOLUTION + SCAN + 1
+"""Five matrices, decay, beta and the gate, for any number of rows. Norms: of the layer two, and of q, k, output."""
+
+OWN_OF_A_ROW = 2 + 1 + 2 + 1
+"""Keys and values written, queries scaled, two products, softmax."""
+
+
+def attention(num_rows: int) -> int:
+    """Launches of a layer: four norms, four matrices, the output's gate; rows are joined behind what is each one's."""
+    return 4 * NORM + MLP + RESIDUALS + 4 + 2 * ROPE + 2 + num_rows * OWN_OF_A_ROW + (num_rows > 1)
+
+
+VIEWS_OF_GATED_DELTA = 104
+VIEWS_OF_ATTENTION = {1: 81, 8: 151}
+"""Reshapes, broadcasts, slices: they launch nothing, but the host makes them."""
+
+
+def step_operations(interval: int, num_layers: int, num_rows: int) -> Counter[str]:
+    config = {**config_of("tiny-qwen3.5"), "full_attention_interval": interval, "num_hidden_layers": num_layers}
+    model = random_model(config, dtype="float32")
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "cpu"))
+    return Forwards(packed, range(16), range(num_rows), num_steps=4, chunk_tokens=16).count()
+
+
+def of_layers(num_rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Launches and views of a layer with a gated delta net and of one with attention: two equations, two unknowns.
+
+    What a step has besides its layers, and what all layers share, is in both models of a pair.
+    """
+
+    def counted(interval: int) -> tuple[int, int]:
+        twice, once = (step_operations(interval, layers * interval, num_rows) for layers in (2, 1))
+        launches = num_launches(twice) - num_launches(once)
+        return launches, twice.total() - once.total() - launches
+
+    of_four, of_two = counted(4), counted(2)
+    gated, attention = [], []
+    for four, two in zip(of_four, of_two, strict=True):
+        assert (four - two) % 2 == 0
+        gated.append((four - two) // 2)
+        attention.append(two - (four - two) // 2)
+    return tuple(gated), tuple(attention)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_layer_has_no_more_operations_than_it_had(num_rows: int) -> None:
+    of_gated_delta, of_attention = of_layers(num_rows)
+    assert of_gated_delta[0] <= GATED_DELTA == 66
+    assert of_attention[0] <= attention(num_rows) == {1: 80, 8: 123}[num_rows]
+    assert of_gated_delta[1] <= VIEWS_OF_GATED_DELTA
+    assert of_attention[1] <= VIEWS_OF_ATTENTION[num_rows]
