@@ -20,7 +20,7 @@ bench kernels` measure what runs on this device instead, without a server."""
 
 _HIDDEN = "…"
 
-_ON_DEVICE = {"model": "headrace.cli.bench_model"}
+_ON_DEVICE = {"model": "headrace.cli.bench_model", "kernels": "headrace.cli.bench_kernels"}
 """Modules of what is measured in this process, which import MLX."""
 
 

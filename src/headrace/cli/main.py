@@ -24,7 +24,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("headrace.cli.chat", "chat with a model in the terminal"),
     "doctor": ("headrace.cli.doctor", "say what this machine can do, and how a model would run on it"),
     "mtp": ("headrace.cli.mtp", "take a model's prediction head out of a checkpoint, or measure it"),
-    "bench": ("headrace.cli.bench", "measure a server, or a model on this device, alone or beside others"),
+    "bench": ("headrace.cli.bench", "measure a server, or what runs on this device, alone or beside others"),
 }
 
 _USAGE_ERROR = 2

@@ -1,0 +1,253 @@
+"""`headrace bench kernels`: time, bytes and error of each form of the computations that have several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from headrace.backend.device import DeviceKind, device_kind
+from headrace.backend.gated_delta import Form, scan
+from headrace.backend.kernels import Kernels
+from headrace.bench.figures import Spread, spread
+from headrace.models.mixers.attention import attend
+from headrace.models.step import PackedStep, RowSpan, View
+from headrace.perf.references import Float64, causal_attention, delta_rule, double, largest_error
+from headrace.perf.timing import watch_memory
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import SlabPool
+
+_NUM_REPEATS = 5
+_CALLS_AT_ONCE = 10
+"""Calls whose results are asked for together, so that the wait for the device is shared."""
+_LONG = 64
+"""From so many tokens a row on a call is long enough to be timed alone; forms that go token by token are left out."""
+
+_LAYER = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A form at a shape. call: gives its results, not evaluated. error: of results, over the largest right value.
+
+    num_bytes: that a call has to move at least.
+    """
+
+    kernel: str
+    form: str
+    shape: str
+    num_bytes: int
+    call: Callable[[], Sequence[mx.array]]
+    error: Callable[[Sequence[mx.array]], float]
+    is_long: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """time_s: of one call."""
+
+    case: Case
+    time_s: Spread
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of queries or keys, of keys and values or values, and their dimensions."""
+
+    num: int
+    num_kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.num}/{self.num_kv} heads of {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: rows and tokens of scans; rows, tokens and context of attention; inputs, outputs, rows."""
+
+    dtype: mx.Dtype
+    scan_heads: Heads
+    scans: tuple[tuple[int, int], ...]
+    attention_heads: tuple[Heads, ...]
+    attentions: tuple[tuple[int, int, int], ...]
+    matrix: tuple[int, int]
+    matrix_rows: tuple[int, ...]
+
+
+_ON_CPU = Sizes(
+    mx.float32,
+    Heads(2, 4, 32),
+    ((1, 1), (4, 1), (2, 4), (1, 128)),
+    (Heads(4, 2, 32),),
+    ((1, 1, 100), (4, 1, 100), (2, 4, 100)),
+    (128, 256),
+    (1, 4, 32),
+)
+_ON_GPU = Sizes(
+    mx.bfloat16,
+    Heads(16, 32, 128),
+    ((1, 1), (8, 1), (32, 1), (8, 4), (1, 2048), (1, 8192)),
+    (Heads(16, 4, 256), Heads(32, 8, 128)),
+    ((1, 1, 1024), (8, 1, 1024), (32, 1, 1024), (8, 1, 8192), (8, 4, 1024)),
+    (2560, 9216),
+    (1, 2, 4, 8, 16, 32, 64, 512, 2048),
+)
+
+SCAN_FORMS: Mapping[DeviceKind, tuple[Form, ...]] = {
+    "cpu": ("reference", "fused", "chunked"),
+    "cuda": ("reference", "fused", "chunked"),
+    "metal": ("reference", "fused", "chunked", "metal"),
+}
+_TOKEN_BY_TOKEN = ("reference", "fused")
+
+
+def gated_deltas(sizes: Sizes, kind: DeviceKind) -> Iterator[Case]:
+    """Scans of the gated delta rule."""
+    for num_rows, num_tokens in sizes.scans:
+        is_long = num_tokens >= _LONG
+        forms = [form for form in SCAN_FORMS[kind] if not (is_long and form in _TOKEN_BY_TOKEN)]
+        yield from _scans(forms, sizes.scan_heads, num_rows, num_tokens, sizes.dtype, is_long)
+
+
+def _scans(
+    forms: Sequence[Form], heads: Heads, num_rows: int, num_tokens: int, dtype: mx.Dtype, is_long: bool
+) -> Iterator[Case]:
+    shape, last = (num_rows, num_tokens), heads.num_kv - 1
+    q, k = (_normal((*shape, heads.num, heads.dim), mx.float32) for _ in range(2))
+    tokens = (
+        (q / mx.linalg.norm(q, axis=-1, keepdims=True) * heads.dim**-0.5).astype(dtype),
+        (k / mx.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype),
+        _normal((*shape, heads.num_kv, heads.dim), dtype),
+        mx.random.uniform(0.8, 1.0, (*shape, heads.num_kv)),
+        mx.random.uniform(0.0, 1.0, (*shape, heads.num_kv)).astype(dtype),
+    )
+    state = _normal((num_rows, heads.num_kv, heads.dim, heads.dim), mx.float32)
+    mx.eval(tokens, state)
+    right_y, right_state = delta_rule(tuple(array[0] for array in tokens), state[0], last)
+    # outputs are as large as values; the state comes in and goes out
+    num_bytes = sum(array.nbytes for array in tokens) + tokens[2].nbytes + 2 * state.nbytes
+
+    def call(form: Form) -> list[mx.array]:
+        result = scan(form, *tokens, state)
+        return [result.y, result.end_state]
+
+    def error(found: Sequence[mx.array]) -> float:
+        y, end_state = found
+        return max(largest_error(y[0, :, last], right_y), largest_error(end_state[0, last], right_state))
+
+    for form in forms:
+        name = f"{num_rows} × {num_tokens} tokens, {heads}"
+        yield Case("gated delta", form, name, num_bytes, partial(call, form), error, is_long)
+
+
+def attentions(sizes: Sizes, kind: DeviceKind) -> Iterator[Case]:
+    """Attention of a few tokens a row as steps call it: keys and values are written, and all are read."""
+    for heads in sizes.attention_heads:
+        for num_rows, num_tokens, context in sizes.attentions:
+            yield _attention(heads, num_rows, num_tokens, context, sizes.dtype, kind)
+
+
+def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype: mx.Dtype, kind: DeviceKind) -> Case:
+    num_packed = num_rows * num_tokens
+    q = _normal((1, heads.num, num_packed, heads.dim), dtype)
+    new = tuple(_normal((1, heads.num_kv, num_packed, heads.dim), dtype) for _ in range(2))
+    old = tuple(_normal((1, heads.num_kv, context, heads.dim), dtype) for _ in range(2))
+    mx.eval(q, new, old)
+    pool, spans = SlabPool(), []
+    for lo in range(0, num_packed, num_tokens):
+        state = SequenceState(pool, context + num_tokens)
+        state.begin(context)
+        state.full_attention(_LAYER).write(0, *old)
+        mx.eval(state.arrays())
+        state.commit(context)
+        state.begin(num_tokens)
+        spans.append(RowSpan(state, lo, lo + num_tokens, context, num_tokens))
+    positions = mx.array([context + at % num_tokens for at in range(num_packed)])
+    view = View(PackedStep(tuple(spans), positions, Kernels("fast", kind)), _LAYER, None)
+    keys, values = (
+        mx.concatenate([before, after[:, :, :num_tokens]], axis=2)[0] for before, after in zip(old, new, strict=True)
+    )
+    right = causal_attention(q[0, :, :num_tokens], keys, values)
+    return Case(
+        "attention",
+        kind,
+        f"{num_rows} × {num_tokens} tokens behind {context}, {heads}",
+        2 * q.nbytes + 2 * sum(array.nbytes for array in new) + num_rows * sum(array.nbytes for array in old),
+        lambda: [attend(view, q, (new[0], new[1]), heads.dim**-0.5, None, None)],
+        lambda found: largest_error(found[0][0, :, :num_tokens], right),
+    )
+
+
+def matmuls(sizes: Sizes, kind: DeviceKind) -> Iterator[Case]:
+    """A matrix of weights as it is, in four bits, and in four bits but brought back before the product."""
+    num_in, num_out = sizes.matrix
+    whole = _normal((num_out, num_in), sizes.dtype)
+    stored = mx.quantize(whole, group_size=64, bits=4)
+    mx.eval(whole, stored)
+    restored = partial(mx.dequantize, *stored, group_size=64, bits=4)
+    as_stored = double(restored())
+    stored_bytes = sum(array.nbytes for array in stored)
+    forms: tuple[tuple[str, Callable[[mx.array], mx.array], Float64, int], ...] = (
+        ("as it is", lambda x: x @ whole.T, double(whole), whole.nbytes),
+        ("4-bit", lambda x: mx.quantized_matmul(x, *stored, group_size=64, bits=4), as_stored, stored_bytes),
+        ("4-bit, restored", lambda x: x @ restored().T, as_stored, stored_bytes),
+    )
+    for num_rows in sizes.matrix_rows:
+        x = _normal((num_rows, num_in), sizes.dtype)
+        mx.eval(x)
+        shape, moved = f"{num_rows} × {num_in} to {num_out}", x.nbytes + num_rows * num_out * x.itemsize
+        for form, multiply, weights, num_bytes in forms:
+            error = partial(_first_row_error, double(x[:1]) @ weights.T)
+            yield Case("matmul", form, shape, num_bytes + moved, partial(_listed, multiply, x), error)
+
+
+def _listed(multiply: Callable[[mx.array], mx.array], x: mx.array) -> list[mx.array]:
+    return [multiply(x)]
+
+
+def _first_row_error(right: Float64, found: Sequence[mx.array]) -> float:
+    return largest_error(found[0][:1], right)
+
+
+def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape).astype(dtype)
+
+
+KERNELS: Mapping[str, Callable[[Sizes, DeviceKind], Iterator[Case]]] = {
+    "gated-delta": gated_deltas,
+    "attention": attentions,
+    "matmul": matmuls,
+}
+"""What is measured, by the names on the command line."""
+
+
+def measure_kernels(names: Sequence[str]) -> Iterator[Measured]:
+    """Each case of the kernels of these names as soon as it is measured. Raises KeyError for an unknown name."""
+    kind = device_kind()
+    for name in names:
+        for case in KERNELS[name](_ON_CPU if kind == "cpu" else _ON_GPU, kind):
+            yield measured(case)
+
+
+def measured(case: Case) -> Measured:
+    """The time of a call once its kernels are built, without that of building its graph."""
+    watch_memory()
+    found = case.call()
+    mx.eval(found)
+    error = case.error(found)
+    num_calls = 1 if case.is_long else _CALLS_AT_ONCE
+    times = []
+    for _ in range(_NUM_REPEATS + 1):
+        calls = [case.call() for _ in range(num_calls)]
+        started = time.perf_counter()
+        mx.eval(calls)
+        times.append((time.perf_counter() - started) / num_calls)
+        del calls
+    of_repeats = spread(times[1:])
+    assert of_repeats is not None, "there are repeats"
+    return Measured(case, of_repeats, error)

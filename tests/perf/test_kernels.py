@@ -1,0 +1,78 @@
+"""Every form is measured, and one that computes something else shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+from headrace.cli.main import main
+from headrace.perf.kernels import KERNELS, SCAN_FORMS, measure_kernels, measured
+from headrace.perf.references import causal_attention, delta_rule, double, largest_error
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_forms_agree_with_float64_and_take_some_time(name: str) -> None:
+    found = list(measure_kernels([name]))
+    assert len(found) >= 3
+    for each in found:
+        assert 0 < each.time_s.minimum <= each.time_s.median
+        assert each.error < 1e-5, each.case
+        assert each.case.num_bytes > 0
+    if name == "gated-delta":
+        assert {each.case.form for each in found} == set(SCAN_FORMS["cpu"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_form_that_is_off_shows(name: str) -> None:
+    case = next(measure_kernels([name])).case
+
+    def off() -> Sequence[mx.array]:
+        first, *others = case.call()
+        return [first * 1.01, *others]
+
+    assert measured(replace(case, call=off)).error == pytest.approx(0.01, rel=0.1)
+
+
+def test_bytes_are_those_of_inputs_and_outputs() -> None:
+    cases = {(each.case.form, each.case.shape): each.case.num_bytes for each in measure_kernels(list(KERNELS))}
+    # q and k of two heads, v and y of four, a decay and a beta for each of these; the state twice; all in float32
+    scan = 4 * (2 * 2 * 32 + 2 * 4 * 32 + 2 * 4 + 2 * 4 * 32 * 32)
+    assert cases["fused", "1 × 1 tokens, 2/4 heads of 32"] == scan
+    # queries and outputs of four heads; keys and values of two: of a new token read and written, of the others read
+    attention = 4 * 4 * (2 * 4 * 32 + 2 * 2 * 2 * 32 + 2 * 2 * 32 * 100)
+    assert cases["cpu", "4 × 1 tokens behind 100, 4/2 heads of 32"] == attention
+    # half a byte a weight, a scale and a bias for 64
+    assert cases["4-bit", "4 × 128 to 256"] == 128 * 256 // 2 + 2 * 4 * 128 * 256 // 64 + 4 * 4 * (128 + 256)
+
+
+def test_the_reference_of_attention_is_attention() -> None:
+    mx.random.seed(0)
+    q, k, v = mx.random.normal((1, 4, 3, 8)), mx.random.normal((1, 2, 7, 8)), mx.random.normal((1, 2, 7, 8))
+    library = mx.fast.scaled_dot_product_attention(q, k, v, scale=8**-0.5, mask="causal")
+    assert largest_error(library[0], causal_attention(q[0], k[0], v[0])) < 1e-6
+
+
+@pytest.mark.parametrize("head", [0, 1, 2, 3])
+def test_the_reference_of_the_delta_rule_is_the_delta_rule(head: int) -> None:
+    mx.random.seed(0)
+    q, k = mx.random.normal((1, 5, 2, 8)), 0.3 * mx.random.normal((1, 5, 2, 8))
+    v, state = mx.random.normal((1, 5, 4, 6)), mx.random.normal((1, 4, 6, 8))
+    g, beta = mx.random.uniform(shape=(1, 5, 4)), mx.random.uniform(shape=(1, 5, 4))
+    y, end = gated_delta_ops(q, k, v, g, beta, state)
+    right_y, right_end = delta_rule([array[0] for array in (q, k, v, g, beta)], state[0], head)
+    assert largest_error(y[0, :, head], right_y) < 1e-5
+    np.testing.assert_allclose(double(end[0, head]), right_end, atol=1e-5)
+
+
+def test_the_command_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "attention"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["kernel", "form", "shape"]
+    assert [line.split()[0] for line in lines[2:]] == ["attention"] * 3
+    assert main(["bench", "kernels", "sorting"]) == 2
+    assert "'sorting'" in capsys.readouterr().err
