@@ -87,17 +87,6 @@ def test_a_chunk_that_does_not_fit_is_passed_over_for_a_smaller_one() -> None:
     assert kept == tuple(range(4, 16))
 
 
-def test_a_backbone_comes_before_all_others() -> None:
-    importance = by_chunk(*range(16), chunk=4)
-    kept = select(importance, 0, 0.32, chunk=4, backbone=4)
-    assert chunks(kept) == [0, 4, 8, 12, 15]
-
-
-def test_a_backbone_that_is_too_long_for_the_share_is_kept_where_it_matters() -> None:
-    kept = select(by_chunk(*range(16), chunk=4), 0, 0.2, chunk=4, backbone=4)
-    assert chunks(kept) == [4, 8, 12]
-
-
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.01, float("nan")])
 def test_a_share_has_to_be_one(share: float) -> None:
     with pytest.raises(ValueError, match="share"):
@@ -116,7 +105,6 @@ def test_importance_has_to_be_finite_numbers(importance: list[float]) -> None:
     share=st.floats(0.01, 1.0),
     spans=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 40)), max_size=4),
     chunk=st.sampled_from([1, 4, 32]),
-    backbone=st.none() | st.integers(1, 5),
     neighbours=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_never_more_than_the_share_and_what_is_protected(
@@ -125,13 +113,12 @@ def test_never_more_than_the_share_and_what_is_protected(
     share: float,
     spans: list[tuple[int, int]],
     chunk: int,
-    backbone: int | None,
     neighbours: float,
 ) -> None:
     end = start + len(importance)
     protected = [range(lo, lo + length) for lo, length in spans]
     values = np.array(importance, np.float32)
-    kept = module.select(values, start, share, protected, chunk, backbone, neighbours)
+    kept = module.select(values, start, share, protected, chunk, neighbours)
     must = {at for span in protected for at in span if start <= at < end} | {end - 1}
     assert list(kept) == sorted(set(kept))
     assert start <= kept[0] and kept[-1] == end - 1
@@ -141,4 +128,4 @@ def test_never_more_than_the_share_and_what_is_protected(
     places = {at // chunk for at in set(kept) - must}
     whole = {at for place in places for at in range(place * chunk, (place + 1) * chunk) if start <= at < end}
     assert whole <= set(kept)
-    assert module.select(values.copy(), start, share, list(reversed(protected)), chunk, backbone, neighbours) == kept
+    assert module.select(values.copy(), start, share, list(reversed(protected)), chunk, neighbours) == kept

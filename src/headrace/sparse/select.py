@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +14,12 @@ NEIGHBOURS = 0.5
 the border between two chunks, and the draft looks at the part of it that it is about to say."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A chunk: its place on the grid, how many tokens keeping it adds, and how important those are on average."""
-
-    index: int
-    num_tokens: int
-    importance: float
-
-
 def select(
     importance: npt.NDArray[np.float32],
     start: int,
     share: float,
     protected: Sequence[range] = (),
     chunk: int = CHUNK,
-    backbone: int | None = None,
     neighbours: float = NEIGHBOURS,
 ) -> tuple[int, ...]:
     """The kept positions out of `start` to `start + len(importance)`, rising; the last one is always among them.
@@ -42,22 +31,22 @@ def select(
     everything.
 
     importance: float32, finite, of each token from `start` on. protected: positions in any order, those outside are of
-    no effect. chunk: its length; chunks begin at multiples of it. backbone: every so many chunks of the grid one comes
-    before all others, so that no part of the prompt is missed entirely; None for none. neighbours: see NEIGHBOURS;
-    with 0 chunks are ranked as in the paper.
-    Raises ValueError for what can't be chosen from.
+    no effect. chunk: its length; chunks begin at multiples of it. neighbours: see NEIGHBOURS; with 0 chunks are ranked
+    as in the paper. Raises ValueError for what can't be chosen from.
     """
     if not len(importance) or not np.isfinite(importance).all():
         raise ValueError("there has to be a finite importance for each token, and at least one token")
     if not 0.0 < share <= 1.0:
         raise ValueError(f"the share of tokens to keep has to be over 0 and at most 1, not {share}")
     kept = _protected(protected, start, start + len(importance))
-    room = int(share * np.count_nonzero(~kept) + 1e-9)
-    candidates = _beside(_candidates(importance, kept, start, chunk), neighbours)
-    for one in sorted(candidates, key=lambda one: _rank(one, backbone)):
-        if one.num_tokens <= room:
-            room -= one.num_tokens
-            kept[max(0, one.index * chunk - start) : (one.index + 1) * chunk - start] = True
+    free = np.flatnonzero(~kept)
+    room = int(share * len(free) + 1e-9)
+    places, first, counts = np.unique((free + start) // chunk, return_index=True, return_counts=True)
+    means = np.add.reduceat(importance[free], first, dtype=np.float64) / counts
+    for at in np.argsort(-_beside(means, places, neighbours), kind="stable"):
+        if counts[at] <= room:
+            room -= counts[at]
+            kept[free[first[at] : first[at] + counts[at]]] = True
     return tuple((np.flatnonzero(kept) + start).tolist())
 
 
@@ -70,34 +59,10 @@ def _protected(protected: Sequence[range], start: int, end: int) -> npt.NDArray[
     return kept
 
 
-def _candidates(
-    importance: npt.NDArray[np.float32], kept: npt.NDArray[np.bool_], start: int, chunk: int
-) -> list[_Candidate]:
-    """The grid's chunks that have tokens to add."""
-    free = np.flatnonzero(~kept)
-    places, first, counts = np.unique((free + start) // chunk, return_index=True, return_counts=True)
-    if not len(places):
-        return []
-    totals = np.add.reduceat(importance[free].astype(np.float64), first)
-    return [
-        _Candidate(int(place), int(count), float(total / count))
-        for place, count, total in zip(places, counts, totals, strict=True)
-    ]
-
-
-def _beside(candidates: list[_Candidate], neighbours: float) -> list[_Candidate]:
-    """The candidates, each at least so important as its neighbours make it."""
-    own = {one.index: one.importance for one in candidates}
-    return [
-        replace(one, importance=max([one.importance, *(neighbours * own[at] for at in _next_to(one) if at in own)]))
-        for one in candidates
-    ]
-
-
-def _next_to(candidate: _Candidate) -> tuple[int, int]:
-    return candidate.index - 1, candidate.index + 1
-
-
-def _rank(candidate: _Candidate, backbone: int | None) -> tuple[bool, float, int]:
-    is_backbone = backbone is not None and candidate.index % backbone == 0
-    return not is_backbone, -candidate.importance, candidate.index
+def _beside(means: npt.NDArray[np.float64], places: npt.NDArray[np.int_], neighbours: float) -> npt.NDArray[np.float64]:
+    """What chunks at rising places of the grid count: their own mean, or a share of that of one right beside them."""
+    counted = means.copy()
+    behind = np.flatnonzero(np.diff(places) == 1)
+    np.maximum.at(counted, behind, neighbours * means[behind + 1])
+    np.maximum.at(counted, behind + 1, neighbours * means[behind])
+    return counted
