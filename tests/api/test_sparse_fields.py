@@ -60,6 +60,11 @@ def test_values_that_make_no_sense_are_refused_by_name(dialect: str, field: str,
     assert caught.value.param == field
 
 
+def test_what_would_make_sense_is_told_whole() -> None:
+    with pytest.raises(InvalidRequest, match="^sparse_prefill: input should be true or false or 'auto'$"):
+        READERS["chat"](sparse_prefill="yes")
+
+
 USAGE = Usage(100, 5, 10, sparse=SparseUsage(30, 60, (Bypass.SHORT, Bypass.TOOLS)))
 DETAIL = {"kept_tokens": 30, "dropped_tokens": 60, "bypassed": ["short_prompt", "tools"]}
 

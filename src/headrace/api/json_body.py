@@ -86,10 +86,12 @@ def check_at(model: type[Body], value: object, path: str) -> Body:
 
 def _message(found: Sequence[tuple[str, str]]) -> str:
     """What is wrong in one place: with the value if its type is one of those that may stand there, else with that."""
+    expected = []
     for kind, said in found:
-        if kind not in _TYPE_ERRORS:
+        if kind not in _TYPE_ERRORS and kind != "literal_error":
             return f"{said[:1].lower()}{said[1:]}"
-    return f"input should be {' or '.join(dict.fromkeys(_TYPE_ERRORS[kind] for kind, _ in found))}"
+        expected.append(_TYPE_ERRORS.get(kind) or said.removeprefix("Input should be "))
+    return f"input should be {' or '.join(dict.fromkeys(expected))}"
 
 
 def field_path(location: _Location) -> str:

@@ -276,7 +276,10 @@ def _prepare(
         found = load_tower(files, dtype=models.dtype, device=here, has_axes=loaded.packed.has_axes)
     draft = None
     if config.engine.sparse_draft is not None:
-        draft = load_draft(config, files, model_files(config, config.engine.sparse_draft), loaded, here)
+        try:
+            draft = load_draft(config, files, model_files(config, config.engine.sparse_draft), loaded, here)
+        except ModelError as error:
+            raise ModelError(f"--sparse-draft: {error}") from error
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)
