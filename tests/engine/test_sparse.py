@@ -24,7 +24,8 @@ from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, Th
 pytestmark = pytest.mark.anyio
 
 WARM = replace(GREEDY, temperature=0.9, seed=5)
-FAMILIES = ("llama", "qwen3_5", "gpt_oss")
+FAMILIES = ("qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.slow), "gpt_oss")
+"""Gated delta nets, Mamba-2 layers with compacted caches, windows with sinks: of the served model and of its draft."""
 PROMPT = tokens(1, 230)
 THIN = Thinning(0.3, (range(10), range(100, 110)))
 
@@ -36,14 +37,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("llama", tmp_path_factory.mktemp("draft"), seed=3)
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def draft(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(family, tmp_path_factory.mktemp("draft"), seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -230,27 +231,35 @@ async def test_the_draft_model_reads_only_what_is_new_to_it(engine: Engine, monk
     assert sum(computed) == 40
 
 
-async def test_guessed_tokens_change_nothing_of_what_is_said_to_a_thinned_prompt(
+async def test_guesses_company_and_preemption_change_nothing_of_what_is_said_to_thinned_prompts(
     draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head reads the kept tokens at their positions; whatever it guesses, the answer is the same."""
+    """The head reads the kept tokens at their positions; whatever it guesses, the answers are the same."""
     monkeypatch.setattr(DepthPlanner, "plan", lambda self, rows: tuple(len(row.survival) for row in rows))
     head = tiny_head.prefixed(tiny_head.draw("qwen3_5"))
     target = name_tokens(tiny_head.save_with_head("qwen3_5", tmp_path, head))
-    engine = Engine.launch(config(target, draft))
+    engine = Engine.launch(config(target, draft, max_num_seqs=2))
+    asked = [
+        replace(LONG, request_id="first", max_tokens=60, priority=5),
+        replace(LONG, request_id="second", prompt=tokens(6, 180), max_tokens=60, priority=5),
+        replace(LONG, request_id="urgent", prompt=tokens(7, 150), max_tokens=24),
+    ]
     try:
-        asked = replace(LONG, max_tokens=24)
-        plain, usage = await ask(engine, replace(asked, request_id="plain", max_draft_tokens=0))
-        drafted, _ = await ask(engine, replace(asked, request_id="drafted"))
+        plain = [
+            await ask(engine, replace(each, request_id=f"{at}", max_draft_tokens=0)) for at, each in enumerate(asked)
+        ]
+        low = [asyncio.create_task(ask(engine, each)) for each in asked[:2]]
+        while (await engine.status()).counters.drafts.num_drafted < 8:
+            await asyncio.sleep(0)
+        together = [await ask(engine, asked[2]), *[await each for each in low]]
         status = await engine.status()
     finally:
         engine.stop()
-    assert usage is not None
-    assert usage.num_dropped > 0
-    assert drafted == plain
+    assert all(usage is not None and usage.num_dropped > 0 for _, usage in plain)
+    assert together == [plain[2], *plain[:2]]
     assert status.drafts is not None
     assert status.drafts.num_failures == 0
-    assert status.counters.drafts.num_drafted > 0
+    assert status.counters.num_preemptions > 0
 
 
 def refusal(target: Path, draft: Path, *, self_check: bool = False) -> ConfigError | ModelError:
@@ -277,6 +286,10 @@ def test_models_without_a_readable_vocabulary_are_refused(folder: Path, tmp_path
     assert "holds no vocabulary" in str(refusal(folder, bare))
     (bare / "tokenizer.json").unlink()
     assert "can't be read" in str(refusal(folder, bare))
+
+
+def test_a_draft_that_is_not_there_is_refused_by_the_name_of_its_flag(folder: Path, tmp_path: Path) -> None:
+    assert str(refusal(folder, tmp_path / "nowhere")).startswith("--sparse-draft: there is no folder")
 
 
 def test_a_draft_none_of_whose_layers_attends_to_all_tokens_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -149,6 +149,23 @@ def test_chosen_positions_give_what_the_untouched_model_gives_there(name: str) -
     assert compare(name, "exact") <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_that_is_kept_whole_gives_the_very_logits_of_one_without_positions(name: str) -> None:
+    model = tiny.build(name)
+    packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
+    ids, got = tokens(150, 40), []
+    for chosen in (None, positions(*range(32))):
+        state = SequenceState(SlabPool())
+        parts = []
+        for lo, hi in ((0, 20), (20, 32), (32, 40)):
+            state.begin(hi - lo)
+            parts.append(packed.forward([Row(state, ids[lo:hi], positions=chosen)], range(hi - lo)))
+            mx.eval(parts[-1], state.arrays())
+            state.rollback(0)
+        got.append(mx.concatenate(parts))
+    assert mx.array_equal(*got)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_does_every_other_family_of_mlx_lm(name: str) -> None:
