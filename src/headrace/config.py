@@ -56,6 +56,12 @@ class ModelConfig:
         "syntax in which the model writes tool calls; auto takes the family's, or what the chat template shows",
         choices=TOOL_FORMATS,
     )
+    vision: str = knob(
+        "auto",
+        "auto takes images and videos if the model sees; off leaves its vision tower out. A model whose tower only "
+        "mlx-vlm knows runs whole with auto, a row at a time, and its text part in packed steps with off",
+        choices=("auto", "off"),
+    )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
     model_folder: str = knob(
         "~/.cache/headrace", "where a model that Headrace fetches by itself is kept", metavar="FOLDER"

@@ -24,6 +24,7 @@ from headrace.config import ServerConfig
 from headrace.media.profile import read_profile
 from headrace.server.app import build_app
 from headrace.session.media import MediaReader
+from headrace.session.media_ways import TowerWay
 from headrace.session.session import Session
 from headrace.session.words import Words, load_words
 from headrace.types.media import MediaLimits, MediaPolicy
@@ -113,7 +114,7 @@ def engine_that_says(*steps: Step) -> FakeEngine:
 
 
 def session_over(engine: FakeEngine) -> Session:
-    media = MediaReader(PROFILE, MediaPolicy(), MediaLimits(), words().tokenizer.encode)
+    media = MediaReader(TowerWay(PROFILE, words().tokenizer.encode), MediaPolicy(), MediaLimits())
     return Session(engine, words().tokenizer, words().template, words().family, media=media)
 
 

@@ -23,6 +23,7 @@ from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.media import prepare
 from headrace.media.prepared import PreparedImage
 from headrace.session import media as session_media
+from headrace.session import media_ways
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart, ToolCall
 from headrace.types.media import MediaLimits, MediaOptions, MediaPolicy
@@ -192,7 +193,7 @@ def test_the_pictures_of_a_growing_chat_are_prepared_once(monkeypatch: pytest.Mo
         prepared.append(str(arguments[3]))
         return prepare.prepare_image(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session_media, "prepare_image", counted)
+    monkeypatch.setattr(media_ways, "prepare_image", counted)
     session = Session.over(engine())
     first, second = said(image(64, 96), "a"), said(image(96, 64), "b")
 

@@ -8,7 +8,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
-from headrace.models.vision import VisionTower
+from headrace.models.vision import Tower
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import StateCost
 
@@ -26,7 +26,7 @@ def open_disk_tier(
     directory: Path,
     loaded: LoadedModel,
     head: str,
-    tower: VisionTower | None,
+    tower: Tower | None,
     cost: StateCost,
     budget_bytes: int,
     device_kind: str,

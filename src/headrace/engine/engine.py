@@ -22,6 +22,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from headrace.backend import blas, device, limits
+from headrace.backend.device import Device
 from headrace.config import Config
 from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
@@ -34,9 +35,11 @@ from headrace.engine.sparse_setup import load_draft, start_sparse
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
+from headrace.models.picture_processor import PictureProcessor, load_picture_processor
+from headrace.models.seeing import SeeingModel, whole_tower
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
-from headrace.models.vision import load_tower
+from headrace.models.vision import Tower, load_tower
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
@@ -267,13 +270,14 @@ def _prepare(
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
     files = model_files(config)
     models = config.models
-    loaded = load(files, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=here)
+    sees = models.vision == "auto"
+    loaded = load(
+        files, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=here, sees=sees
+    )
     if constraints is not None:
         constraints.warm_up()
     drafting = prepare_drafting(config, files, loaded, here)
-    found = None
-    if loaded.packed.takes_media:
-        found = load_tower(files, dtype=models.dtype, device=here, has_axes=loaded.packed.has_axes)
+    found = _find_tower(files, loaded, models.dtype, here) if sees and loaded.packed.takes_media else None
     draft = None
     if config.engine.sparse_draft is not None:
         try:
@@ -323,6 +327,14 @@ def _prepare(
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
+def _find_tower(files: ModelFiles, loaded: LoadedModel, dtype: str, here: Device) -> tuple[Tower, str] | None:
+    """The model's vision tower and a line about it; None if it has none that is known."""
+    model = loaded.packed.model
+    if isinstance(model, SeeingModel):
+        return whole_tower(model)
+    return load_tower(files, dtype=dtype, device=here, has_axes=loaded.packed.has_axes)
+
+
 def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPool:
     """name: stands for the weights where no disk tells them from others'."""
     return PrefixPool(
@@ -349,6 +361,11 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
     directory = locate(name)
     return read_files(directory.name if is_path else name, directory)
+
+
+def load_processor(model: ModelDescription) -> PictureProcessor:
+    """What prepares pictures for a model that runs whole, in any thread. Raises ModelError."""
+    return load_picture_processor(model.directory, model.config)
 
 
 def _describe(

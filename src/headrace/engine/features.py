@@ -12,7 +12,7 @@ from statistics import median_low
 from headrace.errors import GenerationFailed
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
 from headrace.models.pieces import Computation
-from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.models.vision import MediaEmbeddings, Tower
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
@@ -71,7 +71,7 @@ class FeatureCache:
 
     def __init__(
         self,
-        tower: VisionTower,
+        tower: Tower,
         prefixes: PrefixIndex,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,

@@ -60,7 +60,7 @@ def prepare_frames_as_images(
     files: Sequence[bytes], vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
 ) -> tuple[PreparedImage, ...]:
     """A video that comes as image files, for a model that knows pictures only. Raises as `prepare_frames`."""
-    _check_frames(files, limits, param)
+    check_frames(files, limits, param)
     return tuple(prepare_image(file, vision, limits, param, options) for file in files)
 
 
@@ -76,7 +76,7 @@ def prepare_frames(
 
     Raises InvalidRequest that names `param`, ContextTooLong.
     """
-    _check_frames(files, limits, param)
+    check_frames(files, limits, param)
     times = FrameTimes(len(files), rate)
     first = decode_image(files[0], limits.image_pixels, param)
     size = _frame_size(len(files), _size_of(first), vision, limits, param, options)
@@ -151,7 +151,8 @@ def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: Medi
         raise ContextTooLong.of_prompt(limits.tokens, num_tokens, param, at_least=True)
 
 
-def _check_frames(files: Sequence[bytes], limits: MediaLimits, param: str) -> None:
+def check_frames(files: Sequence[bytes], limits: MediaLimits, param: str) -> None:
+    """Raises InvalidRequest that names `param` for more frames than are looked at, or none."""
     if not 0 < len(files) <= limits.sampled_frames:
         message = f"{param} holds {len(files)} frames, it must be 1 to {limits.sampled_frames}"
         raise InvalidRequest(message, param=param)

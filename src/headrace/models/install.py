@@ -19,6 +19,7 @@ from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.mrope import MropeSections
 from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes, wrap_row_ropes
+from headrace.models.seeing import SeeingModel
 from headrace.models.step import Windows
 from headrace.models.upstream import REPLACEMENTS
 
@@ -146,6 +147,8 @@ def _is_gated_delta(module: nn.Module) -> bool:
 
 def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
     """The best level that each class of mixers promises to work at; the self-check has the last word."""
+    if isinstance(model, SeeingModel):
+        return {SeeingModel: Level.WHOLE}
     levels: dict[type[nn.Module], Level] = {}
     for place in mixers_of(model):
         module_class = type(place.module)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +16,11 @@ from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
+from headrace.models.seeing import load_seeing, runs_whole
+from headrace.models.seeing_check import check_pictures
 from headrace.models.selfcheck import Checked, check
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
-from headrace.models.weights import hold, load_weights
+from headrace.models.weights import Loaded, has_text_model, hold, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -25,38 +29,70 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model that runs packed steps.
 
+    precision: of its activations.
     context_length: tokens that it was made for; None if neither its files nor its architecture's defaults say.
     report: lines about precision, levels and the self-check.
     """
 
     packed: PackedModel
     vocab_size: int
+    precision: str
     context_length: int | None
     report: tuple[str, ...]
 
 
-def load(files: ModelFiles, *, dtype: str, numerics: str, self_check: bool, device: Device) -> LoadedModel:
+def load(
+    files: ModelFiles, *, dtype: str, numerics: str, self_check: bool, device: Device, sees: bool = False
+) -> LoadedModel:
     """Read the weights, bring them into the precision wanted, put the seams in and check them.
 
+    sees: whether a model whose vision tower is not known here may run whole, so that it takes pictures. If that fails,
+    its text part serves alone, where mlx-lm knows it.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
+    read_text = partial(_load, files, load_weights, dtype, numerics, self_check, device)
+    if not (sees and runs_whole(files)):
+        return read_text()
+    try:
+        loaded = _load(files, load_seeing, dtype, numerics, self_check, device)
+        check_pictures(loaded.packed.model, files, loaded.precision)
+    except ModelError as error:
+        if not has_text_model(files):
+            raise
+        refusal = f"vision: images and videos are refused, {error}"
+        logger.warning("%s", refusal)
+    else:
+        return loaded
+    loaded = read_text()
+    return replace(loaded, report=(*loaded.report, refusal))
+
+
+def _load(
+    files: ModelFiles,
+    read: Callable[[ModelFiles], Loaded],
+    dtype: str,
+    numerics: str,
+    self_check: bool,
+    device: Device,
+) -> LoadedModel:
     started = time.monotonic()
-    loaded = load_weights(files)
+    loaded = read(files)
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
     try:
         logits = _first_logits(loaded.model)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     kernels = Kernels(numerics, device.kind)
+    precision = str(logits.dtype).removeprefix("mlx.core.")
     if self_check:
-        checked = check(loaded.model, kernels, logits.shape[-1], str(logits.dtype).removeprefix("mlx.core."))
+        checked = check(loaded.model, kernels, logits.shape[-1], precision)
     else:
         checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
     lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
     if loaded.num_unused:
         lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
     context_length = files.context_length or _default_context(loaded.model)
-    return LoadedModel(checked.packed, logits.shape[-1], context_length, (*lines, *_level_lines(checked)))
+    return LoadedModel(checked.packed, logits.shape[-1], precision, context_length, (*lines, *_level_lines(checked)))
 
 
 def _default_context(model: Any) -> int | None:

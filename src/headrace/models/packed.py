@@ -18,6 +18,7 @@ from headrace.models.mrope import find_sections
 from headrace.models.position_support import positions_refusal
 from headrace.models.positions import TokenPositions
 from headrace.models.seams import views_of
+from headrace.models.seeing import SeeingModel
 from headrace.models.step import NO_RUNS, PackedStep, RowSpan
 from headrace.models.watch import QueryWatch
 from headrace.state.hidden import HiddenState
@@ -71,7 +72,8 @@ class PackedModel:
         ids = ids[None]
         wanted = mx.array(list(picks), dtype=mx.int32)
         if self._is_whole:
-            return run_rows(self.model, lambda: make_prompt_cache(self.model), step, ids)[wanted]
+            inputs = self._whole_inputs(rows, ids)
+            return run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)[wanted]
         tap = self._installation.tap
         tap.picks = wanted
         try:
@@ -101,6 +103,11 @@ class PackedModel:
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
         return PackedStep(tuple(spans), mx.array(packed_positions(placed)), self.kernels)
 
+    def _whole_inputs(self, rows: Sequence[Row], ids: mx.array) -> mx.array:
+        """Ids `[1, T]`, or embeddings `[1, T, hidden]` where some stand for media."""
+        media = step_media([(len(row.token_ids), row.media) for row in rows])
+        return ids if media is None else media.embeddings(self.model.embed(ids))
+
     def _inputs(self, rows: Sequence[Row], ids: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         """Ids and embeddings for the model's forward; where tokens stand for media, prepares deeper layers."""
         media = step_media([(len(row.token_ids), row.media) for row in rows])
@@ -117,8 +124,8 @@ class PackedModel:
 
     @property
     def takes_media(self) -> bool:
-        """Whether rows may hold media: positions and spans of their tokens reach every layer."""
-        return not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+        """Whether rows may hold media: positions and spans of their tokens reach every layer, or need not."""
+        return isinstance(self.model, SeeingModel) or not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
 
     @property
     def has_axes(self) -> bool:

@@ -101,7 +101,7 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
 def _candidates(chosen: Levels) -> Iterator[tuple[Levels, tuple[str, ...]]]:
     """Levels to try, best first: as chosen, one class lowered, all of them lowered, the whole model."""
     yield chosen, ()
-    high = [module_class for module_class, level in chosen.items() if level is not Level.ROWS]
+    high = [module_class for module_class, level in chosen.items() if level not in (Level.ROWS, Level.WHOLE)]
     lines = {one: f"{one.__name__} differs {_as(chosen[one])}: {_as(Level.ROWS)} instead" for one in high}
     for one in high:
         yield {**chosen, one: Level.ROWS}, (lines[one],)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,8 +45,21 @@ class MediaEmbeddings:
     deep: tuple[mx.array, ...] = ()
 
 
-class VisionTower:
+class Tower(Protocol):
     """Computes embeddings; keeps nothing of what it has seen."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds its weights, as far as the text model doesn't."""
+        ...
+
+    def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
+        """The embeddings of an input, of which nothing is there yet."""
+        ...
+
+
+class VisionTower:
+    """A `Tower` of one of the kinds that are known here."""
 
     def __init__(self, module: Any, kind: TowerKind, attend: PatchAttention) -> None:
         """module: of the kind, with its weights."""
@@ -73,6 +86,11 @@ class VisionTower:
         """`[patches, channels * values]`, normalised."""
         pixels = mx.array(np.asarray(one.pixels))
         return by_rows(lambda some: _normalised(some, one).astype(self._dtype), pixels, pixels.shape[1], self._pieces)
+
+
+def knows_tower(files: ModelFiles) -> bool:
+    """Whether the checkpoint's tower is of a kind that is known here."""
+    return files.config["model_type"] in _KINDS
 
 
 def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool) -> tuple[VisionTower, str] | None:

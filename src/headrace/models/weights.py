@@ -82,6 +82,15 @@ def _classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return model_class, arguments_class
 
 
+def has_text_model(files: ModelFiles) -> bool:
+    """Whether mlx-lm knows a model of the checkpoint's type."""
+    try:
+        _classes_of(dict(files.config))
+    except (ModelError, ValueError):
+        return False
+    return True
+
+
 def _broken_file(folder: Path) -> Path | None:
     """The first file of weights that can't be read on its own; mlx's errors don't name it."""
     for file in sorted(folder.glob("model*.safetensors")):

@@ -12,16 +12,8 @@ from hashlib import sha256
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.media.fetch import MediaFetcher
 from headrace.media.inline import split_frames
-from headrace.media.prepare import (
-    prepare_frames,
-    prepare_frames_as_images,
-    prepare_image,
-    prepare_video,
-    prepare_video_as_images,
-)
-from headrace.media.prepared import PreparedMedia
-from headrace.media.profile import VisionProfile
-from headrace.media.prompt import EncodeText, expand, expanded_length, num_media_tokens
+from headrace.media.prompt import expanded_length
+from headrace.session.media_ways import MediaWay, ShownItem
 from headrace.text.normalise import media_parts
 from headrace.text.template import RenderedPrompt
 from headrace.types.chat import ChatRequest, ContentPart, MediaPart, TextPart
@@ -44,14 +36,13 @@ _Key = tuple[bytes, str, object]
 class MediaReader:
     """Reads media for one model. Belongs to one event loop."""
 
-    def __init__(self, profile: VisionProfile, policy: MediaPolicy, limits: MediaLimits, encode: EncodeText) -> None:
-        """encode: of the model's tokenizer. Raises ConfigError for a policy that makes no sense."""
-        self._profile = profile
+    def __init__(self, way: MediaWay, policy: MediaPolicy, limits: MediaLimits) -> None:
+        """Raises ConfigError for a policy that makes no sense."""
+        self._way = way
         self._limits = limits
-        self._encode = encode
         self._fetcher = MediaFetcher(policy)
         self._decoders = asyncio.Semaphore(MAX_DECODERS)
-        self._kept: OrderedDict[_Key, tuple[PreparedMedia, ...]] = OrderedDict()
+        self._kept: OrderedDict[_Key, tuple[ShownItem, ...]] = OrderedDict()
         self._kept_bytes = 0
 
     async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
@@ -60,7 +51,7 @@ class MediaReader:
         Raises InvalidRequest that names a part, ContextTooLong for `max_tokens` or more, and what `render` raises.
         """
         parts = media_parts(request.messages)
-        if self._profile.vision.sees_videos or all(part.kind == "image" for part in parts):
+        if self._way.sees_videos or all(part.kind == "image" for part in parts):
             # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
             prompt = await asyncio.to_thread(render, request)
             prepared = await self._read_all(parts, max_tokens)
@@ -72,21 +63,21 @@ class MediaReader:
             prompt = await asyncio.to_thread(render, _with_frames(request, num_frames))
         return await asyncio.to_thread(self._place, prompt, [item for items in prepared for item in items])
 
-    async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[PreparedMedia, ...]]:
+    async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ShownItem, ...]]:
         """What the model is shown of each part."""
-        prepared: list[tuple[PreparedMedia, ...]] = []
+        prepared: list[tuple[ShownItem, ...]] = []
         num_tokens = 0
         for part in parts:
             prepared.append(await self._read(part, max_tokens))
-            num_tokens += sum(num_media_tokens(item.grid, self._profile.vision) for item in prepared[-1])
+            num_tokens += sum(item.num_tokens for item in prepared[-1])
             if num_tokens >= max_tokens:
                 raise ContextTooLong.of_prompt(max_tokens, num_tokens, part.param, at_least=True)
         return prepared
 
-    def _place(self, prompt: RenderedPrompt, prepared: Sequence[PreparedMedia]) -> tuple[RenderedPrompt, PromptMedia]:
+    def _place(self, prompt: RenderedPrompt, prepared: Sequence[ShownItem]) -> tuple[RenderedPrompt, PromptMedia]:
         """The prompt with its media's placeholders. Raises InvalidRequest if the template has not shown each item."""
         try:
-            expanded = expand(prompt.token_ids, prepared, self._profile, self._encode)
+            expanded = self._way.expand(prompt.token_ids, prepared)
         except ValueError as error:
             message = f"the model's chat template does not show all media of these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
@@ -96,7 +87,7 @@ class MediaReader:
         )
         return replace(prompt, token_ids=expanded.token_ids, boundaries=boundaries), expanded.media
 
-    async def _read(self, part: MediaPart, max_tokens: int) -> tuple[PreparedMedia, ...]:
+    async def _read(self, part: MediaPart, max_tokens: int) -> tuple[ShownItem, ...]:
         frames = split_frames(part.source) if part.kind == "video" else None
         files = [await self._fetcher.read(source, part.param) for source in frames or (part.source,)]
         key = (sha256(b"".join(sha256(file).digest() for file in files)).digest(), part.kind, part.options)
@@ -104,26 +95,12 @@ class MediaReader:
             self._kept.move_to_end(key)
             return self._kept[key]
         async with self._decoders:
-            prepared = await asyncio.to_thread(self._prepare, part, files, frames is not None, max_tokens)
+            limits = replace(self._limits, tokens=max_tokens)
+            prepared = await asyncio.to_thread(self._way.prepare, part, files, frames is not None, limits)
         self._keep(key, prepared)
         return prepared
 
-    def _prepare(
-        self, part: MediaPart, files: Sequence[bytes], is_frames: bool, max_tokens: int
-    ) -> tuple[PreparedMedia, ...]:
-        vision, limits = self._profile.vision, replace(self._limits, tokens=max_tokens)
-        if part.kind == "image":
-            return (prepare_image(files[0], vision, limits, part.param, part.options),)
-        if not vision.sees_videos:
-            if is_frames:
-                return prepare_frames_as_images(files, vision, limits, part.param, part.options)
-            return prepare_video_as_images(files[0], vision, limits, part.param, part.options)
-        if is_frames:
-            rate = part.options.fps or limits.fps or vision.sampling.fps
-            return (prepare_frames(files, rate, vision, limits, part.param, part.options),)
-        return (prepare_video(files[0], vision, limits, part.param, part.options),)
-
-    def _keep(self, key: _Key, prepared: tuple[PreparedMedia, ...]) -> None:
+    def _keep(self, key: _Key, prepared: tuple[ShownItem, ...]) -> None:
         self._kept[key] = prepared
         self._kept_bytes += _num_bytes(prepared)
         while self._kept_bytes > KEPT_BYTES:
@@ -131,8 +108,8 @@ class MediaReader:
             self._kept_bytes -= _num_bytes(oldest)
 
 
-def _num_bytes(prepared: Sequence[PreparedMedia]) -> int:
-    return sum(item.patches.nbytes for item in prepared)
+def _num_bytes(prepared: Sequence[ShownItem]) -> int:
+    return sum(item.num_bytes for item in prepared)
 
 
 def _with_frames(request: ChatRequest, num_frames: Mapping[int, int]) -> ChatRequest:

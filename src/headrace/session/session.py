@@ -21,7 +21,6 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.media.profile import read_profile
 from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
 from headrace.session.completion import CompletionPrompts
 from headrace.session.constraint import ChatConstraints, callable_tools
@@ -29,6 +28,7 @@ from headrace.session.generation import Generations
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
+from headrace.session.media_ways import find_way
 from headrace.session.settings import (
     NO_DEFAULTS,
     Defaults,
@@ -105,8 +105,8 @@ class Session:
         Raises ModelError, and ConfigError for a policy that makes no sense.
         """
         words = words or load_words(engine.model.directory, engine.model.model_type)
-        profile = read_profile(engine.model.directory, engine.model.config) if engine.model.takes_media else None
-        reader = None if profile is None else MediaReader(profile, *media, words.tokenizer.encode)
+        way = find_way(engine.model, words.tokenizer.encode)
+        reader = None if way is None else MediaReader(way, *media)
         return cls(
             engine,
             words.tokenizer,

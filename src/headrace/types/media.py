@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from pathlib import Path
 
@@ -79,6 +80,8 @@ class MediaInput:
     grid: of patches: time, rows, columns.
     mean, std: per channel; the tower sees (byte / 255 - mean) / std.
     digest: sha256 of all that decides the embeddings: pixels, their shape and the grid.
+    fields: for a model that runs whole, the placeholders as `input_ids` and what its family's processor has made of the
+    picture; pixels are then those of the picture as it came.
     """
 
     start: int
@@ -88,6 +91,7 @@ class MediaInput:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     digest: bytes
+    fields: Mapping[str, memoryview] = field(default_factory=dict)
 
 
 class TwoWay(Enum):

@@ -17,17 +17,17 @@ WHOLE_MODEL: LayerKey = ()
 """The key of the one state that a sequence has at this level: all caches of the model."""
 
 
-def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: PackedStep, ids: mx.array) -> mx.array:
-    """Logits `[T, vocab]` of packed ids `[1, T]`, each row by a forward of its own."""
+def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: PackedStep, inputs: mx.array) -> mx.array:
+    """Logits `[T, vocab]` of packed ids `[1, T]`, or what else the model takes, each row by a forward of its own."""
 
-    def feed_all(caches: Any, row_ids: mx.array) -> mx.array:
-        logits: mx.array = model(row_ids, cache=caches)
+    def feed_all(caches: Any, row: mx.array) -> mx.array:
+        logits: mx.array = model(row, cache=caches)
         return logits
 
     feed: Feed = partial(token_by_token, feed_all) if step.kernels.goes_token_by_token else feed_all
     outputs = []
     for span in step.spans:
         state = span.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
-        row = ids[:, span.lo : span.hi]
+        row = inputs[:, span.lo : span.hi]
         outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.marks)[0])
     return mx.concatenate(outputs)

@@ -1,0 +1,115 @@
+"""Vision-language models that run whole: mlx-vlm's own model, a row at a time, with what it makes of pictures before.
+
+For families whose tower is not among those of `models/vision.py`. A picture is embedded by itself, together with the
+tokens that its processor writes around it, and stands in prompts like any other. That this is what the model computes
+for a whole prompt is checked before it serves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from headrace.errors import ModelError
+from headrace.models.pieces import Computation, Pieces, Stages
+from headrace.models.source import ModelFiles
+from headrace.models.vision import MediaEmbeddings, knows_tower
+from headrace.models.weights import Loaded
+from headrace.types.media import MediaInput
+
+
+class SeeingModel(nn.Module):
+    """mlx-vlm's model with the face of one of mlx-lm's: ids or embeddings in, logits out, caches of mlx-lm."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """inputs: ids `[1, n]` or embeddings `[1, n, hidden]`. Gives logits `[1, n, vocab_size]`."""
+        rows = self.embed(inputs) if inputs.ndim == 2 else inputs
+        no_ids = mx.zeros(rows.shape[:2], mx.int32)
+        return cast(mx.array, self.inner.language_model(no_ids, inputs_embeds=rows, cache=cache).logits)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Token ids `[1, n]` to embeddings `[1, n, hidden]`."""
+        return cast(mx.array, self.inner.get_input_embeddings(ids).inputs_embeds)
+
+    def embed_picture(self, token_ids: mx.array, fields: Mapping[str, mx.array]) -> Any:
+        """What the model makes of tokens `[1, n]` and of what the processor has made of a picture among them."""
+        pixels = {name: array for name, array in fields.items() if name != "pixel_values"}
+        mask = mx.ones(token_ids.shape, mx.int32)
+        return self.inner.get_input_embeddings(token_ids, fields["pixel_values"], mask=mask, **pixels)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Of the language model."""
+        return cast(list[nn.Module], self.inner.language_model.layers)
+
+    def make_cache(self) -> list[Any]:
+        """Caches of mlx-lm of the kinds that the model would make. Raises ModelError if it has none of such a kind."""
+        made = importlib.import_module("mlx_vlm.models.cache").make_prompt_cache(self.inner.language_model)
+        return [_own_cache(one) for one in made]
+
+
+def _own_cache(made: Any) -> Any:
+    kind = type(made).__name__
+    if kind in ("KVCache", "SimpleKVCache"):
+        return KVCache()
+    if kind == "RotatingKVCache":
+        return RotatingKVCache(max_size=made.max_size, keep=made.keep)
+    raise ModelError(f"the model keeps a {kind}, which is not known here")
+
+
+class WholeTower:
+    """Pictures to embeddings by the model's own way, each in one go."""
+
+    module = nn.Module()
+    """Weights of its own: none."""
+
+    def __init__(self, model: SeeingModel) -> None:
+        self._model = model
+        self._pieces = Pieces(1)
+
+    def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
+        """The embeddings of an input, of which nothing is there yet."""
+        return Computation(self._stages(one), self._pieces)
+
+    def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:
+        yield
+        fields = {name: mx.array(np.asarray(value)) for name, value in one.fields.items()}
+        rows = self._model.embed_picture(fields.pop("input_ids"), fields).inputs_embeds[0]
+        return MediaEmbeddings(self._pieces.note(rows, 1))
+
+
+def runs_whole(files: ModelFiles) -> bool:
+    """Whether a checkpoint has a vision tower that is not known here, but to mlx-vlm."""
+    if not files.config.get("vision_config") or knows_tower(files):
+        return False
+    try:
+        name = importlib.import_module("mlx_vlm.utils").get_model_type(files.config)
+        package = importlib.import_module(f"mlx_vlm.models.{name}")
+    except ImportError:
+        return False
+    return all(hasattr(package, name) for name in ("Model", "LanguageModel", "VisionModel"))
+
+
+def load_seeing(files: ModelFiles) -> Loaded:
+    """mlx-vlm's model of a checkpoint, its weights not yet evaluated. Raises ModelError if it can't be loaded."""
+    if files.config.get("model_file"):
+        raise ModelError(f"{files.name} brings code of its own, which is not run")
+    try:
+        return Loaded(SeeingModel(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
+    except Exception as error:  # an outer wall to other projects' code
+        raise ModelError(f"mlx-vlm can't load {files.name}: {error}") from error
+
+
+def whole_tower(model: SeeingModel) -> tuple[WholeTower, str]:
+    """The way to the model's embeddings, and a line about it."""
+    return WholeTower(model), "vision: mlx-vlm's own model, whole, a row at a time; a picture is embedded in one go"
