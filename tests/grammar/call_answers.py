@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +22,12 @@ from headrace.text.formats.registry import FORMATS
 from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Text, ToolArguments, ToolCallStart
+from headrace.types.hold import OutputHold
 from headrace.types.request import ConstraintSpec
 
 END = 256
 PATIENCE = 40
+NASTY_PATIENCE = 400
 
 
 class ByteTokenizer:
@@ -63,7 +66,7 @@ def special_of(name: str, has_special: bool) -> tuple[str, ...]:
 
 
 def begun(form: OutputForm, special: tuple[str, ...] = ()) -> Constraint:
-    spec = ConstraintSpec(compile_output(form, made(special).vocabulary))
+    spec = ConstraintSpec(compile_output(form, made(special).vocabulary).grammar)
     return made(special).begin(spec, frozenset({END}))
 
 
@@ -77,17 +80,29 @@ def takes_whole(constraint: Constraint, text: str) -> bool:
     return constraint.window(tokens).num_legal == len(tokens)
 
 
-def random_output(constraint: Constraint, tokenizer: ByteTokenizer, ways_out: Sequence[str], seed: int) -> str:
-    """Bytes at random; after some of them, whole ways out wherever one may come."""
+def hold_of(form: OutputForm, special: tuple[str, ...] = ()) -> OutputHold:
+    return compile_output(form, made(special).vocabulary).hold
+
+
+def random_output(
+    constraint: Constraint, tokenizer: ByteTokenizer, ways_out: Sequence[str], seed: int, *, pieces: Sequence[str] = ()
+) -> str:
+    """Bytes at random, now and then one of the pieces; after some of them, whole ways out wherever one may come."""
     rng = np.random.default_rng(seed)
     outs = [[END], *map(tokenizer.encode, ways_out)]
+    nasty = [*map(tokenizer.encode, pieces)]
     said: list[int] = []
     while len(said) < 4000:
         (mask,) = constraint.window(()).masks
         assert mask is not None
         legal = legal_ids(mask)
         following = [legal[int(rng.integers(len(legal)))]]
-        if len(said) > PATIENCE and rng.random() < 0.8:
+        if nasty and rng.random() < 0.6:
+            piece = nasty[int(rng.integers(len(nasty)))]
+            following = piece if constraint.window(piece).num_legal == len(piece) else following
+        if len(said) > (NASTY_PATIENCE if nasty else PATIENCE) and rng.random() < 0.8:
+            if nasty:
+                rng.shuffle(outs)
             following = next((out for out in outs if constraint.window(out).num_legal == len(out)), following)
         constraint.accept(following)
         if following == [END]:
@@ -96,13 +111,23 @@ def random_output(constraint: Constraint, tokenizer: ByteTokenizer, ways_out: Se
     raise AssertionError(f"no end: {tokenizer.decode(said)[-200:]!r}")
 
 
-def parsed(name: str, output: str, tools: Sequence[ToolDefinition]) -> tuple[str, list[tuple[str, Any]]]:
-    """Text of an output, and its calls."""
-    family = ModelFamily("made up", tool_format=name)
-    parser = StreamParser(family, thinking_open=False, tools=tuple(tools))
+def parsed(
+    name: str,
+    output: str,
+    tools: Sequence[ToolDefinition],
+    hold: OutputHold | None = None,
+    *,
+    think: tuple[str, str] | tuple[None, None] = (None, None),
+    cuts: Sequence[int] = (),
+) -> tuple[str, list[tuple[str, Any]]]:
+    """Text of an output, and its calls. cuts: where it is split."""
+    family = ModelFamily("made up", tool_format=name, think_open=think[0], think_close=think[1])
+    parser = StreamParser(family, thinking_open=False, tools=tuple(tools), hold=hold)
     calls: list[list[str]] = []
     text = ""
-    for event in (*parser.push(output), *parser.finish()):
+    pieces = [output[start:end] for start, end in itertools.pairwise((0, *sorted(cuts), len(output)))]
+    events = [event for piece in pieces for event in parser.push(piece)]
+    for event in (*events, *parser.finish()):
         match event:
             case ToolCallStart():
                 calls.append([event.name, ""])

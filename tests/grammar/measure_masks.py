@@ -119,7 +119,7 @@ def main() -> None:
     factory = ConstraintFactory(Vocabulary(tokenizer))
     told("take in the vocabulary", [timed(factory.warm_up)])
     form = OutputForm(Structure("json_schema", SCHEMA), None, None, ThinkingForm("<think>", "</think>", True))
-    grammar = compile_output(form, factory.vocabulary)
+    grammar = compile_output(form, factory.vocabulary).grammar
     told("compile the schema", [timed(lambda: compile_output(form, factory.vocabulary))])
     told("compile the grammar", [timed(lambda: factory.prepare(grammar))])
     spec, stops = ConstraintSpec(grammar), frozenset({END})

@@ -21,7 +21,8 @@ OPEN = ThinkingForm("<think>", "</think>", is_open=True)
 
 def begun(structure: Structure, thinking: ThinkingForm | None) -> Constraint:
     return factory().begin(
-        ConstraintSpec(compile_output(OutputForm(structure, None, None, thinking), VOCABULARY)), frozenset({END})
+        ConstraintSpec(compile_output(OutputForm(structure, None, None, thinking), VOCABULARY).grammar),
+        frozenset({END}),
     )
 
 

@@ -65,7 +65,7 @@ def factory() -> ConstraintFactory:
 
 
 def answers(structure: Structure) -> list[str]:
-    spec = ConstraintSpec(compile_output(OutputForm(structure, None, None, None), factory().vocabulary))
+    spec = ConstraintSpec(compile_output(OutputForm(structure, None, None, None), factory().vocabulary).grammar)
     stops = frozenset({STOP})
     return [tokenizer().decode(random_answer(factory().begin(spec, stops), tokenizer(), STOP, seed)) for seed in SEEDS]
 
@@ -170,7 +170,9 @@ def test_settings_of_the_compiler_cannot_be_slipped_in() -> None:
 
 
 def test_white_space_comes_to_an_end() -> None:
-    spec = ConstraintSpec(compile_output(OutputForm(Structure("json_object"), None, None, None), factory().vocabulary))
+    spec = ConstraintSpec(
+        compile_output(OutputForm(Structure("json_object"), None, None, None), factory().vocabulary).grammar
+    )
     constraint = factory().begin(spec, frozenset({STOP}))
     constraint.accept(tokenizer().encode("{\n" + 20 * " "))
     assert constraint.window(tokenizer().encode('"a"')).num_legal > 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.raw_text import RawText, raw_value
+from headrace.grammar.raw_text import RawText, has_brackets, raw_value, without_brackets
 from headrace.grammar.schema import check_schema, compiled_schema
 from headrace.grammar.ways import COMBINING, Shape, Way, object_shapes, ways
 from headrace.types.chat import ToolDefinition
@@ -32,7 +32,7 @@ class Parameter:
     """One argument.
 
     schema: what it may be, as llguidance takes it. raw: texts that it may be without quotes, if any; rest: what it may
-    be beside those, None for nothing.
+    be beside those, None for nothing. has_brackets: that may be JSON which begins with a bracket, as none of the texts.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Parameter:
     schema: Any
     raw: tuple[RawText, ...]
     rest: Any
+    has_brackets: bool
 
 
 class Arguments:
@@ -81,10 +82,12 @@ class Arguments:
             # Says what no grammar can enforce, and makes sure that branches of oneOf exclude each other.
             self.whole()
         found = [self._parameters(shape, can_be_key) for shape in self._shapes]
-        possible = tuple(each for each in found if each is not None)
+        possible = [each for each in found if each is not None]
         if not possible:
             raise self._refused("no arguments that fit can be written in the syntax of the model's calls")
-        return possible
+        # One may be free text in one way and JSON in another: where a value ends must not depend on that.
+        json_names = {each.name for way in possible for each in way if each.has_brackets}
+        return tuple(tuple(_told_apart(each) if each.name in json_names else each for each in way) for way in possible)
 
     def _parameters(self, shape: Shape, can_be_key: Callable[[str], bool]) -> tuple[Parameter, ...] | None:
         """None if something that is required can't be given."""
@@ -116,9 +119,9 @@ class Arguments:
             raise self._refused(f"{where} can't be enforced where texts stand without quotes")
         whole = self._compiled(self._alone(schema), True)
         if raw is None:
-            return Parameter(name, is_required, whole, (), whole)
+            return Parameter(name, is_required, whole, (), whole, has_brackets(fitting))
         rest = None if raw.rest is None else self._compiled(self._alone(raw.rest), True)
-        return Parameter(name, is_required, whole, raw.texts, rest)
+        return Parameter(name, is_required, whole, raw.texts, rest, raw.has_brackets)
 
     def _alone(self, schema: Any) -> Any:
         """A part of the schema that stands by itself: what it refers to comes along."""
@@ -154,6 +157,10 @@ class Arguments:
 
     def _refused(self, why: str) -> InvalidRequest:
         return InvalidRequest(f"the tool {self.name}: {why}", param=_FIELD)
+
+
+def _told_apart(parameter: Parameter) -> Parameter:
+    return replace(parameter, raw=without_brackets(parameter.raw), has_brackets=True)
 
 
 def _with_references_moved(schema: Any) -> Any:

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments, Parameter
-from headrace.grammar.lark import ANY_TEXT, Rules, exactly, json_value, literal, regex
+from headrace.grammar.lark import Rules, containing, json_value, literal, regex
 from headrace.grammar.raw_text import RawText
 
 _BARE_NAME = re.compile(r"[^\s<>{}\"'`\\]+")
 _PYTHON_NAME = re.compile(r"[^\W\d][\w.-]*")
-_KEY = re.compile(r"[^\s<>\"]([^\n<>\"]*[^\s<>\"])?")
+_KEY = re.compile(r"[^\s<>\"]([^\n<>\"]{,254}[^\s<>\"])?")
 
 
 class CallBody(Protocol):
@@ -67,6 +67,7 @@ class TagBody:
         _check_name(arguments.name, _BARE_NAME)
         head = rules.marker(self.before + arguments.name + self.behind_name)
         ways = arguments.ways(lambda name: _KEY.fullmatch(name) is not None)
+        rules.json_values.update((arguments.name, each.name) for way in ways for each in way if each.has_brackets)
         listed = rules.rule(" | ".join(self._elements(rules, each) for each in ways))
         return rules.rule(f"{head} {listed} {rules.marker(self.after)}")
 
@@ -78,34 +79,32 @@ class TagBody:
     def _element(self, rules: Rules, parameter: Parameter) -> str:
         behind_key = self.behind_key if parameter.raw or self.typed_key is None else self.typed_key
         head = rules.marker(self.key + parameter.name + behind_key)
-        values = [self._text(rules, raw) for raw in parameter.raw]
+        values = [text for raw in parameter.raw if (text := self._text(rules, raw)) is not None]
         if parameter.rest is not None:
             values.append(f"{self._framed(rules, json_value(parameter.rest))} {rules.marker(self.value_close)}")
+        if not values:
+            raise InvalidRequest(f"the argument {parameter.name}: no value of it can be written", param="tools")
         return f"{head} ({' | '.join(values)}) {rules.marker(self.behind_value)}"
 
     def _framed(self, rules: Rules, value: str) -> str:
         return f"{rules.marker(self.frame)} {value} {rules.marker(self.frame)}" if self.frame else value
 
-    def _text(self, rules: Rules, raw: RawText) -> str:
-        """A text and its closing tag."""
+    def _text(self, rules: Rules, raw: RawText) -> str | None:
+        """A text and its closing tag; None if each text that it may be has the tag in it."""
         if raw.values is not None:
-            values = " | ".join(map(literal, raw.values))
-            return f"{self._framed(rules, f'({values})')} {rules.marker(self.value_close)}"
+            values = " | ".join(literal(value) for value in raw.values if self.value_close not in value)
+            return f"{self._framed(rules, f'({values})')} {rules.marker(self.value_close)}" if values else None
         text = rules.until(self.value_close) if raw.is_free else self._limited(rules, raw)
         return f"{rules.marker(self.frame)} {text}" if self.frame else text
 
     def _limited(self, rules: Rules, raw: RawText) -> str:
         """A text of which more is known, and its closing tag, in one lexeme: only there is it certain where it ends."""
-        first, others = rules.split(self.value_close)
+        first, special = rules.split(self.value_close)
         wanted = [regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")]
         wanted += [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
-        wanted += [f"~{regex(pattern)}" for pattern in raw.others]
-        if first:
-            wanted.append(f"~{regex(ANY_TEXT + exactly(first) + ANY_TEXT)}")
-        text = rules.terminal(" & ".join(wanted))
-        if not first:
-            return f"{text} {others}"
-        return f"{rules.rule(rules.terminal(f'{text} {literal(self.frame + first)}'), lazy=True)} {others}"
+        wanted += [f"~{regex(pattern)}" for pattern in (*raw.others, containing(self.value_close))]
+        text = rules.terminal(f"({' & '.join(wanted)}) {literal(self.frame + first)}")
+        return f"{text} {special}" if special else rules.rule(text, lazy=True)
 
 
 @dataclass(frozen=True, slots=True)

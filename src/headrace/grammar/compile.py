@@ -12,10 +12,11 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments
 from headrace.grammar.call_syntaxes import CALL_SYNTAXES, HARMONY_CALL
-from headrace.grammar.lark import ANY_TEXT, Rules, exactly, json_value, literal, regex
+from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_value, literal, regex
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import Structure, ToolDefinition
+from headrace.types.hold import OutputHold
 
 _FIELDS = {"json_schema": "response_format", "json_object": "response_format"}
 _FIELD = "structured_outputs"
@@ -26,6 +27,9 @@ HARMONY = "harmony"
 _BEFORE_OPENER = r"\n?"
 _BEHIND_CLOSER = r"\n{0,2}"
 """Newlines that belong to the markers of thinking, as the stream parser has it."""
+
+
+_HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,21 @@ class OutputForm:
     thinking: ThinkingForm | None
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledOutput:
+    """The grammar of an output, in llguidance's syntax, and what a reader of the output has to know of it."""
+
+    grammar: str
+    hold: OutputHold
+
+
 def can_enforce_calls(syntax: str | None) -> bool:
     """Whether calls in a syntax can be held to anything."""
     return syntax == HARMONY or syntax in CALL_SYNTAXES
 
 
-def compile_output(form: OutputForm, vocabulary: Vocabulary) -> str:
-    """The grammar of an output of this form, in llguidance's syntax. Raises InvalidRequest.
+def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
+    """The grammar of an output of this form. Raises InvalidRequest.
 
     The answer begins behind the closer of thinking and up to two newlines, which belong to it. A model that has not
     begun to think may answer at once. Where an answer may be any text, a call that has once begun has to be valid.
@@ -77,18 +89,36 @@ def compile_output(form: OutputForm, vocabulary: Vocabulary) -> str:
     rules = Rules(vocabulary.special_tokens)
     others: list[dict[str, str]] = []
     options: list[str] = []
+    thought = _thought(form.thinking)
     if form.structure is not None and (form.calls is None or not form.calls.is_required):
-        options.append(answer_rule(rules, form.structure, others, vocabulary))
+        options.append(answer_rule(rules, form.structure, others, vocabulary, refused=thought))
     if form.syntax == HARMONY:
         whole = harmony_rule(rules, form.thinking, options, form.calls)
     else:
         if form.calls is not None:
-            options += call_rules(rules, form.calls, form.syntax, takes_text=form.structure is None)
+            takes_text = form.structure is None and not form.calls.is_required
+            options += call_rules(rules, form.calls, form.syntax, takes_text=takes_text, refused=thought)
         whole = f"{thinking_rule(rules, form.thinking)} ({' | '.join(options)})"
     rules.rule(whole, name="start")
-    if not others:
-        return str(rules)
-    return json.dumps({"grammars": [{"name": "output", "lark_grammar": str(rules)}, *others]})
+    grammar = str(rules)
+    if others:
+        grammar = json.dumps({"grammars": [{"name": "output", "lark_grammar": grammar}, *others]})
+    return CompiledOutput(grammar, _hold(form, rules))
+
+
+def _hold(form: OutputForm, rules: Rules) -> OutputHold:
+    syntaxes = () if form.calls is None else CALL_SYNTAXES.get(form.syntax or "", ())
+    return OutputHold(
+        thinks=form.thinking is not None,
+        call_openers=tuple(each.opener for each in syntaxes),
+        is_mixed=form.structure is None and all(each.is_clear for each in syntaxes),
+        json_values=frozenset(rules.json_values),
+    )
+
+
+def _thought(thinking: ThinkingForm | None) -> tuple[str, ...]:
+    """Regular expressions of texts that begin as thinking does. An answer can't: it would be read as thinking."""
+    return () if thinking is None else (_BEFORE_OPENER + exactly(thinking.opener) + ANY_TEXT,)
 
 
 def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
@@ -101,21 +131,27 @@ def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
     return f"({regex(_BEFORE_OPENER)} {rules.marker(thinking.opener)} {rest})?"
 
 
-def call_rules(rules: Rules, calls: CallsForm, syntax: str | None, *, takes_text: bool) -> list[str]:
-    """Answers that are calls and, if none is required, texts in which a call may begin. Raises InvalidRequest."""
+def call_rules(
+    rules: Rules, calls: CallsForm, syntax: str | None, *, takes_text: bool, refused: Sequence[str]
+) -> list[str]:
+    """Answers that are calls and, if it takes text, texts in which a call may begin. Raises InvalidRequest.
+
+    refused: regular expressions of texts that may not come.
+    """
     syntaxes = CALL_SYNTAXES.get(syntax or "")
     if syntaxes is None:
         what = "no known syntax" if syntax is None else f"the syntax {syntax}"
         raise InvalidRequest(f"the model writes its calls in {what}, which can't be enforced", param="tool_choice")
     tools = [Arguments(tool) for tool in calls.tools]
-    takes_text = takes_text and not calls.is_required
+    unclear = "".join(exactly(each.opener[0]) for each in syntaxes if not each.is_clear)
+    # An opener with a special token in it may not be spelled in other tokens either.
+    refused = (*refused, *(containing(each.opener) for each in syntaxes if rules.split(each.opener)[1]))
     options = []
     for each in syntaxes:
-        begun = rules.until(each.opener) if takes_text and each.is_clear else rules.marker(each.opener)
+        begun = rules.until(each.opener, refused=refused) if takes_text and each.is_clear else rules.marker(each.opener)
         options.append(f"{begun} {each.behind_opener(rules, tools, is_parallel=calls.is_parallel)}")
     if takes_text:
-        unclear = "".join(exactly(each.opener[0]) for each in syntaxes if not each.is_clear)
-        options.append(regex(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT))
+        options.append(rules.text(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT, refused=refused))
     return options
 
 
@@ -127,7 +163,7 @@ def harmony_rule(rules: Rules, thinking: ThinkingForm | None, answers: Sequence[
         whole = f"({rules.marker(thinking.opener)} {rest})*"
         thoughts = f"{rest} {whole}" if thinking.is_open else whole
     if calls is not None and not calls.is_required and not answers:
-        answers = [regex(ANY_TEXT)]
+        answers = [rules.text(refused=[containing(mark) for mark in _HARMONY_MARKS])]
     options = [f"{rules.marker('<|channel|>final<|message|>')} ({each})" for each in answers]
     for tool in calls.tools if calls is not None else ():
         call = HARMONY_CALL.rule(rules, Arguments(tool))
@@ -135,8 +171,19 @@ def harmony_rule(rules: Rules, thinking: ThinkingForm | None, answers: Sequence[
     return f"{thoughts} ({' | '.join(options)})"
 
 
-def answer_rule(rules: Rules, structure: Structure, others: list[dict[str, str]], vocabulary: Vocabulary) -> str:
-    """The answer by itself. others: further grammars that its rule names, to which this may add."""
+def answer_rule(
+    rules: Rules,
+    structure: Structure,
+    others: list[dict[str, str]],
+    vocabulary: Vocabulary,
+    *,
+    refused: Sequence[str] = (),
+) -> str:
+    """The answer by itself.
+
+    others: further grammars that its rule names, to which this may add. refused: regular expressions that a text which
+    is only held to another one may not match.
+    """
     param = _FIELDS.get(structure.kind, _FIELD)
     match structure.kind:
         case "json_schema":
@@ -148,7 +195,7 @@ def answer_rule(rules: Rules, structure: Structure, others: list[dict[str, str]]
         case "regex":
             pattern = regex(structure.value)
             _check(f"start: {pattern}", "the regular expression", param, vocabulary)
-            return rules.rule(pattern)
+            return rules.rule(rules.text(structure.value, refused=refused))
         case "grammar":
             others.append({"name": "answer", "lark_grammar": _grammar(structure.value, param, vocabulary)})
             return "@answer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -22,7 +22,7 @@ class Rules:
     """A grammar that is being written; the rule `start` is the whole of it.
 
     special_tokens: ids of special tokens by their names. In markers they are written by their ids; a text can't hold
-    them.
+    them. json_values: see OutputHold; whoever writes rules of calls adds to them.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
@@ -30,6 +30,7 @@ class Rules:
         names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
         self._special = re.compile(f"({names}{'|' if names else ''}[{''.join(_PLACEHOLDERS)}])")
         self._lines: list[str] = []
+        self.json_values: set[tuple[str, str]] = set()
 
     def rule(self, body: str, *, name: str = "", lazy: bool = False) -> str:
         """Adds a rule and gives its name; without one it gets one of its own. lazy: matches as little as it can."""
@@ -45,15 +46,25 @@ class Rules:
         """A text in which special tokens are meant."""
         return " ".join(map(self._piece, self._parts(text))) or '""'
 
-    def until(self, closer: str) -> str:
-        """Any text up to a marker, and the marker."""
-        first, others = self.split(closer)
-        if not first:
-            return f"{regex(ANY_TEXT)} {others}"
-        return f"{self.rule(regex(ANY_TEXT + exactly(first)), lazy=True)} {others}"
+    def text(self, pattern: str = ANY_TEXT, *, refused: Sequence[str] = ()) -> str:
+        """A text that a regular expression matches as a whole, and none of the refused ones."""
+        if not refused:
+            return regex(pattern)
+        return self.terminal(" & ".join([regex(pattern), *(f"~{regex(each)}" for each in refused)]))
+
+    def until(self, closer: str, *, refused: Sequence[str] = ()) -> str:
+        """Any text up to a marker, and the marker. refused: regular expressions of texts that it may not be.
+
+        If there are special tokens in the marker, it may not come in other tokens either: a reader could not tell.
+        """
+        first, special = self.split(closer)
+        if not special:
+            return self.rule(self.text(ANY_TEXT + exactly(first), refused=refused), lazy=True)
+        text = self.text(refused=(containing(closer), *refused))
+        return f"{self.terminal(f'{text} {literal(first)}') if first else text} {special}"
 
     def split(self, marker: str) -> tuple[str, str]:
-        """The text that a marker begins with, empty if that is a special token, and the rest as part of a rule."""
+        """The text that a marker begins with, and what follows from its first special token on as part of a rule."""
         parts = self._parts(marker)
         has_text = self._special.fullmatch(parts[0]) is None
         return (parts[0] if has_text else ""), " ".join(map(self._piece, parts[has_text:]))
@@ -78,6 +89,11 @@ def literal(text: str) -> str:
 def exactly(text: str) -> str:
     """The regular expression of one text."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text).replace("\n", r"\n")
+
+
+def containing(text: str) -> str:
+    """The regular expression of texts with a text in them."""
+    return ANY_TEXT + exactly(text) + ANY_TEXT
 
 
 def regex(pattern: str, *, ascii_classes: str = "") -> str:

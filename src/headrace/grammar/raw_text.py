@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llguidance import LLMatcher
@@ -47,6 +47,10 @@ _SAYS_NOTHING = frozenset(
 """Keywords that don't limit a value that is no text."""
 
 
+_BRACKETS = ("array", "object")
+"""Types whose values begin with one, and may quote anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawText:
     """A text that stands in the output as it is, without quotes.
@@ -72,11 +76,13 @@ class RawValue:
     """A value that may be a text without quotes.
 
     texts: what it may be as one. rest: the schema of what it may be else, None if that is nothing or looks like one of
-    the texts anyway. unenforced: keywords that the texts are not held to.
+    the texts anyway. has_brackets: that begins with a bracket, as none of the texts does. unenforced: keywords that the
+    texts are not held to.
     """
 
     texts: tuple[RawText, ...]
     rest: Any
+    has_brackets: bool
     unenforced: tuple[str, ...]
 
 
@@ -92,10 +98,33 @@ def raw_value(found: Sequence[Way]) -> RawValue | None:
     if any(text.is_free for text in texts):
         texts = (RawText(),)
     rest = [way for way in found if types_of(way) - {"string"}]
-    is_covered = texts == (RawText(),) or not rest
-    return RawValue(
-        texts, None if is_covered else _without_texts(rest), tuple(name for _, names in read for name in names)
+    unenforced = tuple(name for _, names in read for name in names)
+    if texts == (RawText(),) or not rest:
+        return RawValue(texts, None, False, unenforced)
+    if has_brackets(rest):
+        return RawValue(without_brackets(texts), _without_texts(rest), True, unenforced)
+    return RawValue(texts, _without_texts(rest), False, unenforced)
+
+
+def has_brackets(found: Sequence[Way]) -> bool:
+    """Whether a value that fits in one of several ways may begin with a bracket."""
+    return any(not types_of(way).isdisjoint(_BRACKETS) for way in found)
+
+
+def without_brackets(texts: Sequence[RawText]) -> tuple[RawText, ...]:
+    """Those of the texts that don't begin with a bracket."""
+    looks = tuple(_LOOKS[each] for each in _BRACKETS)
+    apart = (
+        replace(text, others=tuple(dict.fromkeys((*text.others, *looks))))
+        if text.values is None
+        else replace(text, values=_apart(text.values, looks))
+        for text in texts
     )
+    return tuple(text for text in apart if text.values != ())
+
+
+def _apart(values: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    return tuple(value for value in values if not any(re.fullmatch(each, value) for each in others))
 
 
 def _limits_others(way: Way) -> bool:
@@ -120,8 +149,7 @@ def _text(way: Way, others: tuple[str, ...]) -> tuple[RawText, list[str]]:
                 patterns.append(pattern)
     values = _values(way)
     if values is not None:
-        apart = tuple(value for value in values if not any(re.fullmatch(each, value) for each in others))
-        return RawText(values=apart), []
+        return RawText(values=_apart(values, others)), []
     least = max((part.get("minLength", 0) for part in way), default=0)
     most = min((part["maxLength"] for part in way if "maxLength" in part), default=None)
     return RawText(None, least, most, tuple(patterns), others), unenforced

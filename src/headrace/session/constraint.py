@@ -8,13 +8,21 @@ from functools import cached_property
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
-from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm, can_enforce_calls, compile_output
+from headrace.grammar.compile import (
+    CallsForm,
+    CompiledOutput,
+    OutputForm,
+    ThinkingForm,
+    can_enforce_calls,
+    compile_output,
+)
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.schema import misfit
 from headrace.session.answer import ChoiceAnswer
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart, ToolDefinition
 from headrace.types.events import FinishReason
+from headrace.types.hold import OutputHold
 from headrace.types.request import ConstraintSpec, ThinkingLimit
 
 log = logging.getLogger("headrace.session")
@@ -40,16 +48,19 @@ class ChatConstraints:
         self._factory = factory
         self.num_misfits = 0
 
-    def spec(self, request: ChatRequest, prompt: RenderedPrompt) -> ConstraintSpec | None:
-        """What the engine has to hold the output to, compiled already; None for nothing. Raises InvalidRequest.
+    def spec(self, request: ChatRequest, prompt: RenderedPrompt) -> tuple[ConstraintSpec | None, OutputHold | None]:
+        """What the engine has to hold the output to, compiled already, and what its reader has to know of the grammar.
 
-        It may take long: a schema is worth milliseconds, a large one seconds.
+        None for nothing, and for no grammar. Raises InvalidRequest. It may take long: a schema is worth milliseconds, a
+        large one seconds.
         """
         thinking = _thinking_form(request, prompt, self._family)
-        grammar, limit = self._grammar(request, thinking), self._limit(request, thinking)
-        return None if grammar is None and limit is None else ConstraintSpec(grammar, limit)
+        output, limit = self._output(request, thinking), self._limit(request, thinking)
+        if output is None:
+            return (None if limit is None else ConstraintSpec(None, limit)), None
+        return ConstraintSpec(output.grammar, limit), output.hold
 
-    def _grammar(self, request: ChatRequest, thinking: ThinkingForm | None) -> str | None:
+    def _output(self, request: ChatRequest, thinking: ThinkingForm | None) -> CompiledOutput | None:
         calls = self._calls(request)
         if request.structure is None and calls is None:
             return None
@@ -57,9 +68,9 @@ class ChatConstraints:
             message = "ignore_eos and a form of the answer exclude each other: an answer that is complete has to end"
             raise InvalidRequest(message, param="ignore_eos")
         form = OutputForm(request.structure, calls, self._family.tool_format, thinking)
-        grammar = compile_output(form, self._factory.vocabulary)
-        self._factory.prepare(grammar)
-        return grammar
+        output = compile_output(form, self._factory.vocabulary)
+        self._factory.prepare(output.grammar)
+        return output
 
     def _calls(self, request: ChatRequest) -> CallsForm | None:
         """Calls that have to be held to something; None if there may be none, or any."""

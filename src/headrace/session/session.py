@@ -47,6 +47,7 @@ from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Started, TokenOutput
+from headrace.types.hold import OutputHold
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
 from headrace.types.status import CacheStatus, EngineStatus
@@ -319,7 +320,7 @@ class Session:
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._generations.check(request)
         prompt, media = await self._prompt(request, self.model.max_model_len)
-        constraint = await asyncio.to_thread(self._constraints.spec, request, prompt)
+        constraint, hold = await asyncio.to_thread(self._constraints.spec, request, prompt)
         generation = self._generations.make(request, request.request_id, prompt, "messages", media)
         thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
         generation = replace(generation, constraint=constraint, thinning=thinning)
@@ -328,7 +329,7 @@ class Session:
             ChoiceAnswer(
                 choice,
                 self._tokenizer.detokenizer(visible_tokens(self._family)),
-                self._parser(request, prompt),
+                self._parser(request, prompt, hold),
                 scorer,
             )
             for choice in range(request.answers.num_choices)
@@ -336,13 +337,14 @@ class Session:
         told = request.answers.num_prompt_logprobs
         return (PromptAnswers(generation, choices, self._scorer, num_prompt_logprobs=told),)
 
-    def _parser(self, request: ChatRequest, prompt: RenderedPrompt) -> StreamParser:
+    def _parser(self, request: ChatRequest, prompt: RenderedPrompt, hold: OutputHold | None) -> StreamParser:
         return StreamParser(
             self._family,
             thinking_open=prompt.thinking_open,
             stop_strings=request.stop.strings,
             tools=callable_tools(request),
             num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
+            hold=hold,
         )
 
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:

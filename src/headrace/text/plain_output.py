@@ -33,13 +33,15 @@ MAX_BLOCK = 2048
 class PlainOutput:
     """State of one answer: what mode it is in, and where in its lines it stands."""
 
+    _minds_quotes = True
+
     def __init__(
         self, family: ModelFamily, reader: Reader, outlet: Outlet, calls: CallReader | None, *, thinking_open: bool
     ) -> None:
         self._reader = reader
         self._outlet = outlet
         self._calls = calls
-        self._call_openers = () if calls is None else calls.openers
+        self._call_openers: tuple[str, ...] = () if calls is None else calls.openers
         self._bare_openers = () if calls is None else calls.bare_openers
         self._blocks = family.think_blocks
         self._frames = dict(family.answer_frames)
@@ -53,8 +55,8 @@ class PlainOutput:
         self._answer_begun = False
         self._lines = LineTracker()
         self._last_thought = ""
-        beginnings = {marker[0] for marker in (*self._blocks, *self._frames, *self._stray_closer, *self._call_openers)}
-        beginnings |= {marker[0] for marker in (*self._bare_openers, *self._frames.values())}
+        markers = (*self._blocks, *self._stray_closer, *self._call_openers, *self._bare_openers)
+        beginnings = {marker[0] for marker in (*markers, *self._frames, *self._frames.values())}
         self._beginning = re.compile("|".join(map(re.escape, sorted(beginnings))) or "(?!)")
 
     def read(self) -> Reading[None]:
@@ -73,7 +75,7 @@ class PlainOutput:
     def _read_thinking(self) -> Reading[None]:
         """Some of what is thought, or the marker that comes next."""
         reader = self._reader
-        markers = (*self._closers, *self._call_openers)
+        markers = (*self._closers, *self._openers_in_thinking())
         at, marker = _first(reader.text, markers)
         if marker is None:
             # The newline before a marker belongs to it, so one at the end has to wait too.
@@ -92,7 +94,7 @@ class PlainOutput:
         reader = self._reader
         has_newline = reader.text[reader.pos] == "\n"
         end = reader.pos + has_newline + len(closer)
-        if not has_newline and self._last_thought == "`" and self._lines.open_ticks:
+        if not has_newline and self._last_thought == "`" and self._minds_quotes and self._lines.open_ticks:
             reader.pos = end
             if not (yield from reader.is_done()) and reader.text[end] == "`":  # quoted
                 reader.pos = end - len(closer)
@@ -114,6 +116,10 @@ class PlainOutput:
             return
         end, self._reader.pos = self._reader.pos, start
         self._think(end)
+
+    def _openers_in_thinking(self) -> tuple[str, ...]:
+        """Openers of calls that count in thinking that may never close."""
+        return self._call_openers
 
     def _think(self, end: int) -> None:
         text = self._reader.text[self._reader.pos : end]
@@ -160,20 +166,28 @@ class PlainOutput:
 
     def _markers_that_count(self) -> tuple[str, ...]:
         """Markers that mean something where the answer stands now."""
-        markers = [*self._blocks, *self._call_openers]
+        markers = self._openers_that_count()
         if self._at_output_start:
-            markers += [f"\n{opener}" for opener in self._blocks]
             markers += self._stray_closer
         if not self._answer_begun:
             markers += self._frames
         if self._frame_end is not None:
             markers += [self._frame_end, f"\n{self._frame_end}"]
-        if self._lines.begins_line:
-            markers += self._bare_openers
         return tuple(markers)
+
+    def _openers_that_count(self) -> list[str]:
+        """Those of thinking and of calls."""
+        openers = [*self._blocks, *self._call_openers]
+        if self._at_output_start:
+            openers += [f"\n{opener}" for opener in self._blocks]
+        if self._lines.begins_line:
+            openers += self._bare_openers
+        return openers
 
     def _is_quoted(self, length: int) -> Reading[bool]:
         """Whether a marker of this length, which comes next, stands in a code fence or in backticks."""
+        if not self._minds_quotes:
+            return False
         if self._lines.is_fenced:
             return True
         self._reader.pos = length

@@ -13,9 +13,11 @@ from headrace.text.formats.calls import BrokenCall, CallIds, Tools
 from headrace.text.formats.reader import Reader
 from headrace.text.formats.registry import FORMATS
 from headrace.text.harmony import HarmonyOutput
+from headrace.text.held_output import HeldOutput
 from headrace.text.outlet import Outlet, ParsedEvent
 from headrace.text.plain_output import PlainOutput
 from headrace.types.chat import ToolDefinition
+from headrace.types.hold import OutputHold
 
 
 def visible_tokens(family: ModelFamily) -> frozenset[str]:
@@ -30,7 +32,7 @@ class StreamParser:
     thinking_open: the prompt has opened a think block already. tools: those that may be called; without any, and with
     a family whose syntax is unknown, markup of calls is text. stop_strings: end the answer before their first
     character; looked for in answer text only, never across a think block or a call. num_earlier_calls: calls in the
-    conversation so far.
+    conversation so far. hold: of a grammar that holds the output; None if the model writes freely.
     """
 
     def __init__(
@@ -41,15 +43,21 @@ class StreamParser:
         stop_strings: tuple[str, ...] = (),
         tools: tuple[ToolDefinition, ...] = (),
         num_earlier_calls: int = 0,
+        hold: OutputHold | None = None,
     ) -> None:
         syntax = FORMATS[family.tool_format] if tools and family.tool_format is not None else None
         ids = CallIds("random" if syntax is None else syntax.id_style, num_earlier_calls)
         self._outlet = Outlet(stop_strings, ids, takes_calls=syntax is not None)
         self._reader = Reader()
-        self._calls = None if syntax is None else CallReader(syntax, Tools(tools), self._reader, self._outlet)
-        output = HarmonyOutput if family.speaks_harmony else PlainOutput
-        self._output = output(family, self._reader, self._outlet, self._calls, thinking_open=thinking_open)
-        self._reading = self._output.read()
+        self._calls = None if syntax is None else CallReader(syntax, Tools(tools, hold), self._reader, self._outlet)
+        self._reading = self._output(family, thinking_open, hold).read()
+
+    def _output(self, family: ModelFamily, thinking_open: bool, hold: OutputHold | None) -> HarmonyOutput | PlainOutput:
+        if family.speaks_harmony:
+            return HarmonyOutput(family, self._reader, self._outlet, self._calls, thinking_open=thinking_open)
+        if hold is not None:
+            return HeldOutput(family, self._reader, self._outlet, self._calls, hold, thinking_open=thinking_open)
+        return PlainOutput(family, self._reader, self._outlet, self._calls, thinking_open=thinking_open)
 
     @property
     def stopped(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from headrace.text.formats.reader import NotACall, Reader, Reading
 from headrace.text.formats.schema import ANY, Schema
 from headrace.types.chat import ToolDefinition
+from headrace.types.hold import OutputHold
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _COUNTED_ID = re.compile(r"(?:functions\.)?.+:\d+", re.DOTALL)
@@ -67,9 +68,10 @@ class CallIds:
 
 
 class Tools:
-    """The declared tools of a request."""
+    """The declared tools of a request. hold: of a grammar that every call is held to; None if models write freely."""
 
-    def __init__(self, tools: Iterable[ToolDefinition]) -> None:
+    def __init__(self, tools: Iterable[ToolDefinition], hold: OutputHold | None = None) -> None:
+        self.hold = hold
         self._schemas = {tool.name: Schema(tool.parameters) for tool in tools}
 
     def __contains__(self, name: object) -> bool:
@@ -108,6 +110,16 @@ class CallSink:
         self.is_committed = False
         self._tools = tools
         self._reader = reader
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a grammar holds the calls."""
+        return self._tools.hold is not None
+
+    def is_json(self, key: str) -> bool:
+        """Whether a value of the current call that begins with a bracket is certain to be JSON."""
+        hold = self._tools.hold
+        return hold is not None and isinstance(self.current, Call) and (self.current.name, key) in hold.json_values
 
     def begin(self, name: str, written_id: str | None = None) -> Schema:
         """A call begins; returns the schema of its arguments. Raises NotACall without a name."""

@@ -66,15 +66,16 @@ class TagReader:
         self._sink.write(f"{', ' if self._given else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._given.add(key)
         schema = self._schema.of_property(key) if self._schema.lists(key) else self._unlisted(key)
-        yield from self._value(schema)
+        yield from self._value(schema, is_json=self._sink.is_json(key))
 
     def _unlisted(self, key: str) -> Schema:
         """Of a parameter that the tool doesn't list: what it says of others, else a text."""
         schema = self._schema.of_property(key)
         return TEXT if schema is ANY else schema
 
-    def _value(self, schema: Schema) -> Reading[None]:
-        if schema.types is not None and schema.types <= {"array", "object", "null"}:
+    def _value(self, schema: Schema, *, is_json: bool) -> Reading[None]:
+        """Read a value and its closer. is_json: it is certain to be JSON if it begins with a bracket."""
+        if is_json or (schema.types is not None and schema.types <= {"array", "object", "null"}):
             start = self._reader.pos
             if (yield from self._reader.skip_space()) and self._reader.text[self._reader.pos] in "[{":
                 yield from LiteralReader(self._reader, self._sink.write).value(schema)
@@ -85,7 +86,7 @@ class TagReader:
         if self._syntax.is_framed:
             yield from self._reader.take("\n")
         value = TextValue(schema, self._sink.write)
-        yield from ValueEnd(self._cursor, self._fits).find(value)
+        yield from ValueEnd(self._cursor, None if self._sink.is_held else self._fits).find(value)
         value.close(is_lenient=self._sink.is_committed)
 
     def _fits(self, key: str) -> bool:

@@ -5,6 +5,8 @@ only if what follows fits: a parameter that the tool has and that has not been g
 whole call that a value quotes is balanced out. Where a full closing sequence is followed by prose, the value may yet
 go on: the next such sequence decides, if there is one before another call, the end, or MAX_DOUBT characters. Text in
 doubt is held back, all else of a value goes on at once.
+
+Where a grammar holds the call, the first closer ends the value: that is where the grammar ends it, whatever follows.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ class _Doubt:
 
 
 class ValueEnd:
-    """Finds the end of one value. fits: whether a parameter of some name may come next."""
+    """Finds the end of one value.
 
-    def __init__(self, cursor: TagCursor, fits: Callable[[str], bool]) -> None:
+    fits: whether a parameter of some name may come next; None where a grammar holds the call.
+    """
+
+    def __init__(self, cursor: TagCursor, fits: Callable[[str], bool] | None) -> None:
         self._cursor = cursor
         self._reader = cursor.reader
         self._syntax = cursor.syntax
         self._fits = fits
         self._closer = cursor.syntax.value_close
+        self._tags = (self._closer,) if fits is None else (self._closer, cursor.syntax.call_open)
         self._told = cursor.reader.pos
         self._depth = 0
         self._doubt: _Doubt | None = None
@@ -55,6 +61,9 @@ class ValueEnd:
                     return
                 self._doubt = None
                 continue
+            if self._fits is None:
+                self._end(at, value)
+                return
             is_closer = self._reader.text.startswith(self._closer, at)
             end = yield from (self._closer_at(at) if is_closer else self._call_at(at))
             if end is not None:
@@ -69,7 +78,7 @@ class ValueEnd:
 
     def _next_tag(self, search: int, value: TextValue) -> Reading[int | None]:
         """Index of the next closer of a value or opener of a call; None where the text or the doubt is over."""
-        reader, tags = self._reader, (self._closer, self._syntax.call_open)
+        reader, tags = self._reader, self._tags
         while True:
             found = [at for at in (reader.text.find(tag, search) for tag in tags) if at >= 0]
             first = min(found, default=None)
@@ -123,7 +132,7 @@ class ValueEnd:
             if isinstance(problem, OutOfText):
                 raise
             return False
-        return key is not None and self._fits(key)
+        return key is not None and self._fits is not None and self._fits(key)
 
     def _call_ends(self) -> Reading[tuple[bool, bool]]:
         """Whether all closers of the call follow, and whether what follows them leaves no doubt.

@@ -1,0 +1,58 @@
+"""Tell apart answer, thinking and calls in an output that a grammar holds.
+
+Here nothing is guessed, for the grammar has decided already: thinking comes before anything else and ends at its first
+closer, whatever stands around that; calls begin with the openers that the grammar knows, in thinking never, behind text
+only where the grammar lets them, and quotes make no difference.
+"""
+
+from __future__ import annotations
+
+from headrace.families.family import ModelFamily
+from headrace.text.call_reader import CallReader
+from headrace.text.formats.reader import Reader, Reading
+from headrace.text.outlet import Outlet
+from headrace.text.plain_output import PlainOutput
+from headrace.types.hold import OutputHold
+
+
+class HeldOutput(PlainOutput):
+    """State of one answer."""
+
+    _minds_quotes = False
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        reader: Reader,
+        outlet: Outlet,
+        calls: CallReader | None,
+        hold: OutputHold,
+        *,
+        thinking_open: bool,
+    ) -> None:
+        super().__init__(family, reader, outlet, calls, thinking_open=thinking_open)
+        blocks = {opener: closers for opener, closers in self._blocks.items() if opener == family.think_open}
+        self._blocks = blocks if hold.thinks else {}
+        openers = () if calls is None else (*calls.openers, *calls.bare_openers)
+        self._call_openers = tuple(
+            each for each in openers if any(known.startswith(each) for known in hold.call_openers)
+        )
+        self._bare_openers = ()
+        self._is_mixed = hold.is_mixed
+        self._has_spoken = False
+
+    def _openers_in_thinking(self) -> tuple[str, ...]:
+        return ()
+
+    def _openers_that_count(self) -> list[str]:
+        if not self._has_spoken:
+            return super()._openers_that_count()
+        return [*self._call_openers] if self._is_mixed or self._outlet.num_calls else []
+
+    def _close_thinking(self, closer: str) -> Reading[None]:
+        yield from super()._close_thinking(closer)
+        self._has_spoken = False
+
+    def _say(self, text: str) -> None:
+        self._has_spoken = True
+        super()._say(text)
