@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from headrace.backend.device import device_kind
 from headrace.backend.kernels import Kernels
 from headrace.engine.engine import PREFILL_CHUNK
@@ -26,7 +28,7 @@ class ModelPlan:
     """What is measured.
 
     prefill: lengths of prompts. decode: rows and the tokens behind each of them. num_repeats: of each prefill.
-    num_steps: of each decode measure. sides: in this order.
+    num_steps: of each decode measure. sides: ours before the other, which needs the model without our seams.
     """
 
     shape: str
@@ -46,6 +48,7 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
     Raises ConfigError for a shape or a number of layers that don't exist.
     """
     config = config_of(plan.shape, plan.num_layers)
+    mx.random.seed(0)
     model = random_model(config, dtype=plan.dtype, bits=plan.bits)
     kind = device_kind()
     packed = PackedModel(model, choose_levels(model), Kernels("fast", kind))
