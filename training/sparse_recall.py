@@ -1,25 +1,19 @@
 """What thinned prompts still know: recall of single lines of long logs, by what chose the tokens that are computed.
 
-    python -m training.sparse_recall recall [--lengths 2048 4096 8192] [--keep 0.2 0.3] [--count 20] [--by draft]
-    python -m training.sparse_recall times [--lengths 2048 4096 8192] [--keep 0.1 0.2 0.3] [--repeats 3] [--clock cpu]
+    python -m training.sparse_recall [--lengths 2048 4096 8192] [--keep 0.2 0.3] [--count 20] [--by draft]
 
-`recall` asks the bundled model one question about each log and counts whole answers that are right to the letter, with
+The bundled model is asked one question about each log, and whole answers are counted that are right to the letter, with
 the prompt computed whole, and with a share of it: chosen by the bundled draft model (as `paper` by each chunk's own
 importance alone), at random, and evenly. All choose whole chunks beside the same protected tokens: the last turn of the
 user's, or its ends where the log is in it.
 Questions come in rounds of one for each length and depth, and what has been counted is printed after each round.
-`times` measures the time to the first token, what of it the draft model takes, and how near that comes to the bound,
-which is the draft's share and the share of tokens that are computed.
 """
 
 import argparse
 import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -168,7 +162,7 @@ class Count:
         return f"{self.right}/{self.asked} at {self.computed / self.asked:.2f}"
 
 
-def measure_recall(reader: Reader, draft: Reader, tokenizer: Tokenizer, given: argparse.Namespace) -> None:
+def measure(reader: Reader, draft: Reader, tokenizer: Tokenizer, given: argparse.Namespace) -> None:
     """Print, after each round, right answers, questions, and the share that was computed on average."""
     ways = [(how, share) for how in given.by if how != "whole" for share in given.keep]
     counts: dict[tuple[int, float], dict[str, Count]] = {}
@@ -191,61 +185,14 @@ def measure_recall(reader: Reader, draft: Reader, tokenizer: Tokenizer, given: a
             print(f"{length:6} {depth:4}  " + "   ".join(f"{way} {count}" for way, count in told.items()), flush=True)
 
 
-def measure_times(reader: Reader, draft: Reader, tokenizer: Tokenizer, given: argparse.Namespace) -> None:
-    """Print times to the first token: medians, and of ratios within one prompt."""
-    clock = time.process_time if given.clock == "cpu" else time.perf_counter
-
-    def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-        started = clock()
-        result = action(*arguments)
-        return clock() - started, result
-
-    def first_token(prompt: Sequence[int], kept: Sequence[int]) -> list[int]:
-        state = reader.open(len(kept))
-        ids = [prompt[place] for place in kept]
-        token = reader.read(state, ids, TokenPositions(np.array(kept, dtype=np.int32)))
-        state.release()
-        return token
-
-    print("length  keep  whole s  draft share  computed  thinned / whole  bound  of bound")
-    for length in given.lengths:
-        stream = random.Random(f"sparse times {length}")
-        rows: dict[float, list[tuple[float, float, float, float]]] = {share: [] for share in given.keep}
-        for repeat in range(given.repeats + 1):
-            asked = question(tokenizer, length, 0.5, stream)
-            num_tokens = len(asked.prompt)
-            whole_s, _ = timed(first_token, asked.prompt, range(num_tokens))
-            draft_s, found = timed(score, draft, asked.prompt)
-            for share in given.keep:
-                kept_s, kept = timed(choose, "draft", asked, found, share, stream)
-                thinned_s, _ = timed(first_token, asked.prompt, kept)
-                if repeat:  # the first one warms up
-                    rows[share].append((whole_s, draft_s, kept_s + thinned_s, len(kept) / num_tokens))
-        for share, measured in rows.items():
-            whole_s = statistics.median(row[0] for row in measured)
-            draft_share = statistics.median(row[1] / row[0] for row in measured)
-            ratio = statistics.median((row[1] + row[2]) / row[0] for row in measured)
-            computed = statistics.median(row[3] for row in measured)
-            bound = draft_share + computed
-            print(
-                f"{length:6} {share:5g} {whole_s:8.2f} {draft_share:12.2f} {computed:9.2f} {ratio:16.2f} {bound:6.2f} "
-                f"{bound / ratio:9.2f}",
-                flush=True,
-            )
-
-
 def main() -> None:
-    """Read the options and measure on the device that MLX has."""
+    """Read the options and ask on the device that MLX has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("recall", "times"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--keep", type=float, nargs="+")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.2, 0.3])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--by", nargs="+", default=list(CHOICES), choices=CHOICES)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: time of this process alone")
     given = parser.parse_args()
-    given.keep = given.keep or ([0.2, 0.3] if given.what == "recall" else [0.1, 0.2, 0.3])
     blas.install("fast")
     models = [
         load(
@@ -255,7 +202,6 @@ def main() -> None:
     ]
     reader, draft = map(Reader, models)
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    measure = measure_recall if given.what == "recall" else measure_times
     measure(reader, draft, tokenizer, given)
 
 

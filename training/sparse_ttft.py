@@ -1,16 +1,16 @@
 """Time to the first token of long prompts, computed whole and thinned, and how near thinning comes to its bound.
 
-    python -m training.sparse_ttft [--lengths 8192 32768 65536] [--keep 0.1 0.2 0.3] [--repeats 3] [--shapes tiny]
+    python -m training.sparse_ttft [--lengths 8192 32768] [--keep 0.1 0.2] [--repeats 3] [--models tiny] [--clock cpu]
 
 Times don't depend on what weights hold, so they are random: of the shapes of Qwen3.5-4B and, as its draft model,
-Qwen3.5-0.8B, text models only, stored in bfloat16 and held as the engine holds such weights by itself. Requests go
-through the engine, with its defaults, but without a prefix cache: each prompt is new to it. The bound is the share of
+Qwen3.5-0.8B, text models only, stored in bfloat16 and held as the engine holds such weights by itself. Or they are the
+bundled models', with `--models miniature`; with `--models tiny` all of it is tried in seconds. Requests go through the
+engine, with its defaults, but without a prefix cache: each prompt is new to it. The bound is the share of
 the whole prompt's time that the draft model takes to compute it when it is served alone, plus the share of the prompt
 that the served model computes. Thinning asks for each prompt twice: the second time the draft model's work is
 remembered, and the difference is what that work really takes, its continuation and the scores too.
 
 Every time is printed when it is measured; the last lines are the medians, and from what length on thinning pays.
-`--shapes tiny` tries all of it in seconds on a CPU.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,12 @@ def save_random(config: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
-def launch(model: Path, draft: Path | None) -> Engine:
+def launch(model: str, draft: str | None) -> Engine:
     """An engine that thins whatever asks for it, by the draft model if there is one."""
-    knobs: dict[str, Any] = {} if draft is None else {"sparse_draft": str(draft), "sparse_threshold": 1}
+    knobs: dict[str, Any] = {} if draft is None else {"sparse_draft": draft, "sparse_threshold": 1}
     engine = EngineConfig(prefix_cache="off", mtp="off", **knobs)
     # a check against mlx-lm's own forward says nothing of times, and takes long at these sizes
-    return Engine.launch(Config(str(model), ModelConfig(self_check=False), engine))
+    return Engine.launch(Config(model, ModelConfig(self_check=False), engine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,9 @@ class Thinned:
 class Clock:
     """Asks an engine for first tokens, each time of a prompt of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
         self._engine = engine
+        self._now = now
         self._random = np.random.default_rng(0)
         self._num_asked = 0
 
@@ -140,9 +141,9 @@ class Clock:
         self._num_asked += 1
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
         request = GenerationRequest(str(self._num_asked), prompt, sampling, max_tokens=1, thinning=thinning)
-        started = time.perf_counter()
+        started = self._now()
         outputs = [output async for output in await self._engine.submit(request)]
-        told_s = time.perf_counter() - started
+        told_s = self._now() - started
         sparse = outputs[0].sparse
         return told_s, len(prompt) if sparse is None else sparse.num_kept
 
@@ -203,9 +204,9 @@ def pays_from(lines: list[Line]) -> int | None:
     return found
 
 
-async def measure_whole(engine: Engine, lengths: list[int], repeats: int) -> dict[int, float]:
+async def measure_whole(clock: Clock, lengths: list[int], repeats: int) -> dict[int, float]:
     """Medians of the seconds to the first token by length, printed as they come; the first of a length warms up."""
-    clock, medians = Clock(engine), {}
+    medians = {}
     for length in lengths:
         medians[length] = statistics.median([await clock.whole(length) for _ in range(repeats + 1)][1:])
         print(f"{length} by the draft model alone: {medians[length]:.3f} s", flush=True)
@@ -213,10 +214,10 @@ async def measure_whole(engine: Engine, lengths: list[int], repeats: int) -> dic
 
 
 async def measure(
-    engine: Engine, lengths: list[int], keeps: list[float], repeats: int, alone_s: Mapping[int, float]
+    clock: Clock, lengths: list[int], keeps: list[float], repeats: int, alone_s: Mapping[int, float]
 ) -> list[Line]:
     """Print every time as it comes; the first round of a length warms up. alone_s: the draft model's, by length."""
-    clock, lines = Clock(engine), []
+    lines = []
     for length in lengths:
         wholes: list[float] = []
         rounds: dict[float, list[Thinned]] = {keep: [] for keep in keeps}
@@ -243,19 +244,23 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 32768, 65536])
     parser.add_argument("--keep", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shapes", default="qwen3.5", choices=SHAPES)
+    parser.add_argument("--models", default="qwen3.5", choices=[*SHAPES, "miniature"])
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: time of this process alone")
     parser.add_argument("--folder", help="where the weights are written, 11 GB; the system's for temporary files")
     given = parser.parse_args()
-    target, draft = SHAPES[given.shapes]
+    now = time.process_time if given.clock == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        paths = save_random(target, Path(folder) / "target"), save_random(draft, Path(folder) / "draft")
-        mx.clear_cache()
-        engine = launch(paths[1], None)
-        alone_s = asyncio.run(measure_whole(engine, given.lengths, given.repeats))
+        names = ["miniature", "miniature-draft"]
+        if given.models in SHAPES:
+            places = zip(names, SHAPES[given.models], strict=True)
+            names = [str(save_random(shape, Path(folder) / name)) for name, shape in places]
+            mx.clear_cache()
+        engine = launch(names[1], None)
+        alone_s = asyncio.run(measure_whole(Clock(engine, now), given.lengths, given.repeats))
         engine.stop()
-        engine = launch(*paths)
+        engine = launch(names[0], names[1])
     print("\n".join(engine.model.report), flush=True)
-    lines = asyncio.run(measure(engine, given.lengths, given.keep, given.repeats, alone_s))
+    lines = asyncio.run(measure(Clock(engine, now), given.lengths, given.keep, given.repeats, alone_s))
     engine.stop()
     print("\n" + HEADINGS, *lines, sep="\n")
     for keep in given.keep:

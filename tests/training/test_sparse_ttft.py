@@ -31,7 +31,7 @@ def test_thinning_pays_from_where_it_stays_faster(ratios: tuple[float, ...], exp
 def test_a_tiny_run_measures_every_share_of_every_length(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = "sparse_ttft --shapes tiny --lengths 128 192 --keep 0.2 0.5 --repeats 1"
+    command = "sparse_ttft --models tiny --lengths 128 192 --keep 0.2 0.5 --repeats 1"
     monkeypatch.setattr(sys, "argv", command.split())
     sparse_ttft.main()
     table = capsys.readouterr().out.rpartition(sparse_ttft.HEADINGS)[2].splitlines()
