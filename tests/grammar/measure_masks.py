@@ -121,7 +121,7 @@ def main() -> None:
     form = OutputForm(Structure("json_schema", SCHEMA), None, None, ThinkingForm("<think>", "</think>", True))
     grammar = compile_output(form, factory.vocabulary).grammar
     told("compile the schema", [timed(lambda: compile_output(form, factory.vocabulary))])
-    told("compile the grammar", [timed(lambda: factory.prepare(grammar))])
+    told("compile the grammar", [timed(lambda: factory.begin(ConstraintSpec(grammar), frozenset()))])
     spec, stops = ConstraintSpec(grammar), frozenset({END})
     thinking, answer = tokenizer.encode(THINKING), tokenizer.encode(ANSWER)
     times: dict[str, list[float]] = {}

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import GenerationFailed, InvalidRequest
+from headrace.grammar.compile import CallsForm, OutputForm
+from headrace.grammar.factory import NUM_KEPT
+from headrace.types.chat import ToolDefinition
 from headrace.types.request import ConstraintSpec
 
 LANGUAGES = {
@@ -134,7 +137,6 @@ def test_text_that_is_certain_comes_in_its_usual_tokens() -> None:
 def test_a_grammar_is_compiled_once_and_each_sequence_begins_anew() -> None:
     made = factory()
     spec = ConstraintSpec('start: "ab" | "c"')
-    made.prepare(spec.grammar)
     first = made.begin(spec, frozenset({END}))
     first.accept(ids("ab"))
     second = made.begin(spec, frozenset({END}))
@@ -149,11 +151,37 @@ def test_after_a_warm_up_no_grammar_has_to_look_at_the_vocabulary(monkeypatch: p
     made = factory()
     made.warm_up()
     assert sorted(asked) == list(range(SmallTokenizer.vocab_size))
-    made.prepare("start: /[ab]/")
+    made.begin(ConstraintSpec("start: /[ab]/"), frozenset({END}))
     made.warm_up()
     assert len(asked) == SmallTokenizer.vocab_size
 
 
 def test_a_grammar_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="compiled"):
-        factory().prepare("start: no_such_rule")
+        factory().begin(ConstraintSpec("start: no_such_rule"), frozenset({END}))
+
+
+def form_with(value: object) -> OutputForm:
+    """Of new objects each time, as the next turn of a conversation brings them."""
+    schema = {"type": "object", "properties": {"a": {"const": value}, "b": {"type": "integer"}}}
+    tools = (ToolDefinition("f", "what it does", schema, strict=True),)
+    return OutputForm(None, CallsForm(tools, is_required=True, is_parallel=True), "hermes", None)
+
+
+def test_the_same_tools_are_not_compiled_again_and_others_are() -> None:
+    made = factory()
+    first = made.output(form_with(1))
+    assert made.output(form_with(1)) is first
+    others = [made.output(form_with(value)).grammar for value in (True, "1", 1.5)]
+    assert len({first.grammar, *others}) == 4
+
+
+def test_the_outputs_asked_for_last_are_kept_and_no_more() -> None:
+    made = factory()
+    first, second = made.output(form_with(0)), made.output(form_with(1))
+    for value in range(2, NUM_KEPT):
+        made.output(form_with(value))
+    assert made.output(form_with(0)) is first
+    made.output(form_with(NUM_KEPT))
+    assert made.output(form_with(0)) is first
+    assert made.output(form_with(1)) is not second

@@ -53,6 +53,7 @@ class Arguments:
         self._tool = tool
         self._root = dict(tool.parameters)
         self._is_schema = self._check()
+        self._ways: dict[Callable[[str], bool], tuple[tuple[Parameter, ...], ...]] = {}
         self._shapes = object_shapes(self._root, self._root)
         if not self._shapes:
             raise self._refused("its parameters can be no object")
@@ -78,6 +79,11 @@ class Arguments:
         Arguments that the schema neither lists nor requires are none: nobody could say of what type they are.
         can_be_key: whether a name can be written; an argument whose name can't is left out.
         """
+        if (found := self._ways.get(can_be_key)) is None:
+            found = self._ways[can_be_key] = self._found_ways(can_be_key)
+        return found
+
+    def _found_ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
         if self._tool.strict:
             # Says what no grammar can enforce, and makes sure that branches of oneOf exclude each other.
             self.whole()
@@ -149,7 +155,7 @@ class Arguments:
 
     def _compiled(self, schema: Any, loose: Any) -> Any:
         try:
-            return compiled_schema(schema, _FIELD)
+            return compiled_schema(schema, _FIELD, is_checked=self._is_schema)
         except InvalidRequest as error:
             if self._tool.strict:
                 raise self._refused(error.message) from error

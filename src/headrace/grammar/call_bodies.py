@@ -66,7 +66,7 @@ class TagBody:
         """See CallBody."""
         _check_name(arguments.name, _BARE_NAME)
         head = rules.marker(self.before + arguments.name + self.behind_name)
-        ways = arguments.ways(lambda name: _KEY.fullmatch(name) is not None)
+        ways = arguments.ways(_can_be_key)
         rules.json_values.update((arguments.name, each.name) for way in ways for each in way if each.has_brackets)
         listed = rules.rule(" | ".join(self._elements(rules, each) for each in ways))
         return rules.rule(f"{head} {listed} {rules.marker(self.after)}")
@@ -120,6 +120,10 @@ class PythonBody:
     def _elements(self, rules: Rules, parameters: Sequence[Parameter]) -> str:
         elements = [rules.rule(f"{literal(each.name + '=')} {json_value(each.schema)}") for each in parameters]
         return _listed(rules, elements, [each.is_required for each in parameters])
+
+
+def _can_be_key(name: str) -> bool:
+    return _KEY.fullmatch(name) is not None
 
 
 def _check_name(name: str, form: re.Pattern[str]) -> None:

@@ -99,8 +99,7 @@ def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
             takes_text = form.structure is None and not form.calls.is_required
             options += call_rules(rules, form.calls, form.syntax, takes_text=takes_text, refused=thought)
         whole = f"{thinking_rule(rules, form.thinking)} ({' | '.join(options)})"
-    rules.rule(whole, name="start")
-    grammar = str(rules)
+    grammar = rules.text_of(whole)
     if others:
         grammar = json.dumps({"grammars": [{"name": "output", "lark_grammar": grammar}, *others]})
     return CompiledOutput(grammar, _hold(form, rules))

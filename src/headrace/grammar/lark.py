@@ -19,7 +19,7 @@ _PLACEHOLDERS = {MAYBE_NEWLINE: r"\n?", MAYBE_SPACE: " ?", DIGITS: "[0-9]{1,4}"}
 
 
 class Rules:
-    """A grammar that is being written; the rule `start` is the whole of it.
+    """A grammar that is being written.
 
     special_tokens: ids of special tokens by their names. In markers they are written by their ids; a text can't hold
     them. json_values: see OutputHold; whoever writes rules of calls adds to them.
@@ -29,18 +29,25 @@ class Rules:
         self._special_tokens = special_tokens
         names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
         self._special = re.compile(f"({names}{'|' if names else ''}[{''.join(_PLACEHOLDERS)}])")
-        self._lines: list[str] = []
+        self._names: dict[tuple[str, str], str] = {}
         self.json_values: set[tuple[str, str]] = set()
 
-    def rule(self, body: str, *, name: str = "", lazy: bool = False) -> str:
-        """Adds a rule and gives its name; without one it gets one of its own. lazy: matches as little as it can."""
-        name = name or f"rule_{len(self._lines)}"
-        self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
-        return name
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        """Adds a rule and gives its name. lazy: matches as little as it can."""
+        return self._named("rule", f"[lazy]: {body}" if lazy else f": {body}")
 
     def terminal(self, body: str) -> str:
         """Adds what is matched as one regular expression, and gives its name."""
-        return self.rule(body, name=f"TEXT_{len(self._lines)}")
+        return self._named("TEXT", f": {body}")
+
+    def text_of(self, start: str) -> str:
+        """The grammar, of which this rule is the whole."""
+        lines = [f"{name}{body}" for (_, body), name in self._names.items()]
+        return "\n".join([*lines, f"start: {start}", ""])
+
+    def _named(self, kind: str, body: str) -> str:
+        """The same body has the same name each time: calls of several syntaxes share what they hold."""
+        return self._names.setdefault((kind, body), f"{kind}_{len(self._names)}")
 
     def marker(self, text: str) -> str:
         """A text in which special tokens are meant."""
@@ -68,9 +75,6 @@ class Rules:
         parts = self._parts(marker)
         has_text = self._special.fullmatch(parts[0]) is None
         return (parts[0] if has_text else ""), " ".join(map(self._piece, parts[has_text:]))
-
-    def __str__(self) -> str:
-        return "\n".join([*self._lines, ""])
 
     def _parts(self, text: str) -> list[str]:
         return [part for part in self._special.split(text) if part]

@@ -32,15 +32,17 @@ _MOST_PLACES = 2000
 """Parts of a schema that are looked at to say where it is at fault."""
 
 
-def compiled_schema(schema: Any, param: str) -> Any:
+def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any:
     """The schema as llguidance takes it. Raises InvalidRequest that names the keyword and where it stands.
 
-    param: the field that it came in. `nullable` of OpenAPI is put in JSON schema's own words.
+    param: the field that it came in. is_checked: it is a part of what is known to be a schema. `nullable` of OpenAPI is
+    put in JSON schema's own words.
     """
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise InvalidRequest("x-guidance can't be set in a schema", param=param)
     try:
-        check_schema(schema, param)
+        if not is_checked:
+            check_schema(schema, param)
         normal = _normalised(schema)
         if (fault := _fault(normal)) is not None:
             raise InvalidRequest(_located(normal, fault), param=param)

@@ -14,7 +14,6 @@ from headrace.grammar.compile import (
     OutputForm,
     ThinkingForm,
     can_enforce_calls,
-    compile_output,
 )
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.schema import misfit
@@ -68,9 +67,7 @@ class ChatConstraints:
             message = "ignore_eos and a form of the answer exclude each other: an answer that is complete has to end"
             raise InvalidRequest(message, param="ignore_eos")
         form = OutputForm(request.structure, calls, self._family.tool_format, thinking)
-        output = compile_output(form, self._factory.vocabulary)
-        self._factory.prepare(output.grammar)
-        return output
+        return self._factory.output(form)
 
     def _calls(self, request: ChatRequest) -> CallsForm | None:
         """Calls that have to be held to something; None if there may be none, or any."""
