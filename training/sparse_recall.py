@@ -114,7 +114,7 @@ def score(draft: Reader, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
     token = draft.read(state, prompt, watch=watch)
     for _ in range(NUM_LOOKAHEAD - 1):
         token = draft.read(state, token, watch=watch)
-    found = importance(state, watch, 0, len(prompt))
+    found = importance(state, watch, len(prompt))
     state.release()
     return found
 

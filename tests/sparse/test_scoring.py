@@ -120,7 +120,7 @@ def expected(model: nn.Module, prompt: Sequence[int], calls: list[Call]) -> tupl
     return ids, written_out(steps, len(prompt))
 
 
-def scored(packed: PackedModel, ids: Sequence[int], num_prompt: int, start: int) -> np.ndarray:
+def scored(packed: PackedModel, ids: Sequence[int], num_prompt: int) -> np.ndarray:
     """By packed steps: the prompt in two chunks and in company, then token by token, watched."""
     pool = SlabPool()
     state, other, watch = SequenceState(pool), SequenceState(pool), QueryWatch()
@@ -134,7 +134,7 @@ def scored(packed: PackedModel, ids: Sequence[int], num_prompt: int, start: int)
         mx.eval(logits, state.arrays(), other.arrays(), watch.arrays())
         state.rollback(0)
         other.rollback(0)
-    return importance(state, watch, start, num_prompt)
+    return importance(state, watch, num_prompt)
 
 
 @pytest.mark.parametrize("name", [*SCORING, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
@@ -147,10 +147,10 @@ def test_importance_is_what_the_formula_says_of_the_untouched_models_attention(
     ids, wanted = expected(model, prompt, calls_of(model, monkeypatch))
     monkeypatch.undo()
     packed = check(model, Kernels("exact", "cpu"), vocab_size, "float32").packed
-    got = scored(packed, ids, len(prompt), 7)
-    assert got.shape == (43,)
+    got = scored(packed, ids, len(prompt))
+    assert got.shape == (50,)
     assert got.dtype == np.float32
-    assert np.abs(got - wanted[7:]).max() <= 1e-4 * wanted.max()
+    assert np.abs(got - wanted).max() <= 1e-4 * wanted.max()
     assert num_scoring_layers(packed) == {**SCORING, **OTHERS}[name]
 
 
@@ -213,7 +213,7 @@ def test_heads_and_keys_may_come_in_blocks_of_any_size(num_tokens: int, sinks: b
         ]
         for asking in range(8)
     ]
-    assert np.abs(importance(drawn.state, drawn.watch, 0, num_tokens) - written_out(steps, num_tokens)).max() < 1e-6
+    assert np.abs(importance(drawn.state, drawn.watch, num_tokens) - written_out(steps, num_tokens)).max() < 1e-6
 
 
 def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> None:
@@ -222,7 +222,7 @@ def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> 
     drawn = draw(num_tokens, 2, 32, 2)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    got = importance(drawn.state, drawn.watch, 0, num_tokens)
+    got = importance(drawn.state, drawn.watch, num_tokens)
     assert got.shape == (num_tokens,)
     assert mx.get_peak_memory() - before < 256 * 1024**2
 
@@ -230,4 +230,4 @@ def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> 
 def test_what_no_layer_has_told_is_an_error() -> None:
     state = SequenceState(SlabPool())
     with pytest.raises(ValueError, match="no layer"):
-        importance(state, QueryWatch(), 0, 5)
+        importance(state, QueryWatch(), 5)

@@ -33,27 +33,27 @@ def num_scoring_layers(model: PackedModel) -> int:
     return len(watch.layers())
 
 
-def importance(state: SequenceState, watch: QueryWatch, start: int, end: int) -> npt.NDArray[np.float32]:
-    """Importance `[end - start]` of a prompt's tokens from `start` on, layer by layer and a few heads at a time.
+def importance(state: SequenceState, watch: QueryWatch, length: int) -> npt.NDArray[np.float32]:
+    """Importance of a prompt's tokens, `[length]`, layer by layer and a few heads at a time.
 
-    state: of the draft model, behind the prompt's `end` tokens at least; no window is open. watch: what has asked.
+    state: of the draft model, behind the prompt's tokens at least; no window is open. watch: what has asked.
     """
     best: mx.array | None = None
     for layer in watch.layers():
-        for smooth in _attention(state, layer, end):
+        for smooth in _attention(state, layer, length):
             best = smooth if best is None else mx.maximum(best, smooth)
             mx.eval(best)
     if best is None:
         raise ValueError("no layer has told what the tokens ask")
-    return np.array(best.mean(axis=0)[start:])
+    return np.array(best.mean(axis=0))
 
 
-def _attention(state: SequenceState, layer: LayerQueries, end: int) -> Iterator[mx.array]:
-    """Smoothed attention `[n, end]` of the tokens that ask, the largest of a few heads each time; not evaluated."""
-    keys, _ = state.full_attention(layer.layer).read(0, end)
+def _attention(state: SequenceState, layer: LayerQueries, length: int) -> Iterator[mx.array]:
+    """Smoothed attention `[n, length]` of the tokens that ask, the largest of a few heads each time; not evaluated."""
+    keys, _ = state.full_attention(layer.layer).read(0, length)
     num_heads, num_queries, _ = layer.queries.shape
     group = num_heads // keys.shape[1]
-    most = max(1, BLOCK_BYTES // (4 * num_queries * end))
+    most = max(1, BLOCK_BYTES // (4 * num_queries * length))
     for lo in range(0, num_heads, group):
         for first in range(lo, lo + group, most):
             heads = slice(first, min(first + most, lo + group))
