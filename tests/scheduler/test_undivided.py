@@ -1,4 +1,4 @@
-"""Tokens that see each other are computed in one chunk, whatever the budget and whoever else runs."""
+"""Prompts with pictures: what sees each other is computed at once, and streams wait less than for other prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.made_up import AMPLE, answer, lengths, request
 
+from headrace.scheduler.pace import MEDIA_SLOWDOWN, SLOWDOWN
+from headrace.scheduler.prefill import PREFILL_GRID
 from headrace.scheduler.scheduler import Scheduler
 from headrace.types.media import MediaInput, PromptMedia, TwoWay
 from headrace.types.request import GenerationRequest
@@ -89,3 +91,23 @@ def test_no_chunk_ever_ends_inside_a_picture(gaps: list[tuple[int, int]], budget
         ends.add(reached)
     assert reached == end + rest + 1
     assert not [cut for cut in ends for start, stop in runs if start < cut < stop]
+
+
+@pytest.mark.parametrize(("has_picture", "slowdown"), [(True, MEDIA_SLOWDOWN), (False, SLOWDOWN)])
+def test_streams_wait_less_for_a_prompt_with_a_picture(has_picture: bool, slowdown: float) -> None:
+    plain_s, token_s = 1.0, 0.005
+    scheduler = Scheduler(5, 2048, 10_000, memory=AMPLE)
+    for name in "abcd":
+        scheduler.add(request(name, 64, max_tokens=500), 0.0)
+    late = pictured("late", 5000, (0, 30), two_way=TwoWay.NOWHERE) if has_picture else request("late", 5000)
+    found = []
+    for step in range(60):
+        if step == 10:
+            scheduler.add(late, 0.0)
+        plan = scheduler.schedule()
+        found.append(lengths(plan).get("late", 0))
+        scheduler.update(answer(plan), plain_s + token_s * plan.num_prompt_tokens, 1.0)
+    # by hand: the tokens that a step may take besides, down to a multiple of the grid
+    expected = int((slowdown - 1) * plain_s / token_s) // PREFILL_GRID * PREFILL_GRID
+    assert expected > PREFILL_GRID and {length for length in found if length} >= {expected}
+    assert max(found) == expected

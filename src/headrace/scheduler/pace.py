@@ -16,6 +16,12 @@ enough for the least chunk, one block of the grid. A smaller number holds newcom
 nearly what steps with all of them do.
 """
 
+MEDIA_SLOWDOWN = 1.75
+"""The same while a prompt with images or videos is among them, so that streams wait for two steps at most.
+
+Its tower has taken its time before, in slices, and what is left of the prompt is mostly short: it loses little.
+"""
+
 REMEASURE_EVERY = 16
 """After this many steps in a row with prompts, one goes without: a plain step is what all is measured by."""
 
@@ -72,11 +78,11 @@ class Pace:
         """Seconds that a prompt token adds to a step; 0 if that was never measured."""
         return median_low(self._prompt_token_s) if self._prompt_token_s else 0.0
 
-    def spare_s(self, num_rows: int) -> float:
+    def spare_s(self, num_rows: int, slowdown: float = SLOWDOWN) -> float:
         """Seconds that a step beside `num_rows` decoding rows may spend on others' prompts; 0 if nothing is known."""
-        return (SLOWDOWN - 1) * self.plain_step_s(num_rows) if self._is_known else 0.0
+        return (slowdown - 1) * self.plain_step_s(num_rows) if self._is_known else 0.0
 
-    def prompt_budget(self, num_rows: int, chunk_tokens: int) -> int:
+    def prompt_budget(self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN) -> int:
         """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a plain step.
 
         Without rows it is all of `chunk_tokens`; else a multiple of PREFILL_GRID, at least one if that fits.
@@ -85,7 +91,7 @@ class Pace:
             return chunk_tokens
         if not self._is_known or self._plain_steps(num_rows).num_mixed >= REMEASURE_EVERY:
             return 0
-        return self._tokens_within(self.spare_s(num_rows), chunk_tokens)
+        return self._tokens_within(self.spare_s(num_rows, slowdown), chunk_tokens)
 
     def budget_within(self, limit_s: float, chunk_tokens: int) -> int:
         """Prompt tokens for a step that may spend `limit_s` on them; one block as long as nothing was measured."""

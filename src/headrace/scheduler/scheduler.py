@@ -9,7 +9,7 @@ from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, expected_output_tokens
 from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.pace import Pace
+from headrace.scheduler.pace import MEDIA_SLOWDOWN, SLOWDOWN, Pace
 from headrace.scheduler.prefill import PrefillTurns
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
@@ -240,7 +240,9 @@ class Scheduler:
         if not prompts:
             return []
         if prompts_s is None:
-            budget = self._pace.prompt_budget(num_rows, self._chunk_tokens)
+            has_media = any(each.request.media is not None for each in prompts)
+            slowdown = MEDIA_SLOWDOWN if has_media else SLOWDOWN
+            budget = self._pace.prompt_budget(num_rows, self._chunk_tokens, slowdown)
         else:
             budget = self._pace.budget_within(prompts_s, self._chunk_tokens)
         return self._prefill.plan(prompts, budget) if budget > 0 else []
