@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar.call_answers import ByteTokenizer, begun, made, parsed, random_output, takes_whole, ways_out_of
+from grammar.call_answers import ByteTokenizer, begun, hold_of, made, parsed, random_output, takes_whole, ways_out_of
 from grammar.schemas import closed
 
 from headrace.errors import InvalidRequest
@@ -45,6 +45,10 @@ SCHEMAS: Mapping[str, dict[str, Any]] = {
     },
     "anything": {**A, "properties": {"a": {}, "b": True, "c": False}},
     "odd keys": {"type": "object", "properties": {"a b": INTEGER, "x.y": INTEGER, "ü": INTEGER}, "required": ["ü"]},
+    "itself by reference": {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": closed({"v": INTEGER, "kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}, ["v"])},
+    },
     "itself inside": closed({"v": INTEGER, "kid": {"$ref": "#"}}, ["v"]),
     "a sibling's schema": {
         **A,
@@ -83,6 +87,52 @@ def test_a_call_of_an_odd_tool_fits_its_schema(name: str, syntax: str) -> None:
         assert len(calls) == 1, output
         assert not text.strip()
         jsonschema.validate(calls[0][1], SCHEMAS[name])
+
+
+LIMITED: Mapping[str, dict[str, Any]] = {
+    "up to 1000": {"type": "string", "maxLength": 1000},
+    "at least 1": {"type": "string", "minLength": 1},
+    "1 to 100": {"type": "string", "minLength": 1, "maxLength": 100},
+    "5 to 8": {"type": "string", "minLength": 5, "maxLength": 8},
+    "300 and more": {"type": "string", "minLength": 300},
+    "a pattern up to 500": {"type": "string", "pattern": "x", "maxLength": 500},
+    "long, or a list": {"anyOf": [{"type": "string", "maxLength": 1000}, {"type": "array", "items": {"maxLength": 3}}]},
+    "long, or a small number": {"anyOf": [{"type": "string", "maxLength": 1000}, SMALL]},
+}
+HALVES = ["</parameter", "\n</parameter", "</arg_value", "<", "</b>", "\n", "[", '"', "<parameter=b>\n", "</parameter>"]
+
+
+@pytest.mark.parametrize("special", [(), ("</parameter>", "</arg_value>")])
+@pytest.mark.parametrize("syntax", ["qwen_xml", "glm", "seed_oss"])
+@pytest.mark.parametrize("name", LIMITED)
+def test_limits_of_a_text_hold_where_it_says_half_of_what_would_end_it(
+    name: str, syntax: str, special: tuple[str, ...]
+) -> None:
+    schema = closed({"a": LIMITED[name], "b": INTEGER}, ["a"])
+    form = form_of("odd", schema, syntax)
+    constraint, hold = begun(form, special), hold_of(form, special)
+    assert form.calls is not None
+    for seed in range(2):
+        output = random_output(constraint.copy(), ByteTokenizer(special), ways_out_of(syntax), seed, pieces=HALVES)
+        ((_, arguments),) = parsed(syntax, output, form.calls.tools, hold)[1]
+        jsonschema.validate(arguments, schema)
+
+
+def test_markup_may_stand_in_a_long_text() -> None:
+    for limits in ({"maxLength": 4000}, {"minLength": 1, "maxLength": 4000}):
+        constraint = begun(form_of("odd", closed({"a": {"type": "string", **limits}}, ["a"]), "qwen_xml"))
+        for text in ("<p>a <b>b</b>\n</p>\n</", "x</parameter", "x < y"):
+            call = "<tool_call>\n<function=odd>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+            assert takes_whole(constraint, call.format(text))
+
+
+def test_values_that_have_the_closing_tag_in_them_are_left_out() -> None:
+    choices = ["x</parameter>y", "z"]
+    constraint = begun(form_of("odd", closed({"a": {"enum": choices}}, ["a"]), "qwen_xml"))
+    call = "<tool_call>\n<function=odd>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert [takes_whole(constraint, call.format(each)) for each in choices] == [False, True]
+    with pytest.raises(InvalidRequest, match="odd.*the argument a"):
+        begun(form_of("odd", closed({"a": {"enum": choices[:1]}}, ["a"]), "qwen_xml"))
 
 
 def test_each_kind_of_value_can_be_written_where_a_text_may_stand_too() -> None:

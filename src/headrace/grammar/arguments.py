@@ -67,10 +67,11 @@ class Arguments:
         """All arguments as one JSON object."""
         if not self._is_schema:
             return compiled_schema(_ANY_OBJECT, _FIELD)
-        schema = {**self._root, "type": "object"}
+        # Beside a reference llguidance takes nothing if that leads back to where it stands.
+        schema = self._root if "$ref" in self._root else {**self._root, "type": "object"}
         if "properties" in schema and not _OPENING & schema.keys():
             unlisted = {name: True for name in schema.get("required") or () if name not in schema["properties"]}
-            schema |= {"properties": {**schema["properties"], **unlisted}, "additionalProperties": False}
+            schema = {**schema, "properties": {**schema["properties"], **unlisted}, "additionalProperties": False}
         return self._compiled(schema, _ANY_OBJECT)
 
     def ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:

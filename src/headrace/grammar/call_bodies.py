@@ -10,7 +10,7 @@ from typing import Protocol
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments, Parameter
-from headrace.grammar.lark import Rules, containing, json_value, literal, regex
+from headrace.grammar.lark import Rules, json_value, literal, regex
 from headrace.grammar.raw_text import RawText
 
 _BARE_NAME = re.compile(r"[^\s<>{}\"'`\\]+")
@@ -68,7 +68,10 @@ class TagBody:
         head = rules.marker(self.before + arguments.name + self.behind_name)
         ways = arguments.ways(_can_be_key)
         rules.json_values.update((arguments.name, each.name) for way in ways for each in way if each.has_brackets)
-        listed = rules.rule(" | ".join(self._elements(rules, each) for each in ways))
+        try:
+            listed = rules.rule(" | ".join(self._elements(rules, each) for each in ways))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the tool {arguments.name}: {error.message}", param="tools") from error
         return rules.rule(f"{head} {listed} {rules.marker(self.after)}")
 
     def _elements(self, rules: Rules, parameters: Sequence[Parameter]) -> str:
@@ -98,13 +101,37 @@ class TagBody:
         return f"{rules.marker(self.frame)} {text}" if self.frame else text
 
     def _limited(self, rules: Rules, raw: RawText) -> str:
-        """A text of which more is known, and its closing tag, in one lexeme: only there is it certain where it ends."""
+        """A text of which more is known, and its closing tag, in one lexeme: only there is it certain where it ends.
+
+        A closer that has a special token in it may be spelled in other tokens, too.
+        """
+        wanted = [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
+        wanted += [f"~{regex(pattern)}" for pattern in raw.others]
+        if wanted:
+            length = regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")
+            text = f"({' & '.join([*wanted, length, regex(f'{_UNCLOSED}*')])}) {literal(self.frame)}"
+        else:
+            text = regex(_of_length(raw.min_length, raw.max_length) + ("\\n?" if self.frame else ""))
+        whole = rules.rule(rules.terminal(f"{text} {literal(self.value_close)}"), lazy=True)
         first, special = rules.split(self.value_close)
-        wanted = [regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")]
-        wanted += [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
-        wanted += [f"~{regex(pattern)}" for pattern in (*raw.others, containing(self.value_close))]
-        text = rules.terminal(f"({' & '.join(wanted)}) {literal(self.frame + first)}")
-        return f"{text} {special}" if special else rules.rule(text, lazy=True)
+        return f"({rules.terminal(f'{text} {literal(first)}')} {special} | {whole})" if special else whole
+
+
+_UNCLOSED = "([^<]|<[^</])"
+"""One character or two in which no closing tag begins, nor with what follows."""
+
+
+def _of_length(least: int, most: int | None) -> str:
+    """The regular expression of texts so long, without a closing tag or a newline where they could end too early.
+
+    Said without what it may not be: to find out that nothing may follow, llguidance would try out all lengths.
+    """
+    if not least:
+        return f"(?s:.){{0,{'' if most is None else most}}}"
+    if most is not None and most < 2 * least:
+        return f"[^<]{{{least - 1},{most - 1}}}[^<\\n]"
+    rest = "" if most is None else most - 2 * least
+    return f"{_UNCLOSED}{{{least - 1}}}([^<\\n]|<[^</\\n])(?s:.){{0,{rest}}}"
 
 
 @dataclass(frozen=True, slots=True)

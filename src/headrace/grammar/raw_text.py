@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,14 +29,18 @@ FORMATS = {
 
 _NUMBER = r"\s*-?[0-9][0-9.eE+-]*\s*"
 _LOOKS = {
-    "array": rf"\s*\[{ANY_TEXT}",
     "boolean": r"\s*[tTfF][rRaA][uUlL][eEsS][eE]?\s*",
     "integer": _NUMBER,
     "null": r"\s*[nN]([uU][lL][lL]|[oO][nN][eE])\s*",
     "number": _NUMBER,
-    "object": rf"\s*\{{{ANY_TEXT}",
 }
 """Texts that may be read as a value of another type where one may stand, and some more."""
+
+_APART = {
+    "array": rf"\s*([^\s\[]{ANY_TEXT})?",
+    "object": rf"\s*([^\s{{]{ANY_TEXT})?",
+}
+"""The other way round: texts that are read as no value of a type, and few less."""
 
 _SAYS_NOTHING = frozenset(
     {
@@ -92,8 +96,7 @@ def raw_value(found: Sequence[Way]) -> RawValue | None:
     if not textual:
         return None
     limited = frozenset(each for way in found if _limits_others(way) for each in types_of(way)) - {"string"}
-    others = tuple(dict.fromkeys(_LOOKS[each] for each in sorted(limited)))
-    read = [_text(way, others) for way in textual]
+    read = [_text(way, limited) for way in textual]
     texts = tuple(dict.fromkeys(text for text, _ in read if text.values != ()))
     if any(text.is_free for text in texts):
         texts = (RawText(),)
@@ -113,18 +116,22 @@ def has_brackets(found: Sequence[Way]) -> bool:
 
 def without_brackets(texts: Sequence[RawText]) -> tuple[RawText, ...]:
     """Those of the texts that don't begin with a bracket."""
-    looks = tuple(_LOOKS[each] for each in _BRACKETS)
-    apart = (
-        replace(text, others=tuple(dict.fromkeys((*text.others, *looks))))
-        if text.values is None
-        else replace(text, values=_apart(text.values, looks))
-        for text in texts
-    )
+    apart = (_apart(text, _BRACKETS) for text in texts)
     return tuple(text for text in apart if text.values != ())
 
 
-def _apart(values: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
-    return tuple(value for value in values if not any(re.fullmatch(each, value) for each in others))
+def _apart(text: RawText, types: Iterable[str]) -> RawText:
+    """Those of the texts that don't look like a value of one of the types."""
+    patterns = tuple(_APART[each] for each in types if each in _APART)
+    others = tuple(dict.fromkeys(_LOOKS[each] for each in types if each in _LOOKS))
+    if text.values is None:
+        return replace(
+            text,
+            patterns=tuple(dict.fromkeys((*text.patterns, *patterns))),
+            others=tuple(dict.fromkeys((*text.others, *others))),
+        )
+    fitting = [value for value in text.values if all(re.fullmatch(each, value) for each in patterns)]
+    return replace(text, values=tuple(v for v in fitting if not any(re.fullmatch(each, v) for each in others)))
 
 
 def _limits_others(way: Way) -> bool:
@@ -137,8 +144,8 @@ def _without_texts(found: Sequence[Way]) -> Any:
     return {"anyOf": [{"allOf": [{"type": sorted(types_of(way) - {"string"})}, *way]} for way in found]}
 
 
-def _text(way: Way, others: tuple[str, ...]) -> tuple[RawText, list[str]]:
-    """What a way says of a text, and the keywords that can't be enforced."""
+def _text(way: Way, limited: frozenset[str]) -> tuple[RawText, list[str]]:
+    """What a way says of a text, and the keywords that can't be enforced. limited: types that it may not look like."""
     patterns: list[str] = []
     unenforced: list[str] = []
     for part in way:
@@ -149,10 +156,10 @@ def _text(way: Way, others: tuple[str, ...]) -> tuple[RawText, list[str]]:
                 patterns.append(pattern)
     values = _values(way)
     if values is not None:
-        return RawText(values=_apart(values, others)), []
+        return _apart(RawText(values=values), sorted(limited)), []
     least = max((part.get("minLength", 0) for part in way), default=0)
     most = min((part["maxLength"] for part in way if "maxLength" in part), default=None)
-    return RawText(None, least, most, tuple(patterns), others), unenforced
+    return _apart(RawText(None, least, most, tuple(patterns)), sorted(limited)), unenforced
 
 
 def _values(way: Way) -> tuple[str, ...] | None:
