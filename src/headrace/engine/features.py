@@ -115,6 +115,11 @@ class FeatureCache:
                 self._kept[one.digest].needed_by.add(request_id)
                 self._kept.move_to_end(one.digest)
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a request waits for embeddings."""
+        return any(self._pending.values())
+
     def advance(self, plain_step_s: float | None) -> None:
         """Go on with the first input of the request that waits longest; nothing if none waits.
 
@@ -171,7 +176,7 @@ class FeatureCache:
         """See PrefixIndex."""
         self._prefixes.end(request_id)
         self._pending.pop(request_id, None)
-        if not any(self._pending.values()):
+        if not self.is_waited_for:
             self._begun = None
         for kept in self._kept.values():
             kept.needed_by.discard(request_id)

@@ -126,7 +126,7 @@ class Loop:
             self._free()
             if self._is_stopping:
                 break
-            if self._features is not None:
+            if self._features is not None and self._features.is_waited_for:
                 self._features.advance(self._scheduler.plain_step_s)
             plan = self._scheduler.schedule(0.0 if self._is_scorings_turn() else None)
             self._num_prompt_tokens = plan.num_prompt_tokens
