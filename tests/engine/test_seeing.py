@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from media.test_image import saved
 from mlx_vlm.utils import load_processor
-from models.tiny_seeing import LLAVA, SMOLVLM, TinySeeing
+from models.tiny_seeing import LLAVA, PIXTRAL, SMOLVLM, TinySeeing
 from PIL import Image
 from session.test_media import data_url
 
@@ -44,7 +44,7 @@ class Served:
     session: Session
 
 
-@pytest.fixture(scope="module", params=[LLAVA, SMOLVLM], ids=["llava", "smolvlm"])
+@pytest.fixture(scope="module", params=[LLAVA, SMOLVLM, PIXTRAL], ids=["llava", "smolvlm", "pixtral"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     reference = TinySeeing(request.param)
     folder = reference.save(tmp_path_factory.mktemp(reference.name))
@@ -90,7 +90,7 @@ async def test_chats_get_the_tokens_of_the_whole_prompt_alone_at_once_and_from_t
     for content, seeds in chats:
         shown = [part(png_of(picture(one))) if isinstance(one, int) else one for one in content]
         requests.append(await prepared(served, *shown))
-        text = "".join("<image>" if isinstance(one, int) else one for one in content)
+        text = "".join(served.reference.mark if isinstance(one, int) else one for one in content)
         rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant"
         images = {"images": [Image.fromarray(picture(seed)) for seed in seeds]} if seeds else {}
         made = dict(processor(text=[rendered], **images))

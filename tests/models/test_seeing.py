@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.tiny_seeing import SMOLVLM, TinySeeing
+from models.tiny_seeing import PALIGEMMA, SMOLVLM, TinySeeing
 
 from headrace.backend import device
 from headrace.errors import ModelError
@@ -91,6 +91,12 @@ def test_a_model_that_looks_where_its_picture_stands_is_refused(folder: Path, mo
 
     monkeypatch.setattr(SeeingModel, "embed_picture", by_place)
     with pytest.raises(ModelError, match="a prompt in parts is not what its model makes of it as a whole"):
+        loaded(read_files("x", folder))
+
+
+def test_a_model_that_reads_its_prompts_both_ways_is_refused(tmp_path: Path) -> None:
+    folder = TinySeeing(PALIGEMMA).save(tmp_path)
+    with pytest.raises(ModelError, match="its positions, its masks or its layers need more than embeddings"):
         loaded(read_files("x", folder))
 
 

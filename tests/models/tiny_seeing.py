@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_vlm.models import llava, smolvlm
+from mlx_vlm.models import llava, paligemma, pixtral, smolvlm
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import update_module_configs
 
@@ -38,18 +39,14 @@ TOWER: dict[str, Any] = {
     "num_channels": 3,
 }
 SPECIAL = (
-    "<image>",
-    "<fake_token_around_image>",
-    "<end_of_utterance>",
-    "<global-img>",
-    "<row_1_col_1>",
-    "<row_1_col_2>",
+    *("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
 )
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}MARK{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 LLAVA: dict[str, Any] = {
@@ -65,6 +62,19 @@ SMOLVLM: dict[str, Any] = {
     "vision_config": {"model_type": "smolvlm_vision", **TOWER},
     "scale_factor": 2,
 }
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16},
+    "vision_config": {"model_type": "pixtral", **TOWER, "head_dim": 16, "rope_theta": 10_000.0},
+}
+PALIGEMMA: dict[str, Any] = {
+    "model_type": "paligemma",
+    "text_config": {**TEXT, "model_type": "gemma", "head_dim": 16},
+    "vision_config": {"model_type": "siglip_vision_model", **TOWER, "projection_dim": 64},
+    "hidden_size": 64,
+}
+"""Its prompts are seen both ways."""
+
 PROCESSORS: Mapping[str, dict[str, dict[str, Any]]] = {
     "llava": {
         "preprocessor_config.json": {
@@ -87,18 +97,37 @@ PROCESSORS: Mapping[str, dict[str, dict[str, Any]]] = {
         },
         "processor_config.json": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
     },
+    "pixtral": {
+        "preprocessor_config.json": {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 32},
+            "patch_size": {"height": 8, "width": 8},
+        },
+        "processor_config.json": {"processor_class": "PixtralProcessor", "patch_size": 8},
+    },
+    "paligemma": {
+        "preprocessor_config.json": {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "image_seq_length": 16,
+        },
+        "processor_config.json": {"processor_class": "PaliGemmaProcessor", "image_seq_length": 16},
+    },
 }
 
 
 class TinySeeing:
-    """The checkpoint and its reference. config: LLAVA or SMOLVLM."""
+    """The checkpoint and its reference. config: one of those above."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.name = config["model_type"]
-        package = {"llava": llava, "smolvlm": smolvlm}[self.name]
-        self.config = {**config, "vocab_size": VOCAB, **_image_token()}
-        described = package.ModelConfig.from_dict(self.config)
-        described = update_module_configs(described, package, self.config, ["text", "vision"])
+        self.mark = "[IMG]" if self.name == "pixtral" else "<image>"
+        mark_id = next(each["id"] for each in _tokenizer()["added_tokens"] if each["content"] == self.mark)
+        self.config = {**config, "vocab_size": VOCAB, "image_token_index": mark_id, "image_token_id": mark_id}
+        package: Any = {"llava": llava, "smolvlm": smolvlm, "pixtral": pixtral, "paligemma": paligemma}[self.name]
+        fields = copy.deepcopy(self.config)  # some edit what they are given
+        described = package.ModelConfig.from_dict(fields)
+        described = update_module_configs(described, package, fields, ["text", "vision"])
         self.model = package.Model(described)
         stream = np.random.default_rng(7)
 
@@ -119,8 +148,9 @@ class TinySeeing:
         (folder / "generation_config.json").write_bytes((MINIATURE / "generation_config.json").read_bytes())
         settings = json.loads((MINIATURE / "tokenizer_config.json").read_text("utf-8"))
         settings = {name: value for name, value in settings.items() if "image" not in name and "vi" not in name}
+        settings["bos_token"] = "<|im_start|>"
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+        (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARK", self.mark), "utf-8")
         for name, settings in PROCESSORS[self.name].items():
             (folder / name).write_text(json.dumps(settings))
         mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(self.model.parameters())))
@@ -154,8 +184,3 @@ def _tokenizer() -> dict[str, Any]:
         {"id": first + index, "content": content, **kind} for index, content in enumerate(SPECIAL)
     ]
     return tokenizer
-
-
-def _image_token() -> dict[str, int]:
-    added = {each["content"]: each["id"] for each in _tokenizer()["added_tokens"]}
-    return {"image_token_index": added["<image>"], "image_token_id": added["<image>"]}

@@ -331,7 +331,7 @@ def _find_tower(files: ModelFiles, loaded: LoadedModel, dtype: str, here: Device
     """The model's vision tower and a line about it; None if it has none that is known."""
     model = loaded.packed.model
     if isinstance(model, SeeingModel):
-        return whole_tower(model)
+        return whole_tower(model, files)
     return load_tower(files, dtype=dtype, device=here, has_axes=loaded.packed.has_axes)
 
 

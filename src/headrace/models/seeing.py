@@ -20,7 +20,7 @@ from headrace.errors import ModelError
 from headrace.models.pieces import Computation, Pieces, Stages
 from headrace.models.source import ModelFiles
 from headrace.models.vision import MediaEmbeddings, knows_tower
-from headrace.models.weights import Loaded
+from headrace.models.weights import Loaded, has_text_model
 from headrace.types.media import MediaInput
 
 
@@ -110,6 +110,8 @@ def load_seeing(files: ModelFiles) -> Loaded:
         raise ModelError(f"mlx-vlm can't load {files.name}: {error}") from error
 
 
-def whole_tower(model: SeeingModel) -> tuple[WholeTower, str]:
+def whole_tower(model: SeeingModel, files: ModelFiles) -> tuple[WholeTower, str]:
     """The way to the model's embeddings, and a line about it."""
-    return WholeTower(model), "vision: mlx-vlm's own model, whole, a row at a time; a picture is embedded in one go"
+    line = "vision: mlx-vlm's own model, whole, a row at a time; a picture is embedded in one go"
+    hint = "; --vision off runs its text part alone, in packed steps" if has_text_model(files) else ""
+    return WholeTower(model), line + hint
