@@ -1,10 +1,11 @@
 """Slots hold what was written, grow without losing it, and give their memory back."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from headrace.state.attention import SlidingAttentionState
-from headrace.state.sequence import SequenceState
+from headrace.state.attention import KVRecord, SlidingAttentionState
+from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SMALLEST_CAPACITY, SlabPool
 
 LAYER = (0,)
@@ -48,6 +49,41 @@ def test_a_pool_without_rows_holds_no_memory() -> None:
     for slot in slots:
         pool.free(slot)
     assert pool.num_bytes == 0
+
+
+def overwrite(state: SequenceState) -> None:
+    """As kernels do: the memory, without MLX's knowledge."""
+    for array in state.full_attention(LAYER).arrays():
+        np.array(array, copy=False)[...] = 7
+
+
+@pytest.mark.parametrize("num_tokens", [1, 256, 1000, 1023, 1024, 2048])
+def test_what_is_taken_of_a_slot_is_not_written_in_place(num_tokens: int) -> None:
+    state = SequenceState(SlabPool(), num_tokens)
+    state.begin(num_tokens)
+    for start, end in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
+        if start < end:
+            state.full_attention(LAYER).write(start, *tokens(start, end))
+    mx.eval(state.arrays())
+    state.commit(num_tokens)
+    taken = [state.checkpoint().layers[LAYER], state.copy_span(0, num_tokens).layers[LAYER]]
+    overwrite(state)
+    assert float(state.full_attention(LAYER).read(0, 1)[0].max()) == 7
+    for record in taken:
+        assert all(mx.array_equal(*pair) for pair in zip(record.arrays, tokens(0, num_tokens), strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [5, 1024])
+def test_a_record_may_be_restored_any_number_of_times_while_slots_are_written_in_place(num_tokens: int) -> None:
+    pool = SlabPool()
+    record = SequenceRecord(num_tokens, {LAYER: KVRecord(0, *(mx.contiguous(one) for one in tokens(0, num_tokens)))})
+    for _ in range(2):
+        state = SequenceState(pool, num_tokens)
+        state.restore(record)
+        read = state.full_attention(LAYER).read(0, num_tokens)
+        assert all(mx.array_equal(*pair) for pair in zip(read, tokens(0, num_tokens), strict=True))
+        mx.eval(state.arrays())
+        overwrite(state)
 
 
 @pytest.mark.parametrize("num_tokens", [1025, 1500, 2049, 5000, 8192])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headrace.state.layer import LayerCost, LayerKey, LayerRecord
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
 from headrace.state.slabs import Slot
 
 
@@ -84,7 +84,7 @@ class FullAttentionState:
         if start == end or not self.slot.has(self.layer):
             return KVRecord(start, None, None)
         keys, values = self.slot.read(self.layer, start, end)
-        return KVRecord(start, mx.contiguous(keys), mx.contiguous(values))
+        return KVRecord(start, copy_of(keys), copy_of(values))
 
     def restore(self, record: KVRecord, length: int) -> None:
         """Write the record's tokens up to `length` back in their place."""

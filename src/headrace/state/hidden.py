@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headrace.state.layer import LayerCost, LayerRecord
+from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 _MOST_PIECES = 8
 """Pieces that are held before they are joined: each is one more array to be looked after in every step."""
@@ -88,12 +88,12 @@ class HiddenState:
             self._pieces = [_Piece(joined, 0, self.end - self.first, self.end - self.first)]
         piece = _Piece(rows, lo, hi, hi - lo)
         if rows.shape[1] > _LARGEST_SHARE * piece.num_written:
-            piece = _Piece(_copy(piece.rows), 0, hi - lo, hi - lo)
+            piece = _Piece(copy_of(piece.rows), 0, hi - lo, hi - lo)
         self._pieces.append(piece)
         self.end += hi - lo
         for mark in marks:
             # by the time that the record is put to use the tokens before it are folded: see `fold`
-            self.noted[mark] = HiddenRecord(_copy(self.part(mark - 1, mark)))
+            self.noted[mark] = HiddenRecord(copy_of(self.part(mark - 1, mark)))
 
     def part(self, start: int, end: int) -> mx.array:
         """The rows `[1, end - start, hidden]` of tokens that are held; there may be none of them."""
@@ -121,7 +121,7 @@ class HiddenState:
             if piece.lo == piece.hi:
                 del self._pieces[0]
             elif piece.num_written > _LARGEST_REST:
-                self._pieces[0] = _Piece(_copy(piece.rows), 0, piece.hi - piece.lo, piece.hi - piece.lo)
+                self._pieces[0] = _Piece(copy_of(piece.rows), 0, piece.hi - piece.lo, piece.hi - piece.lo)
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Drop the rows of dropped tokens."""
@@ -133,7 +133,7 @@ class HiddenState:
         """The rows from the one that the first missing entry needs, or the last one."""
         if not self._pieces:
             return HiddenRecord(None)
-        return HiddenRecord(_copy(self.part(min(self.num_folded, length) - 1, length)))
+        return HiddenRecord(copy_of(self.part(min(self.num_folded, length) - 1, length)))
 
     def restore(self, record: HiddenRecord, length: int) -> None:
         """Start from the record's rows."""
@@ -149,8 +149,3 @@ class HiddenState:
     def cost(self) -> LayerCost:
         """One row: no more stay between steps for long."""
         return LayerCost(fixed=sum(piece.array.nbytes // piece.array.shape[1] for piece in self._pieces[:1]))
-
-
-def _copy(rows: mx.array) -> mx.array:
-    """An array of its own: a slice would keep all of a step's rows alive."""
-    return rows * mx.array(1, rows.dtype)

@@ -24,6 +24,15 @@ class LayerCost:
     in_slots: bool = False
 
 
+def copy_of(view: mx.array) -> mx.array:
+    """The same numbers in memory of their own, not evaluated.
+
+    `mx.contiguous` doesn't do: it shares the memory of a view that is nearly all of its array, and that may be written
+    in place; see state/slabs.py.
+    """
+    return view * mx.array(1, view.dtype)
+
+
 class LayerRecord(Protocol):
     """Immutable copy of a layer's state at one length."""
 

@@ -15,14 +15,14 @@ import mlx.core as mx
 
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
-from headrace.state.layer import LayerCost, LayerRecord
+from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What one token, or several, feed into the recurrence, token first.
+    """What tokens feed into the recurrence; `…` is `n` for those of one row, `B, n` for those of a step's rows.
 
-    k: `[n, num_k_heads, head_k_dim]`, normalised. v: `[n, num_v_heads, head_v_dim]`. decay, beta: `[n, num_v_heads]`.
+    k: `[…, num_k_heads, head_k_dim]`, normalised. v: `[…, num_v_heads, head_v_dim]`. decay, beta: `[…, num_v_heads]`.
     """
 
     k: mx.array
@@ -31,18 +31,27 @@ class DeltaInputs:
     beta: mx.array
 
     @property
-    def num_tokens(self) -> int:
-        """n."""
-        return self.k.shape[0]
-
-    def part(self, start: int, end: int) -> DeltaInputs:
-        """The tokens `start` to `end`."""
-        return DeltaInputs(self.k[start:end], self.v[start:end], self.decay[start:end], self.beta[start:end])
-
-    @property
     def arrays(self) -> tuple[mx.array, ...]:
         """All four."""
         return self.k, self.v, self.decay, self.beta
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """A row's uncertain tokens: `num_tokens` of row `row` of a step's `inputs`, from `first` on.
+
+    The rows of a step share the arrays: what is never replayed costs no operation.
+    """
+
+    inputs: DeltaInputs
+    row: int
+    first: int
+    num_tokens: int
+
+    def part(self, num_tokens: int) -> DeltaInputs:
+        """The first `num_tokens` of them, alone."""
+        end = self.first + num_tokens
+        return DeltaInputs(*(array[self.row, self.first : end] for array in self.inputs.arrays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class BatchRow:
 
     def copy(self) -> mx.array:
         """The row as `[1, …]` in an array of its own: a slice would keep the other rows' memory alive."""
-        return self.array if self.array.shape[0] == 1 else self.alone() * mx.array(1, self.array.dtype)
+        return self.array if self.array.shape[0] == 1 else copy_of(self.alone())
 
 
 def gather(rows: Sequence[BatchRow]) -> mx.array:
@@ -91,7 +100,7 @@ class RecurrentRecord:
 
 
 class RecurrentState:
-    """Opaque. `window` holds the conv's raw inputs: the context, then the tokens of the last window.
+    """Opaque. `window` holds the conv's raw inputs: the context, then the tokens of the last window, up to `end`.
 
     state: `[1, num_v_heads, head_v_dim, head_k_dim]`; window: `[1, n, channels]`; both as rows of shared arrays.
     """
@@ -103,28 +112,32 @@ class RecurrentState:
         self.noted: dict[int, LayerRecord] = {}
         self.state: BatchRow | None = None
         self.window: BatchRow | None = None
-        self.stash: DeltaInputs | None = None
+        self.end = 0
+        """Raw inputs in `window` that belong to committed tokens, or to the open window's."""
+        self.stash: Stash | None = None
         self.num_replay = 0
-        self._num_dropped = 0
+        """Committed tokens, the first of the stash, that `state` has not seen yet."""
 
     def pending(self) -> DeltaInputs | None:
         """The committed tokens that `state` has not seen yet."""
-        return self.stash.part(0, self.num_replay) if self.stash is not None and self.num_replay else None
+        return self.stash.part(self.num_replay) if self.stash is not None and self.num_replay else None
 
     def context(self, length: int) -> BatchRow | None:
         """Raw inputs `[1, length, channels]` of the last committed tokens; None before the first."""
         if self.window is None:
             return None
-        end = self.window.array.shape[1] - self._num_dropped
-        if end == length and not self._num_dropped:
+        if self.end == length == self.window.array.shape[1]:
             return self.window
-        return BatchRow(self.window.alone()[:, end - length : end], 0)
+        return BatchRow(self.window.alone()[:, self.end - length : self.end], 0)
 
-    def advance(self, state: BatchRow, window: BatchRow, stash: DeltaInputs | None) -> None:
-        """A step ran: `state` is after the window's certain tokens, `stash` holds its uncertain ones."""
+    def advance(self, state: BatchRow, window: BatchRow, stash: Stash | None, end: int | None = None) -> None:
+        """A step ran: `state` is after the window's certain tokens, `stash` holds its uncertain ones.
+
+        end: raw inputs in `window` that are this row's; None means all.
+        """
         self.state, self.window, self.stash = state, window, stash
+        self.end = window.array.shape[1] if end is None else end
         self.num_replay = stash.num_tokens if stash is not None else 0
-        self._num_dropped = 0
 
     def note(self, length: int) -> None:
         """Record the state as it is now, at `length`: a scan that goes on from here has just passed it."""
@@ -133,17 +146,17 @@ class RecurrentState:
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens; the replay itself waits for the next step or checkpoint."""
-        self._num_dropped = num_window - num_kept
+        self.end -= num_window - num_kept
         if self.stash is not None:
-            self.num_replay = self.stash.num_tokens - self._num_dropped
+            self.num_replay = self.stash.num_tokens - (num_window - num_kept)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Replay what is pending, so that `state` is the state at the committed length."""
         pending = self.pending()
         if pending is not None:
             assert self.state is not None
             k, v, decay, beta = (array[None] for array in pending.arrays)
-            form = self._kernels.gated_delta(pending.num_tokens)
+            form = self._kernels.gated_delta(k.shape[1])
             self.state = BatchRow(scan(form, k, k, v, decay, beta, self.state.alone()).end_state, 0)
         self.stash, self.num_replay = None, 0
 
@@ -151,16 +164,16 @@ class RecurrentState:
         """Replay, then copy."""
         if self.state is None or self.window is None:
             return RecurrentRecord(None, None)
-        self._settle()
+        self.settle()
         # what is left of the window is the context only: earlier inputs are never read again
-        window = self.window.copy()
-        return RecurrentRecord(self.state.copy(), mx.contiguous(window[:, : window.shape[1] - self._num_dropped]))
+        return RecurrentRecord(self.state.copy(), mx.contiguous(self.window.copy()[:, : self.end]))
 
     def restore(self, record: RecurrentRecord, length: int) -> None:
         """Start from the record; its arrays are never written in place."""
         self.state = None if record.state is None else BatchRow(record.state, 0)
         self.window = None if record.context is None else BatchRow(record.context, 0)
-        self.stash, self.num_replay, self._num_dropped = None, 0, 0
+        self.end = 0 if record.context is None else record.context.shape[1]
+        self.stash, self.num_replay = None, 0
 
     def cost(self) -> LayerCost:
         """State and context: the same at every length."""
@@ -170,4 +183,4 @@ class RecurrentState:
     def arrays(self) -> tuple[mx.array, ...]:
         """State, conv inputs and stash."""
         held = [row.array for row in (self.state, self.window) if row is not None]
-        return (*held, *(self.stash.arrays if self.stash is not None else ()))
+        return (*held, *(self.stash.inputs.arrays if self.stash is not None else ()))

@@ -7,6 +7,11 @@ it outgrows the slot: memory stays under twice what the rows hold, rows join and
 The in-place contract (a broken one costs a copy of one slab, which a test of peak memory would show):
 per layer and step all rows write before any row reads; a read takes the newest version; no view of a slab
 survives a step; a slab's arrays have one Python owner, `Slab.keys` and `Slab.values`.
+
+Kernels of ours write a slab's memory behind MLX's back (backend/cuda/attention.py): no array changes, so nothing that
+MLX knows makes a reader wait. So within a layer, readers also read the queries that the writing kernel gives; a step is
+launched before anything else is done with its rows; and what is to outlive it is a `copy_of` a view, for an array that
+shared a slab's memory would change with it.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from headrace.state.layer import LayerKey
+from headrace.state.layer import LayerKey, copy_of
 
 SMALLEST_CAPACITY = 256
 """Tokens in the smallest slot."""
@@ -58,11 +63,18 @@ class Slot:
 
     def write(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values `[1, num_kv_heads, n, head_dim]` at tokens `start` to `start + n`."""
+        _, num_heads, _, head_dim = keys.shape
+        self.prepare(layer, num_heads, (head_dim, values.shape[-1]), keys.dtype)
         for stored, new in ((self.slab.keys, keys), (self.slab.values, values)):
+            # what fills an array whole would become the array, and be written in place
+            part = copy_of(new) if new.shape == stored[layer].shape else new
+            stored[layer][self.index : self.index + 1, :, start : start + new.shape[2]] = part
+
+    def prepare(self, layer: LayerKey, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
+        """Make the layer's arrays if no row has written it: for keys and values of these dimensions."""
+        for stored, head_dim in zip((self.slab.keys, self.slab.values), head_dims, strict=True):
             if layer not in stored:
-                _, num_heads, _, head_dim = new.shape
-                stored[layer] = mx.zeros((self.slab.num_slots, num_heads, self.slab.capacity, head_dim), new.dtype)
-            stored[layer][self.index : self.index + 1, :, start : start + new.shape[2]] = new
+                stored[layer] = mx.zeros((self.slab.num_slots, num_heads, self.slab.capacity, head_dim), dtype)
 
     def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""

@@ -14,7 +14,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
 from headrace.models.step import RowSpan, View
-from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, gather
+from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash, gather
 
 SHORT_SPAN = 8
 """Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
@@ -68,9 +68,10 @@ class _Tokens:
         parts = (array[:, start:end] for array in (self.q, self.k, self.v, self.decay, self.beta))
         return _Tokens(*parts)
 
-    def stash(self, row: int, start: int) -> DeltaInputs:
-        """What a row's tokens from `start` on would need to be replayed."""
-        return DeltaInputs(*(array[row, start:] for array in (self.k, self.v, self.decay, self.beta)))
+    @property
+    def inputs(self) -> DeltaInputs:
+        """What all rows' tokens would need to be replayed."""
+        return DeltaInputs(self.k, self.v, self.decay, self.beta)
 
 
 class GatedDeltaMixer(nn.Module):
@@ -172,7 +173,7 @@ class GatedDeltaMixer(nn.Module):
         Gives `[B, n, num_v_heads, head_v_dim]`.
         """
         pending = [state.pending() for state in group.states]
-        num_replay = max(0 if one is None else one.num_tokens for one in pending)
+        num_replay = max(state.num_replay for state in group.states)
         fed = _behind_pending(pending, num_replay, tokens) if num_replay else tokens
         keep = num_replay + group.num_certain if group.is_drafted else None
         # the grid of the chunked form stands at absolute positions; a verified window needs none
@@ -186,7 +187,8 @@ class GatedDeltaMixer(nn.Module):
                 state.advance(BatchRow(result.end_state, row), BatchRow(context, row), None)
         else:
             for row, state in enumerate(group.states):
-                stash = tokens.stash(row, group.num_certain)
+                num_uncertain = group.num_tokens - group.num_certain
+                stash = Stash(tokens.inputs, row, group.num_certain, num_uncertain)
                 state.advance(BatchRow(result.kept_state, row), BatchRow(windows, row), stash)
         return result.y[:, num_replay:]
 
