@@ -234,7 +234,7 @@ def test_an_unknown_form_is_refused_by_name() -> None:
         ("exact", "metal", 50, "reference"),
         ("fast", "cpu", 1, "fused"),
         ("fast", "cpu", 2, "chunked"),
-        ("fast", "cuda", 500, "chunked"),
+        ("fast", "cuda", 500, "cuda"),
         ("fast", "metal", 1, "metal"),
     ],
 )

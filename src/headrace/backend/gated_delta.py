@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_kernel
 
+from headrace.backend.cuda import delta as cuda_delta
+
 CHUNK = 32
 """Tokens per chunk of the chunked form; its grid stands at absolute multiples of this."""
 
@@ -26,7 +28,7 @@ _INVERSE_BLOCK = 16
 _KERNEL_LANES = 32
 """mlx-lm's Metal kernel spreads Dk over the lanes of a SIMD group and can't do other widths."""
 
-Form = Literal["reference", "fused", "chunked", "metal"]
+Form = Literal["reference", "fused", "chunked", "metal", "cuda"]
 
 
 class Scan(NamedTuple):
@@ -79,8 +81,8 @@ def choose(numerics: str, device: str, num_tokens: int) -> Form:
     """
     if numerics == "exact":
         return "reference"
-    if device == "metal":
-        return "metal"
+    if device in ("metal", "cuda"):
+        return "metal" if device == "metal" else "cuda"
     return "fused" if num_tokens == 1 else "chunked"
 
 
@@ -113,6 +115,8 @@ def scan(
     tokens = _Tokens(q, k, v, g, beta)
     if form == "chunked":
         return _chunked(tokens, state, keep, start)
+    if form == "cuda":
+        return _cuda(tokens, state, keep)
     if form == "metal":
         return _in_two(_metal, tokens, state, keep)
     if form == "fused":
@@ -176,7 +180,15 @@ def _rank_one(
     return y, g[..., None] * state + delta[..., None] * k[..., None, :]
 
 
-# Metal
+# GPUs
+
+
+def _cuda(tokens: _Tokens, state: mx.array, keep: int | None) -> Scan:
+    """Our kernel where its shape allows and there is CUDA, else the chunked form."""
+    if not mx.cuda.is_available() or cuda_delta.refusal(tokens.k.shape[-1], tokens.v.shape[-1]) is not None:
+        return _chunked(tokens, state, keep, 0)
+    y, end_state, kept_state = cuda_delta.scan(tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, state, keep)
+    return Scan(y, end_state, None if keep is None else kept_state)
 
 
 def _metal(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:

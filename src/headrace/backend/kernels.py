@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.backend.activations import swiglu
@@ -20,6 +20,17 @@ class Kernels:
 
     numerics: str
     device: str
+    fuses: bool = True
+    """Whether layers may be replaced by kernels of ours; they are on CUDA, if the self-check agrees."""
+
+    @property
+    def fuses_layers(self) -> bool:
+        """Whether layers are replaced by kernels of ours."""
+        return self.fuses and self.device == "cuda" and self.numerics == "fast"
+
+    def without_fusion(self) -> Kernels:
+        """The same, but for layers that stay the library's."""
+        return replace(self, fuses=False)
 
     def gated_delta(self, num_tokens: int) -> Form:
         """Form of the gated delta rule for a scan of `num_tokens` per row."""

@@ -1,0 +1,267 @@
+// Attention of rows of a few tokens over keys and values in slabs [slots, HKV, capacity, D], see state/slabs.py.
+//
+// plan: see rows.cuh.
+
+constexpr int WARPS = 4;
+constexpr int TILE = 16;  // query heads and tokens together that share a load of keys: rows of the matrix units' tiles
+
+template <typename T>
+struct alignas(16) Eight { T of[8]; };
+
+__device__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Keys are split over blocks (blockIdx.x) and, in a block, over its warps; what they find is put together by the block
+// that comes last. blockIdx.y: key head and tile of query rows; blockIdx.z: row.
+//
+// As a sum over dimensions doesn't care for their order, a thread takes eight neighbouring ones where the matrix units
+// would have it take four pairs, of keys and queries alike; and the eight dimensions of a value that it loads go to
+// eight output tiles. So each thread reads from shared memory only what it has copied there itself: no barrier and no
+// bank conflict. STAGES tiles of keys and values are under way at a time.
+//
+// queries, out: [T, HQ, D]. partial [R, gridDim.y, splits, TILE, D + 2]: sums, maxima, weights. counters: zero before
+// and after.
+template <typename T, int HQ, int HKV, int D, int STAGES, bool SINKS, bool GATED, int GATE_WIDTH, int GATE_STRIDE>
+__device__ void attend(const int* plan, const T* queries, const T* const* slab_keys, const T* const* slab_values,
+                       const T* sinks, const T* gates, float scale, int shortest_split, T* out, float* partial,
+                       unsigned* counters) {
+  constexpr int GROUP = HQ / HKV, STEPS = D / 16, LOADS = D / 32, BLOCKS = D / 64, TILES = D / 8;
+  constexpr int CHUNKS = 2 * LOADS + 4 * BLOCKS;  // that a thread copies for a tile of keys and values
+  constexpr bool Q_IN_REGISTERS = D <= 128;
+  const Row row(plan, blockIdx.z);
+  const int tiles = gridDim.y / HKV, head = blockIdx.y / tiles, first_row = blockIdx.y % tiles * TILE;
+  const int num_rows = min(row.num_tokens * GROUP - first_row, TILE);
+  const int num_keys = row.start + row.num_tokens;
+  const int begin_all = (row.window ? max(row.first, row.start - row.window + 1) : row.first) / TILE * TILE;
+  const int per_warps = TILE * WARPS;
+  const int even = (num_keys - begin_all + gridDim.x - 1) / gridDim.x;
+  const int split = max(shortest_split, (even + per_warps - 1) / per_warps * per_warps);
+  const int num_splits = (num_keys - begin_all + split - 1) / split;
+  if (num_rows <= 0 || blockIdx.x >= num_splits) return;
+  const int begin = begin_all + blockIdx.x * split, end = min(begin + split, num_keys);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, t = lane % 4;
+  const long base = (static_cast<long>(row.slot) * HKV + head) * row.capacity;
+  const T* keys = slab_keys[row.slab] + base * D;
+  const T* values = slab_values[row.slab] + base * D;
+
+  extern __shared__ uint4 staged[];
+  uint4* own_stages = staged + warp * (STAGES * CHUNKS * 32) + lane;
+  auto fetch = [&](int at, int stage) {
+    uint4* to = own_stages + stage * (CHUNKS * 32);
+    if (at < end) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const T* from = keys + static_cast<long>(min(at + half * 8 + r, num_keys - 1)) * D + t * 8;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) copy_async(to + (half * LOADS + i) * 32, from + i * 32);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const T* from = values + static_cast<long>(min(at + t * 2 + j % 2 + j / 2 * 8, num_keys - 1)) * D + r * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) copy_async(to + (2 * LOADS + i * 4 + j) * 32, from + i * 64);
+      }
+    }
+    end_stage();
+  };
+#pragma unroll
+  for (int i = 0; i + 1 < STAGES; i++) fetch(begin + warp * TILE + i * per_warps, i);
+
+  // fragments of queries: rows r and r + 8, dimensions as the keys are loaded
+  __shared__ __align__(16) unsigned shared_q[Q_IN_REGISTERS ? 4 : STEPS * 32 * 4];
+  __shared__ float sums[TILE][D + 1];
+  __shared__ float maxima[WARPS][TILE], weights[WARPS][TILE];
+  unsigned q[Q_IN_REGISTERS ? STEPS : 1][4];
+  auto query = [&](int m, int d) -> const T* {
+    const int at = first_row + m;
+    return queries + (static_cast<long>(row.lo + at / GROUP) * HQ + head * GROUP + at % GROUP) * D + d;
+  };
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    if (!Q_IN_REGISTERS && i % WARPS != warp) continue;
+    Eight<T> low = {}, high = {};
+    if (r < num_rows) low = *reinterpret_cast<const Eight<T>*>(query(r, i * 32 + t * 8));
+    if (r + 8 < num_rows) high = *reinterpret_cast<const Eight<T>*>(query(r + 8, i * 32 + t * 8));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const unsigned a[4] = {pair(low.of[4 * half], low.of[4 * half + 1]), pair(high.of[4 * half], high.of[4 * half + 1]),
+                             pair(low.of[4 * half + 2], low.of[4 * half + 3]),
+                             pair(high.of[4 * half + 2], high.of[4 * half + 3])};
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        if (Q_IN_REGISTERS) q[Q_IN_REGISTERS ? 2 * i + half : 0][j] = a[j];
+        else shared_q[((2 * i + half) * 32 + lane) * 4 + j] = a[j];
+      }
+    }
+  }
+  if (!Q_IN_REGISTERS) __syncthreads();
+
+  float o[TILES][4] = {};
+  float top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
+  // the last key that rows r and r + 8 see
+  const int last[2] = {row.start + (first_row + r) / GROUP, row.start + (first_row + r + 8) / GROUP};
+  for (int at = begin + warp * TILE, stage = 0; at < end; at += per_warps, stage = stage + 1 < STAGES ? stage + 1 : 0) {
+    fetch(at + (STAGES - 1) * per_warps, stage ? stage - 1 : STAGES - 1);
+    await_stage<STAGES - 1>();
+    const uint4* mine = own_stages + stage * (CHUNKS * 32);
+    float s[2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) {
+        const uint4 k = mine[(half * LOADS + i) * 32];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          unsigned a[4];
+          if (Q_IN_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) a[n] = q[Q_IN_REGISTERS ? 2 * i + j : 0][n];
+          } else {
+            const uint4 found = reinterpret_cast<const uint4*>(shared_q)[(2 * i + j) * 32 + lane];
+            a[0] = found.x, a[1] = found.y, a[2] = found.z, a[3] = found.w;
+          }
+          multiply(s[half], a, j ? k.z : k.x, j ? k.w : k.y, T());
+        }
+      }
+    float highest[2] = {top[0], top[1]};
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int key = at + half * 8 + t * 2 + j % 2;
+        const bool seen = key >= row.first && key <= last[j / 2] && (!row.window || key > last[j / 2] - row.window) && key < end;
+        s[half][j] = seen ? s[half][j] * scale : -INFINITY;
+        highest[j / 2] = fmaxf(highest[j / 2], s[half][j]);
+      }
+    float shrink[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      highest[i] = quad_max(highest[i]);
+      shrink[i] = highest[i] == -INFINITY ? 1.0f : exp2f(top[i] - highest[i]);
+      top[i] = highest[i];
+      weight[i] *= shrink[i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        s[half][j] = s[half][j] == -INFINITY ? 0.0f : exp2f(s[half][j] - top[j / 2]);
+        weight[j / 2] += s[half][j];
+      }
+    const unsigned p[4] = {pair_of<T>(s[0][0], s[0][1]), pair_of<T>(s[0][2], s[0][3]), pair_of<T>(s[1][0], s[1][1]),
+                           pair_of<T>(s[1][2], s[1][3])};
+#pragma unroll
+    for (int i = 0; i < TILES; i++) o[i][0] *= shrink[0], o[i][1] *= shrink[0], o[i][2] *= shrink[1], o[i][3] *= shrink[1];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) {
+      Eight<T> v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(&v[j]) = mine[(2 * LOADS + block * 4 + j) * 32];
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        multiply(o[block * 8 + i], p, pair(v[0].of[i], v[1].of[i]), pair(v[2].of[i], v[3].of[i]), T());
+    }
+  }
+
+  // put the warps together
+  weight[0] = quad_sum(weight[0]), weight[1] = quad_sum(weight[1]);
+  if (t == 0) {
+    maxima[warp][r] = top[0], maxima[warp][r + 8] = top[1];
+    weights[warp][r] = weight[0], weights[warp][r + 8] = weight[1];
+  }
+  __syncthreads();
+  float highest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int w = 0; w < WARPS; w++)
+    highest[0] = fmaxf(highest[0], maxima[w][r]), highest[1] = fmaxf(highest[1], maxima[w][r + 8]);
+  const float by[2] = {top[0] == -INFINITY ? 0.0f : exp2f(top[0] - highest[0]),
+                       top[1] == -INFINITY ? 0.0f : exp2f(top[1] - highest[1])};
+  for (int w = 0; w < WARPS; w++) {
+    if (w == warp) {
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          float& sum = sums[r + j / 2 * 8][i / 8 * 64 + (2 * t + j % 2) * 8 + i % 8];
+          sum = (w ? sum : 0.0f) + o[i][j] * by[j / 2];
+        }
+    }
+    __syncthreads();
+  }
+  __shared__ float all_top[TILE], all_weight[TILE];
+  if (threadIdx.x < TILE) {
+    float m = -INFINITY, total = 0;
+    for (int w = 0; w < WARPS; w++) m = fmaxf(m, maxima[w][threadIdx.x]);
+    for (int w = 0; w < WARPS; w++)
+      if (maxima[w][threadIdx.x] != -INFINITY) total += weights[w][threadIdx.x] * exp2f(maxima[w][threadIdx.x] - m);
+    all_top[threadIdx.x] = m, all_weight[threadIdx.x] = total;
+  }
+  __syncthreads();
+
+  if (num_splits > 1) {
+    // put the splits together
+    const long tile = static_cast<long>(blockIdx.z) * gridDim.y + blockIdx.y;
+    constexpr int PART = TILE * (D + 2);
+    float* own = partial + (tile * gridDim.x + blockIdx.x) * PART;
+    for (int i = threadIdx.x; i < num_rows * D; i += blockDim.x) own[i] = sums[i / D][i % D];
+    if (threadIdx.x < num_rows) own[TILE * D + threadIdx.x] = all_top[threadIdx.x], own[TILE * (D + 1) + threadIdx.x] = all_weight[threadIdx.x];
+    __threadfence();
+    __syncthreads();
+    __shared__ bool comes_last;
+    if (threadIdx.x == 0) comes_last = atomicInc(&counters[tile], num_splits - 1) == num_splits - 1;
+    __syncthreads();
+    if (!comes_last) return;
+    __threadfence();
+    const float* parts = partial + tile * gridDim.x * PART;
+    // the stages are done with: their memory takes each part's factor, by split and row
+    float* factors = reinterpret_cast<float*>(staged);
+    float* totals = factors + num_splits * TILE;
+    for (int i = threadIdx.x; i < num_splits * TILE; i += blockDim.x) {
+      factors[i] = __ldcg(&parts[i / TILE * PART + TILE * D + i % TILE]);
+      totals[i] = __ldcg(&parts[i / TILE * PART + TILE * (D + 1) + i % TILE]);
+    }
+    __syncthreads();
+    if (threadIdx.x < num_rows) {
+      float m = -INFINITY, total = 0;
+      for (int i = 0; i < num_splits; i++) m = fmaxf(m, factors[i * TILE + threadIdx.x]);
+      for (int i = 0; i < num_splits; i++) {
+        const float top = factors[i * TILE + threadIdx.x], factor = top == -INFINITY ? 0.0f : exp2f(top - m);
+        factors[i * TILE + threadIdx.x] = factor;
+        total += totals[i * TILE + threadIdx.x] * factor;
+      }
+      all_top[threadIdx.x] = m, all_weight[threadIdx.x] = total;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x * 4; i < num_rows * D; i += blockDim.x * 4) {
+      float4 sum = {};
+#pragma unroll 8
+      for (int j = 0; j < num_splits; j++) {
+        const float4 part = __ldcg(reinterpret_cast<const float4*>(&parts[j * PART + i]));
+        const float factor = factors[j * TILE + i / D];
+        sum.x += part.x * factor, sum.y += part.y * factor, sum.z += part.z * factor, sum.w += part.w * factor;
+      }
+      sums[i / D][i % D] = sum.x, sums[i / D][i % D + 1] = sum.y;
+      sums[i / D][i % D + 2] = sum.z, sums[i / D][i % D + 3] = sum.w;
+    }
+    __syncthreads();
+  }
+  for (int i = threadIdx.x; i < num_rows * D; i += blockDim.x) {
+    const int m = i / D, d = i % D, at = first_row + m, token = row.lo + at / GROUP, h = head * GROUP + at % GROUP;
+    float total = all_weight[m], sum = sums[m][d];
+    if (SINKS) {
+      const float sink = static_cast<float>(sinks[h]) * 1.44269504f, higher = fmaxf(sink, all_top[m]);
+      total = total * exp2f(all_top[m] - higher) + exp2f(sink - higher);
+      sum *= exp2f(all_top[m] - higher);
+    }
+    float value = sum / total;
+    if (GATED) value = rounded<T>(value) * rounded<T>(sigmoid(static_cast<float>(gates[static_cast<long>(token) * GATE_WIDTH + h * GATE_STRIDE + d])));
+    out[(static_cast<long>(token) * HQ + h) * D + d] = static_cast<T>(value);
+  }
+}

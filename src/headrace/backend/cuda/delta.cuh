@@ -1,0 +1,71 @@
+// The gated delta rule, token after token; see backend/gated_delta.py for the formulas and the names.
+//
+// LANES threads share a value channel, i.e. a row of the state S [Dv, Dk], which stays in their registers. A thread
+// holds the quads of columns lane, lane + LANES, …: a warp then reads keys and queries from shared memory without bank
+// conflicts, and the state from global memory in whole lines. Blocks are of THREADS threads and CHANNELS channels of
+// one value head of one row.
+
+constexpr int LANES = 8;
+constexpr int THREADS = 128;
+constexpr int CHANNELS = THREADS / LANES;
+
+// N channels of a thread, each LANES threads' worth of threads apart: more of them, fewer reads of keys and queries.
+template <int DK, int N = 1>
+struct Channels {
+  static constexpr int QUADS = DK / (4 * LANES);
+  float4 s[N][QUADS];
+
+  __device__ void load(const float* rows, long stride, int lane) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < QUADS; i++) s[n][i] = reinterpret_cast<const float4*>(rows + n * stride)[i * LANES + lane];
+  }
+
+  __device__ void store(float* rows, long stride, int lane) const {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < QUADS; i++) reinterpret_cast<float4*>(rows + n * stride)[i * LANES + lane] = s[n][i];
+  }
+
+  // One token: y = g S q + (k·q) delta reads the state once for k and q together. k, q: [DK] in shared memory; v: of
+  // the thread's channels, CHANNELS apart, in place of which comes y.
+  __device__ void step(const float* k, const float* q, float kq, float (&v)[N], float g, float beta, int lane) {
+    float4 kk[QUADS];
+    float2 sk[N] = {}, sq[N] = {};
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+      kk[i] = reinterpret_cast<const float4*>(k)[i * LANES + lane];
+      const float4 qq = reinterpret_cast<const float4*>(q)[i * LANES + lane];
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        sk[n].x += s[n][i].x * kk[i].x + s[n][i].y * kk[i].y;
+        sk[n].y += s[n][i].z * kk[i].z + s[n][i].w * kk[i].w;
+        sq[n].x += s[n][i].x * qq.x + s[n][i].y * qq.y;
+        sq[n].y += s[n][i].z * qq.z + s[n][i].w * qq.w;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) sk[n].x += sk[n].y, sq[n].x += sq[n].y;
+#pragma unroll
+    for (int offset = LANES / 2; offset; offset /= 2)
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        sk[n].x += __shfl_xor_sync(~0u, sk[n].x, offset);
+        sq[n].x += __shfl_xor_sync(~0u, sq[n].x, offset);
+      }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const float delta = beta * (v[n] - g * sk[n].x);
+#pragma unroll
+      for (int i = 0; i < QUADS; i++) {
+        s[n][i].x = g * s[n][i].x + delta * kk[i].x;
+        s[n][i].y = g * s[n][i].y + delta * kk[i].y;
+        s[n][i].z = g * s[n][i].z + delta * kk[i].z;
+        s[n][i].w = g * s[n][i].w + delta * kk[i].w;
+      }
+      v[n] = g * sq[n].x + kq * delta;
+    }
+  }
+};

@@ -1,0 +1,159 @@
+"""Gated delta layers on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from headrace.backend.cuda import ops
+from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
+from headrace.backend.cuda.shapes import DeltaShape, Prepared, Stash, Weights, Windowed
+
+LONGEST_WINDOW = 8
+"""Most tokens of a row that `window` takes, and replays: MOST_OF_WINDOW in the source."""
+
+_THREADS = 128
+_CHANNELS = 16
+"""Value channels of a block, as in delta.cuh."""
+_PREPARED_TOKENS = 64
+"""Tokens whose inputs a block prepares."""
+_NORM_THREADS = 256
+
+_SCAN = CudaKernel(
+    "delta_scan",
+    ("numbers.cuh", "delta.cuh", "delta_scan.cuh"),
+    ("q", "k", "v", "g", "beta", "state", "keep"),
+    ("y", "end_state", "kept_state"),
+    "delta_scan<T, HK, HV, DK, DV, N>(q, k, v, g, beta, state, keep[0], q_shape[1], y, end_state, kept_state);",
+)
+_PREPARE = CudaKernel(
+    "delta_prepare",
+    ("numbers.cuh", "delta.cuh", "delta_prepare.cuh"),
+    ("projected", "context", "weight", "a_log", "dt_bias"),
+    ("q", "k", "v", "g", "beta"),
+    "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS>("
+    "projected, context, weight, a_log, dt_bias, projected_shape[1], q, k, v, g, beta);",
+)
+_WINDOW = CudaKernel(
+    "delta_window",
+    ("numbers.cuh", "delta.cuh", "delta_window.cuh"),
+    ("plan", "projected", "weight", "a_log", "dt_bias", "old_window", "old_k", "old_v", "old_g", "old_beta", "state"),
+    ("y", "new_state", "window", "k", "v", "g", "beta"),
+    "delta_window<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT>("
+    "plan, old_window_shape[1], old_k_shape[1], projected, weight, a_log, dt_bias, "
+    "old_window, old_k, old_v, old_g, old_beta, state, y, new_state, window, k, v, g, beta);",
+)
+_NORM = CudaKernel(
+    "gated_norm",
+    ("numbers.cuh", "gated_norm.cuh"),
+    ("y", "projected", "weight", "eps"),
+    ("out",),
+    "gated_norm<T, HV, DV, WIDTH, Z_AT>(y, projected, weight, eps[0], y_shape[0], out);",
+)
+
+
+def refusal(head_k_dim: int, head_v_dim: int) -> str | None:
+    """Why the kernels don't do heads of this size; None if they do."""
+    if head_k_dim not in (64, 128, 256):
+        return f"a key head of {head_k_dim}"
+    return f"a value head of {head_v_dim}" if head_v_dim % _CHANNELS else None
+
+
+def scan(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, keep: int | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """y, the end state and the state after `keep` tokens (undefined without one); shapes as in `gated_delta.scan`."""
+    rows, num_tokens, num_v_heads, head_v_dim = v.shape
+    per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and q.shape[3] <= 128 else 1
+    template = {"T": q.dtype, "HK": q.shape[2], "HV": num_v_heads, "DK": q.shape[3], "DV": head_v_dim, "N": per_thread}
+    place = mx.array([-1 if keep is None else keep], mx.int32)
+    kept = state.shape if keep is not None else (1,)
+    y, end_state, kept_state = _SCAN(
+        (q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state, place),
+        template,
+        (head_v_dim // (per_thread * _CHANNELS), num_v_heads, rows),
+        _THREADS,
+        ((v.shape, q.dtype), (state.shape, mx.float32), (kept, mx.float32)),
+    )
+    return y, end_state, kept_state
+
+
+@or_ops(ops.prepare)
+def prepare(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
+    """From a row's projection `[1, T, width]` and the raw inputs before it, `[1, kernel_size - 1, channels]`."""
+    num_tokens = projected.shape[1]
+    keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
+    gates = ((num_tokens, shape.num_v_heads), mx.float32)
+    found = _PREPARE(
+        (projected, context, weights.conv, weights.a_log, weights.dt_bias),
+        {**_template(shape, projected), "TOKENS": _PREPARED_TOKENS},
+        (-(-num_tokens // _PREPARED_TOKENS), 2 * shape.num_k_heads + shape.num_v_heads, 1),
+        _THREADS,
+        (keys, keys, ((num_tokens, shape.num_v_heads, shape.head_v_dim), projected.dtype), gates, gates),
+    )
+    return Prepared(*found)
+
+
+@or_ops(ops.window)
+def window(
+    shape: DeltaShape,
+    weights: Weights,
+    plan: mx.array,
+    longest: int,
+    projected: mx.array,
+    old_raw: mx.array,
+    old_stash: Stash,
+    state: mx.array,
+) -> Windowed:
+    """Rows of at most `longest` tokens, of which LONGEST_WINDOW is the most, from projection to the output's norm.
+
+    plan, old_raw and old_stash: see delta_window.cuh.
+    """
+    rows, stashed = plan.shape[0], max(longest - 1, 1)
+    key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
+    gates = ((rows, stashed, shape.num_v_heads), mx.float32)
+    y, new_state, raw, *stash = _WINDOW(
+        (plan, projected, weights.conv, weights.a_log, weights.dt_bias, old_raw, *old_stash, state),
+        _template(shape, projected),
+        (shape.head_v_dim // _CHANNELS, shape.num_v_heads, rows),
+        _THREADS,
+        (
+            ((projected.shape[1], *value), projected.dtype),
+            ((rows, *value, shape.head_k_dim), mx.float32),
+            ((rows, shape.kernel_size - 1 + longest, shape.num_channels), projected.dtype),
+            ((rows, stashed, *key), projected.dtype),
+            ((rows, stashed, *value), projected.dtype),
+            gates,
+            gates,
+        ),
+    )
+    return Windowed(y, new_state, raw, Stash(*stash))
+
+
+@or_ops(ops.gated_norm)
+def gated_norm(shape: DeltaShape, weights: Weights, y: mx.array, projected: mx.array) -> mx.array:
+    """y `[T, Hv, Dv]`, normed by head, times silu of z; `[1, T, Hv · Dv]`."""
+    num_tokens = y.shape[0]
+    heads_of_block = _NORM_THREADS // 32
+    (out,) = _NORM(
+        (y, projected, weights.norm, weights.eps),
+        {name: value for name, value in _template(shape, projected).items() if name in ("T", "HV", "DV", "WIDTH")}
+        | {"Z_AT": shape.z_at},
+        (-(-num_tokens * shape.num_v_heads // heads_of_block), 1, 1),
+        _NORM_THREADS,
+        (((1, num_tokens, shape.num_v_heads * shape.head_v_dim), projected.dtype),),
+    )
+    return out
+
+
+def _template(shape: DeltaShape, projected: mx.array) -> Template:
+    return {
+        "T": projected.dtype,
+        "HK": shape.num_k_heads,
+        "HV": shape.num_v_heads,
+        "DK": shape.head_k_dim,
+        "DV": shape.head_v_dim,
+        "KERNEL": shape.kernel_size,
+        "WIDTH": shape.width,
+        "B_AT": shape.b_at,
+        "A_AT": shape.a_at,
+    }

@@ -1,0 +1,163 @@
+"""Products of a few tokens with large weights on NVIDIA GPUs, dense or quantised: weights are read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import mlx.core as mx
+
+from headrace.backend.cuda.kernel import CudaKernel
+
+LARGEST_BLOCK = 227 << 10
+"""Bytes of shared memory that a block can have."""
+
+_WIDE_BLOCKS = 264
+"""Blocks of 32 features from which on a block is that wide: two on each of the 132 multiprocessors of an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of a linear layer, or of experts: `[…, N, K]` in the activations' type, or quantised as `mx.quantize` does.
+
+    Quantised: weight uint32 `[…, N, K · bits / 32]`, scales and biases `[…, N, K / group_size]`.
+    """
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = 16
+    group_size: int = 1
+
+    @property
+    def activations(self) -> mx.Dtype:
+        """Their type."""
+        return self.weight.dtype if self.scales is None else self.scales.dtype
+
+    @property
+    def num_features(self) -> int:
+        """N."""
+        return int(self.weight.shape[-2])
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return int(self.weight.shape[-1]) * (1 if self.scales is None else 32 // self.bits)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """As a kernel takes them."""
+        return (self.weight,) if self.scales is None or self.biases is None else (self.weight, self.scales, self.biases)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work is cut: tiles of 16 features a block makes, warps that share K, and steps of K under way in each."""
+
+    tiles: int
+    warps: int
+    stages: int
+
+
+def refusal(weights: Weights, dtype: mx.Dtype) -> str | None:
+    """Why the kernels don't do products of activations of this type with such weights; None if they do."""
+    if dtype not in (mx.bfloat16, mx.float16):
+        return f"activations in {dtype}"
+    if weights.scales is None:
+        if weights.weight.dtype != dtype:
+            return f"weights in {weights.weight.dtype} for activations in {dtype}"
+    elif weights.biases is None or weights.bits not in (4, 8) or weights.group_size not in (32, 64, 128):
+        return f"weights of {weights.bits} bits in groups of {weights.group_size}"
+    elif weights.scales.dtype != dtype:
+        return f"scales in {weights.scales.dtype} for activations in {dtype}"
+    step = step_of(weights)
+    return f"{weights.num_inputs} inputs, no multiple of {step}" if weights.num_inputs % step else None
+
+
+def step_of(weights: Weights) -> int:
+    """Inputs that a warp takes at a time: STEP in stream.cuh."""
+    return 64 if weights.scales is None else max(128, 2 * weights.group_size)
+
+
+def most_tokens(weights: Weights) -> int:
+    """That a launch takes: as many as the shared memory holds beside the largest cut."""
+    largest = Cut(2, 8, 2)
+    return next(n for n in (32, 16, 8) if shared_bytes(weights, largest, token_tiles(n)) <= LARGEST_BLOCK)
+
+
+def cut_of(weights: Weights, num_tokens: int, swiglu: bool = False) -> Cut:
+    """Which warp adds what doesn't depend on the number of tokens: a token's result is the same in any company."""
+    many = -(-weights.num_features // 32) >= _WIDE_BLOCKS
+    wanted = Cut(2, 4, 3) if many else Cut(2, 8, 3) if swiglu else Cut(1, 8, 4 if num_tokens <= 8 else 3)
+    return fitted(weights, wanted, token_tiles(num_tokens))
+
+
+def token_tiles(num_tokens: int) -> int:
+    """Tiles of eight tokens that a kernel is built for."""
+    return 1 << (-(-num_tokens // 8) - 1).bit_length()
+
+
+def fitted(weights: Weights, cut: Cut, num_tiles: int) -> Cut:
+    """With as many stages as a block's shared memory holds, two at least."""
+    each = shared_bytes(weights, replace(cut, stages=1), num_tiles)
+    return replace(cut, stages=max(2, min(cut.stages, LARGEST_BLOCK // each)))
+
+
+def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:
+    """Of a block: WARP in stream.cuh for each warp."""
+    step = step_of(weights)
+    scales = 0 if weights.scales is None else cut.tiles * 16 * 2 * (step // weights.group_size) * 2
+    stage = cut.tiles * 16 * step * weights.bits // 8 + num_tiles * 8 * step * 2 + scales
+    return cut.warps * cut.stages * stage
+
+
+@cache
+def _skinny(
+    bits: int, group: int, tiles: int, tokens: int, stages: int, swiglu: bool, adds: bool, shared: int
+) -> CudaKernel:
+    inputs = ["x", "weight", *["scales", "biases"] * (bits < 16), *["residual"] * adds]
+    flags = f"{str(swiglu).lower()}, {str(adds).lower()}"
+    none = "static_cast<const T*>(nullptr)"
+    body = (
+        "int num_tokens = 1; for (int i = 0; i + 1 < x_ndim; i++) num_tokens *= x_shape[i];"
+        f"skinny<T, {bits}, {group}, {tiles}, {tokens}, {stages}, {flags}>("
+        f"x, num_tokens, weight_shape[0]{' / 2' * swiglu}, x_shape[x_ndim - 1], weight, "
+        f"{'scales, biases' if bits < 16 else f'{none}, {none}'}, {'residual' if adds else none}, out);"
+    )
+    name = f"skinny_{bits}_{group}_{tiles}_{tokens}_{stages}{'_swiglu' * swiglu}{'_adds' * adds}"
+    sources = ("numbers.cuh", "mma.cuh", "stream.cuh", "skinny.cuh")
+    return CudaKernel(name, sources, inputs, ("out",), body, shared)
+
+
+def skinny(
+    x: mx.array, weights: Weights, *, swiglu: bool = False, residual: mx.array | None = None, cut: Cut | None = None
+) -> mx.array:
+    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32; … are at most `most_tokens`.
+
+    swiglu: the features are gates, then as many values, and silu(gate) · value `[…, N / 2]` comes out. residual: what
+    is added to that, of its shape.
+    """
+    *rows, num_inputs = x.shape
+    num_tokens = x.size // num_inputs
+    num_tiles = token_tiles(num_tokens)
+    cut = cut or cut_of(weights, num_tokens, swiglu)
+    kernel = _skinny(
+        weights.bits,
+        weights.group_size,
+        cut.tiles,
+        num_tiles,
+        cut.stages,
+        swiglu,
+        residual is not None,
+        shared_bytes(weights, cut, num_tiles),
+    )
+    num_out = weights.num_features // (2 if swiglu else 1)
+    width = cut.tiles * (8 if swiglu else 16)
+    (out,) = kernel(
+        (x, *weights.arrays, *(() if residual is None else (residual,))),
+        {"T": x.dtype},
+        (-(-num_out // width), 1, 1),
+        32 * cut.warps,
+        (((*rows, num_out), x.dtype),),
+    )
+    return out

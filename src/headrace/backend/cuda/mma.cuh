@@ -1,0 +1,41 @@
+// Matrix units, and copies under way to shared memory.
+
+template <typename T>
+__device__ unsigned pair(T a, T b) {
+  struct alignas(4) Two { T a, b; } two = {a, b};
+  return *reinterpret_cast<unsigned*>(&two);
+}
+
+template <typename T>
+__device__ unsigned pair_of(float a, float b) { return pair(static_cast<T>(a), static_cast<T>(b)); }
+
+// c [16, 8] += a [16, 16] b [16, 8], in float32
+__device__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 16 bytes from device memory to shared memory, without a register between.
+__device__ void copy_async(void* to, const void* from) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+
+// The same for what other blocks of the multiprocessor read, too: it stays in the first cache.
+template <int BYTES>
+__device__ void copy_cached(void* to, const void* from) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES) : "memory");
+}
+
+__device__ void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ void await_stage() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

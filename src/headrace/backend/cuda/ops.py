@@ -1,0 +1,207 @@
+"""What each kernel computes, in MLX's operations: for machines without CUDA, and to read.
+
+Arguments and results are those of the kernels' own functions, which come here where there is no such GPU. All is
+computed in float32 and rounded where the kernels round. Nothing here is made to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from headrace.backend.cuda.shapes import (
+    DeltaShape,
+    Gate,
+    HeadShape,
+    Prepared,
+    Projection,
+    Stash,
+    Weights,
+    Windowed,
+)
+
+Rows = list[list[int]]
+"""A plan as Python reads it."""
+
+
+def swiglu(projected: mx.array) -> mx.array:
+    """silu(gate) · value."""
+    gate, value = mx.split(projected.astype(mx.float32), 2, axis=-1)
+    return (_rounded(_silu(gate), projected.dtype) * value).astype(projected.dtype)
+
+
+# Gated delta layers
+
+
+def prepare(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
+    """Convolution, activation, unit keys and queries, gates."""
+    dtype, own = projected.dtype, projected[0].astype(mx.float32)
+    num_tokens, taps = own.shape[0], weights.conv.astype(mx.float32)
+    raw = mx.concatenate([context[0].astype(mx.float32), own[:, : shape.num_channels]])
+    mixed = sum((raw[j : j + num_tokens] * taps[:, j] for j in range(shape.kernel_size)), mx.array(0.0))
+    channels = _rounded(_silu(_rounded(mixed, dtype)), dtype)
+    key_dim = shape.num_k_heads * shape.head_k_dim
+    q, k, v = mx.split(channels, [key_dim, 2 * key_dim], axis=-1)
+    q, k = (_unit(x.reshape(num_tokens, shape.num_k_heads, shape.head_k_dim)) for x in (q, k))
+    a, b = (own[:, at : at + shape.num_v_heads] for at in (shape.a_at, shape.b_at))
+    decay = mx.exp(-mx.exp(weights.a_log) * mx.logaddexp(a + weights.dt_bias.astype(mx.float32), mx.array(0.0)))
+    return Prepared(
+        (q * shape.head_k_dim**-0.5).astype(dtype),
+        k.astype(dtype),
+        v.reshape(num_tokens, shape.num_v_heads, shape.head_v_dim).astype(dtype),
+        decay,
+        _rounded(mx.sigmoid(b), dtype),
+    )
+
+
+def window(
+    shape: DeltaShape,
+    weights: Weights,
+    plan: mx.array,
+    longest: int,
+    projected: mx.array,
+    old_raw: mx.array,
+    old_stash: Stash,
+    state: mx.array,
+) -> Windowed:
+    """Row by row: the replayed tokens of the old stash, then the row's own, through the recurrence."""
+    context, num_stashed = shape.kernel_size - 1, max(longest - 1, 1)
+    rows: Rows = plan.tolist()  # type: ignore[assignment]
+    y = mx.zeros((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
+    states, raws, stashes = [], [], []
+    for lo, num_tokens, num_certain, num_replay, end, old, _ in rows:
+        own, before = projected[:, lo : lo + num_tokens], old_raw[old : old + 1, end - context : end]
+        new = prepare(shape, weights, own, before)
+        # a row without tokens to replay may have no place in the old stash
+        replayed = Stash(*(array[old if num_replay else 0, :num_replay] for array in old_stash))
+        tokens = Stash(*(mx.concatenate([first, then]) for first, then in zip(replayed, new[1:], strict=True)))
+        # what a replayed token would say is not asked for: its key stands in for its query
+        found, kept = _recur(mx.concatenate([replayed.k, new.q]), tokens, state[old], num_replay + num_certain)
+        y[lo : lo + num_tokens] = found[num_replay:].astype(y.dtype)
+        states.append(kept)
+        raws.append(_padded(mx.concatenate([before, own[..., : shape.num_channels]], axis=1)[0], context + longest))
+        stashes.append([_padded(array[num_certain:], num_stashed) for array in new[1:]])
+    stash = Stash(*(mx.stack(list(arrays)) for arrays in zip(*stashes, strict=True)))
+    return Windowed(y, mx.stack(states), mx.stack(raws), stash)
+
+
+def _recur(q: mx.array, tokens: Stash, state: mx.array, keep: int) -> tuple[mx.array, mx.array]:
+    """The gated delta rule, see backend/gated_delta.py: y `[n, Hv, Dv]`, and the state after `keep` tokens."""
+    kept, outputs = state, []
+    repeats = tokens.v.shape[1] // tokens.k.shape[1]
+    q, k = (mx.repeat(x.astype(mx.float32), repeats, axis=1) for x in (q, tokens.k))
+    for t in range(tokens.v.shape[0]):
+        state = tokens.g[t, :, None, None] * state
+        delta = tokens.beta[t, :, None] * (tokens.v[t].astype(mx.float32) - (state @ k[t, :, :, None])[..., 0])
+        state = state + delta[..., None] * k[t, :, None]
+        outputs.append((state @ q[t, :, :, None])[..., 0])
+        kept = state if t + 1 == keep else kept
+    return mx.stack(outputs), kept
+
+
+def gated_norm(shape: DeltaShape, weights: Weights, y: mx.array, projected: mx.array) -> mx.array:
+    """RMS norm by head, times silu of the gate."""
+    value_dim = shape.num_v_heads * shape.head_v_dim
+    gates = projected[:, :, shape.z_at : shape.z_at + value_dim].astype(mx.float32).reshape(y.shape)
+    found = _silu(gates) * _normed(y.astype(mx.float32), weights.norm, weights.eps, y.dtype)
+    return found.reshape(1, y.shape[0], value_dim).astype(y.dtype)
+
+
+# Attention
+
+
+def rope_append(
+    shape: HeadShape,
+    layout: Projection,
+    plan: mx.array,
+    positions: mx.array,
+    projected: mx.array,
+    frequencies: tuple[mx.array, mx.array],
+    slabs: Sequence[tuple[mx.array, mx.array]],
+    norms: tuple[mx.array, mx.array, mx.array] | None,
+) -> mx.array:
+    """Norm, turn, write. The slabs' arrays are changed as objects, so that whoever holds them has the new ones."""
+    own, head_dim = projected[0].astype(mx.float32), shape.head_dim
+    kv_dim = shape.num_kv_heads * head_dim
+    queries = own[:, : shape.num_heads * layout.q_stride].reshape(-1, shape.num_heads, layout.q_stride)[..., :head_dim]
+    keys, values = (
+        own[:, at : at + kv_dim].reshape(-1, shape.num_kv_heads, head_dim) for at in (layout.k_at, layout.v_at)
+    )
+    if norms is not None:
+        of_queries, of_keys, eps = norms
+        queries = _normed(queries, of_queries, eps, projected.dtype)
+        keys = _normed(keys, of_keys, eps, projected.dtype)
+    turns, axes = frequencies
+    angles = (positions[axes].T * turns)[:, None]
+    queries, keys = (_turned(x, angles, layout.rotary).astype(projected.dtype) for x in (queries, keys))
+    rows: Rows = plan.tolist()  # type: ignore[assignment]
+    for lo, num_tokens, start, slab, slot, *_ in rows:
+        for held, new in zip(slabs[slab], (keys, values.astype(projected.dtype)), strict=True):
+            held[slot, :, start : start + num_tokens] = new[lo : lo + num_tokens].swapaxes(0, 1)
+    return queries
+
+
+def attend(
+    shape: HeadShape,
+    plan: mx.array,
+    longest: tuple[int, int],
+    queries: mx.array,
+    slabs: Sequence[tuple[mx.array, mx.array]],
+    scale: mx.array,
+    sinks: mx.array | None = None,
+    gates: tuple[mx.array, Gate] | None = None,
+) -> mx.array:
+    """Row by row: softmax over the keys that each token sees, and its sink."""
+    out = mx.zeros(queries.shape, queries.dtype)
+    rows: Rows = plan.tolist()  # type: ignore[assignment]
+    group = shape.num_heads // shape.num_kv_heads
+    for lo, num_tokens, start, slab, slot, _, window, first in rows:
+        end = start + num_tokens
+        keys, values = (mx.repeat(held[slot, :, first:end].astype(mx.float32), group, axis=0) for held in slabs[slab])
+        own = queries[lo : lo + num_tokens].astype(mx.float32).swapaxes(0, 1)
+        places, last = mx.arange(first, end), mx.arange(start, end)[:, None]
+        seen = places <= last if not window else (places <= last) & (places > last - window)
+        scores = mx.where(seen, own @ keys.swapaxes(1, 2) * scale, -mx.inf)
+        if sinks is not None:
+            sink = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (shape.num_heads, num_tokens, 1))
+            scores = mx.concatenate([scores, sink], axis=-1)
+        weights = mx.softmax(scores, axis=-1)[..., : end - first]
+        out[lo : lo + num_tokens] = (weights @ values).swapaxes(0, 1).astype(out.dtype)
+    if gates is not None:
+        projected, place = gates
+        heads = mx.arange(shape.num_heads)[:, None] * place.stride + mx.arange(shape.head_dim) + place.at
+        gate = mx.sigmoid(projected.reshape(-1, place.width)[:, heads].astype(mx.float32))
+        out = (out.astype(mx.float32) * _rounded(gate, out.dtype)).astype(out.dtype)
+    return out.reshape(1, queries.shape[0], -1)
+
+
+def _rounded(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """To what the type can hold, still in float32."""
+    return x.astype(dtype).astype(mx.float32)
+
+
+def _silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def _unit(x: mx.array) -> mx.array:
+    return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def _normed(x: mx.array, weight: mx.array, eps: mx.array, dtype: mx.Dtype) -> mx.array:
+    """RMS norm over the last axis."""
+    scale = mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    return _rounded(x * scale * weight.astype(mx.float32), dtype)
+
+
+def _turned(x: mx.array, angles: mx.array, rotary: int) -> mx.array:
+    """The leading `rotary` channels of x `[T, heads, head_dim]`, the first half of them with the second."""
+    first, second, rest = mx.split(x, [rotary // 2, rotary], axis=-1)
+    cosine, sine = mx.cos(angles), mx.sin(angles)
+    return mx.concatenate([first * cosine - second * sine, first * sine + second * cosine, rest], axis=-1)
+
+
+def _padded(tokens: mx.array, length: int) -> mx.array:
+    """`[n, …]` to `[length, …]`."""
+    return mx.pad(tokens, [(0, length - tokens.shape[0])] + [(0, 0)] * (tokens.ndim - 1))

@@ -1,0 +1,98 @@
+"""What layers look like to the kernels, and what these give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Where a layer's projection `[T, width]` has the gates of its heads: head h's begin at `at + h · stride`."""
+
+    width: int
+    at: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where a layer's projection `[T, width]` has its heads: query head h at `h · q_stride`, keys and values at `*_at`.
+
+    rotary: leading channels of a head that turn by its position.
+    """
+
+    width: int
+    q_stride: int
+    k_at: int
+    v_at: int
+    rotary: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """A layer's heads, and where its projection `[1, T, width]` has what: q, k, v first, then at `*_at` the rest."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    kernel_size: int
+    width: int
+    z_at: int
+    b_at: int
+    a_at: int
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: all queries, keys and values."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+
+class Weights(NamedTuple):
+    """conv `[channels, kernel_size]`, a_log `[Hv]` float32, dt_bias `[Hv]`, norm `[Dv]`, eps `[1]` float32."""
+
+    conv: mx.array
+    a_log: mx.array
+    dt_bias: mx.array
+    norm: mx.array
+    eps: mx.array
+
+
+class Prepared(NamedTuple):
+    """What a scan reads: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]` float32."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    g: mx.array
+    beta: mx.array
+
+
+class Stash(NamedTuple):
+    """A window's uncertain tokens, of all its rows: k `[B, n, Hk, Dk]`, v `[B, n, Hv, Dv]`, g, beta `[B, n, Hv]`."""
+
+    k: mx.array
+    v: mx.array
+    g: mx.array
+    beta: mx.array
+
+
+class Windowed(NamedTuple):
+    """y `[T, Hv, Dv]`, state `[B, Hv, Dv, Dk]` after the certain tokens, raw inputs, and the uncertain tokens."""
+
+    y: mx.array
+    state: mx.array
+    raw: mx.array
+    stash: Stash

@@ -1,0 +1,176 @@
+"""Kernels of attention layers against float64; without CUDA the operations that stand for them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from backend.cuda import references
+from backend.cuda.references import TOLERANCE, error, exact
+
+from headrace.backend.cuda import attention
+from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+
+SLABS = ((4, 256), (1, 1024), (1, 2048))
+"""Slots and capacity of each."""
+PLAN = ((0, 1, 0, 0, 1), (1, 4, 900, 1, 0), (5, 2, 1100, 2, 0), (7, 16, 77, 0, 3), (23, 1, 255, 0, 2))
+"""Per row: its first token, its tokens, its length before them, its slab and its slot there."""
+NUM_TOKENS = 24
+
+SORTS = {
+    "four heads a key head": (HeadShape(8, 2, 128), mx.bfloat16, 0, False, False, 0),
+    "gates": (HeadShape(4, 2, 256), mx.bfloat16, 0, False, True, 0),
+    "three heads a key head": (HeadShape(6, 2, 64), mx.float16, 0, False, False, 0),
+    "a window and sinks": (HeadShape(8, 1, 128), mx.float16, 100, True, False, 0),
+    "a window of one": (HeadShape(2, 2, 64), mx.bfloat16, 1, False, False, 0),
+    "sinks": (HeadShape(16, 2, 64), mx.bfloat16, 0, True, False, 0),
+    "keys from the second token on": (HeadShape(4, 2, 64), mx.bfloat16, 0, False, True, 1),
+    "single precision": (HeadShape(4, 2, 64), mx.float32, 50, True, True, 1),
+}
+
+
+def drawn(seed: int, dtype: mx.Dtype, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def slabs_of(shape: HeadShape, dtype: mx.Dtype) -> list[tuple[mx.array, mx.array]]:
+    def array(seed: int, slots: int, capacity: int) -> mx.array:
+        return drawn(seed, dtype, slots, shape.num_kv_heads, capacity, shape.head_dim)
+
+    return [(array(2 * at, *sizes), array(2 * at + 1, *sizes)) for at, sizes in enumerate(SLABS)]
+
+
+def plan_of(window: int, first: int, rows: tuple[tuple[int, ...], ...] = PLAN) -> list[tuple[int, ...]]:
+    return [(*row, SLABS[row[3]][1], window, first) for row in rows]
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
+    shape, dtype, window, has_sinks, is_gated, first = SORTS[sort]
+    if mx.cuda.is_available() and attention.refusal(shape, dtype) is not None:
+        pytest.skip("not a type that the kernels do")
+    # the first row's only token stands at the first key
+    rows = ((0, 1, first, 0, 1), *PLAN[1:])
+    plan, slabs, scale = plan_of(window, first, rows), slabs_of(shape, dtype), shape.head_dim**-0.5
+    queries = drawn(7, dtype, NUM_TOKENS, shape.num_heads, shape.head_dim)
+    sinks = drawn(8, dtype, shape.num_heads) if has_sinks else None
+    place = Gate(shape.num_heads * 2 * shape.head_dim + 64, shape.head_dim, 2 * shape.head_dim)
+    projected = drawn(9, dtype, 1, NUM_TOKENS, place.width)
+    longest = max(row[1] + row[2] for row in rows), max(row[1] for row in rows)
+    got = [
+        attention.attend(
+            shape,
+            mx.array(plan, dtype=mx.int32),
+            longest,
+            queries,
+            slabs,
+            mx.array([scale]),
+            sinks,
+            (projected, place) if is_gated else None,
+        )
+        for _ in range(2)
+    ]
+    heads = exact(projected)[0][:, : 2 * shape.num_heads * shape.head_dim].reshape(NUM_TOKENS, shape.num_heads, -1)
+    wanted = references.attend(
+        shape,
+        plan,
+        exact(queries),
+        slabs,
+        scale,
+        None if sinks is None else exact(sinks),
+        heads[..., shape.head_dim :] if is_gated else None,
+    )
+    assert got[0].dtype == dtype
+    # twice: blocks that put parts together leave their counters as they found them
+    assert all(error(one, wanted) < TOLERANCE[dtype] for one in got)
+
+
+def test_a_key_that_nobody_may_see_has_no_part() -> None:
+    shape, dtype = HeadShape(4, 2, 64), mx.bfloat16
+    plan, slabs = plan_of(0, 0), slabs_of(shape, dtype)
+    queries = drawn(7, dtype, NUM_TOKENS, 4, 64)
+
+    def found() -> mx.array:
+        table, scale = mx.array(plan, dtype=mx.int32), mx.array([0.125])
+        return attention.attend(shape, table, (1102, 16), queries, slabs, scale)
+
+    before = found()
+    mx.eval(before)
+    for lo, num_tokens, start, slab, slot, *_ in plan:
+        for held in slabs[slab]:
+            held[slot, :, start + num_tokens :] = mx.array(1e4, dtype)
+        assert lo < NUM_TOKENS
+    assert mx.array_equal(found(), before)
+
+
+LAYOUTS = {
+    "one axis": (HeadShape(8, 2, 128), mx.bfloat16, 128, False, 1, True),
+    "three axes, a quarter of the channels, gates between the heads": (
+        HeadShape(4, 2, 256),
+        mx.bfloat16,
+        64,
+        True,
+        3,
+        True,
+    ),
+    "no norms": (HeadShape(6, 3, 64), mx.float16, 64, False, 1, False),
+    "single precision": (HeadShape(4, 2, 64), mx.float32, 32, True, 3, True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_keys_are_turned_and_written_in_place(name: str) -> None:
+    shape, dtype, rotary, is_gated, num_axes, is_normed = LAYOUTS[name]
+    head_dim, q_stride = shape.head_dim, shape.head_dim * (2 if is_gated else 1)
+    k_at, kv_dim = shape.num_heads * q_stride, shape.num_kv_heads * head_dim
+    layout = Projection(k_at + 2 * kv_dim, q_stride, k_at, k_at + kv_dim, rotary)
+    random = np.random.default_rng(len(name))
+    positions = random.integers(0, 3000, (num_axes, NUM_TOKENS)).astype(np.int32)
+    turns = (1e6 ** (-np.arange(rotary // 2) / (rotary // 2))).astype(np.float32)
+    axes = (np.arange(rotary // 2) % num_axes).astype(np.int32)
+    projected, slabs = drawn(1, dtype, 1, NUM_TOKENS, layout.width), slabs_of(shape, dtype)
+    mx.eval(slabs)
+    before = [tuple(exact(array) for array in pair) for pair in slabs]
+    norms = (1 + drawn(2, dtype, head_dim) / 8, 1 + drawn(3, dtype, head_dim) / 8, mx.array([1e-6]))
+    plan = plan_of(0, 0)
+    got = attention.rope_append(
+        shape,
+        layout,
+        mx.array(plan, dtype=mx.int32),
+        mx.array(positions),
+        projected,
+        (mx.array(turns), mx.array(axes)),
+        slabs,
+        norms if is_normed else None,
+    )
+    mx.eval(got)
+    queries, keys, values = references.rope_append(
+        shape,
+        layout,
+        positions.astype(np.float64),
+        exact(projected)[0],
+        turns.astype(np.float64),
+        axes,
+        (exact(norms[0]), exact(norms[1]), 1e-6) if is_normed else None,
+    )
+    # an angle of thousands of radians is known to a float32's 24 bits
+    tolerance = max(TOLERANCE[dtype], 1e-4)
+    assert got.dtype == dtype and error(got, queries) < tolerance
+    for lo, num_tokens, start, slab, slot, *_ in plan:
+        tokens = slice(start, start + num_tokens)
+        for held, new, allowed in zip(slabs[slab], (keys, values), (tolerance, 0.0), strict=True):
+            wanted = new[lo : lo + num_tokens].swapaxes(0, 1)
+            assert error(held[slot, :, tokens], wanted) <= allowed
+        # so that what is left below is what nobody was to touch
+        for held, old in zip(slabs[slab], before[slab], strict=True):
+            old[slot, :, tokens] = exact(held)[slot, :, tokens]
+    for pair, olds in zip(slabs, before, strict=True):
+        assert all(np.array_equal(exact(array), old) for array, old in zip(pair, olds, strict=True))
+
+
+def test_keys_are_split_into_as_many_parts_as_run_at_a_time() -> None:
+    shape = HeadShape(32, 8, 128)
+    assert attention.num_splits(shape, 1, 1, 255) == 1
+    assert attention.num_splits(shape, 1, 1, 1024) == 4
+    assert attention.num_splits(shape, 1, 1, 1 << 20) == 264 // 8
+    assert attention.num_splits(shape, 64, 1, 1 << 20) == 1

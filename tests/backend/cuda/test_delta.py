@@ -1,0 +1,180 @@
+"""Kernels of gated delta layers against float64; without CUDA the operations that stand for them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from backend.cuda import references
+from backend.cuda.references import TOLERANCE, error, exact
+
+from headrace.backend.cuda import delta
+from headrace.backend.cuda.shapes import DeltaShape, Stash, Weights
+from headrace.backend.gated_delta import scan
+
+HEADS = [(1, 1, 64, 16), (2, 4, 128, 128), (2, 6, 64, 48), (1, 2, 256, 32)]
+"""Key heads, value heads, and their dimensions."""
+SORTS = [
+    *((HEADS[0], mx.float32), (HEADS[0], mx.float16), (HEADS[1], mx.float32), (HEADS[1], mx.bfloat16)),
+    *((HEADS[2], mx.float32), (HEADS[2], mx.bfloat16), (HEADS[3], mx.float16)),
+]
+
+
+def shape_of(num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int) -> DeltaShape:
+    channels, value_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim, num_v_heads * head_v_dim
+    b_at = channels + value_dim
+    width = b_at + 2 * num_v_heads
+    return DeltaShape(num_k_heads, num_v_heads, head_k_dim, head_v_dim, 4, width, channels, b_at, b_at + num_v_heads)
+
+
+class Numbers:
+    """Random arrays of a type."""
+
+    def __init__(self, seed: int, dtype: mx.Dtype) -> None:
+        self._random = np.random.default_rng(seed)
+        self._dtype = dtype
+
+    def __call__(self, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
+        drawn = mx.array(self._random.standard_normal(shape).astype(np.float32))
+        return drawn.astype(dtype or self._dtype)
+
+    def gates(self, *shape: int) -> mx.array:
+        """Within 0 and 1, float32."""
+        return mx.sigmoid(self(*shape, dtype=mx.float32) + 1)
+
+    def keys(self, *shape: int) -> mx.array:
+        """Of length 1."""
+        drawn = self(*shape, dtype=mx.float32)
+        return (drawn / mx.sqrt((drawn * drawn).sum(axis=-1, keepdims=True))).astype(self._dtype)
+
+    def weights(self, shape: DeltaShape) -> Weights:
+        heads = shape.num_v_heads
+        return Weights(
+            0.3 * self(shape.num_channels, shape.kernel_size),
+            mx.abs(self(heads, dtype=mx.float32)),
+            self(heads),
+            1 + 0.1 * self(shape.head_v_dim),
+            mx.array([1e-6]),
+        )
+
+    def stash(self, rows: int, num_tokens: int, shape: DeltaShape) -> Stash:
+        return Stash(
+            self.keys(rows, num_tokens, shape.num_k_heads, shape.head_k_dim),
+            self(rows, num_tokens, shape.num_v_heads, shape.head_v_dim),
+            self.gates(rows, num_tokens, shape.num_v_heads),
+            self.gates(rows, num_tokens, shape.num_v_heads),
+        )
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "rows", "num_tokens", "keep"),
+    [(HEADS[1], 1, 37, 20), (HEADS[0], 2, 5, 0), (HEADS[3], 1, 70, 70), (HEADS[2], 3, 1, 1), (HEADS[2], 1, 33, None)],
+)
+def test_a_scan_is_the_rule_token_by_token(
+    heads: tuple[int, int, int, int], rows: int, num_tokens: int, keep: int | None, dtype: mx.Dtype
+) -> None:
+    drawn = Numbers(num_tokens, dtype)
+    num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads
+    q = drawn(rows, num_tokens, num_k_heads, head_k_dim) / head_k_dim
+    k = drawn.keys(rows, num_tokens, num_k_heads, head_k_dim)
+    v = drawn(rows, num_tokens, num_v_heads, head_v_dim)
+    g, beta = drawn.gates(rows, num_tokens, num_v_heads), drawn.gates(rows, num_tokens, num_v_heads)
+    state = drawn(rows, num_v_heads, head_v_dim, head_k_dim, dtype=mx.float32)
+    got = scan("cuda", q, k, v, g, beta, state, keep=keep)
+    assert got.y.dtype == dtype and got.end_state.dtype == mx.float32
+    for row in range(rows):
+        y, end, kept = references.scan(*(exact(x)[row] for x in (q, k, v, g, beta, state)), keep)
+        assert error(got.y[row], y) < TOLERANCE[dtype]
+        assert error(got.end_state[row], end) < TOLERANCE[mx.float32]
+        if keep is None:
+            assert got.kept_state is None
+        else:
+            assert got.kept_state is not None
+            assert error(got.kept_state[row], kept) < TOLERANCE[mx.float32]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 3, 150])
+def test_a_long_chunk_is_prepared(heads: tuple[int, int, int, int], num_tokens: int, dtype: mx.Dtype) -> None:
+    shape, drawn = shape_of(*heads), Numbers(num_tokens, dtype)
+    weights, projected = drawn.weights(shape), drawn(1, num_tokens, shape.width)
+    context = drawn(1, shape.kernel_size - 1, shape.num_channels)
+    got = delta.prepare(shape, weights, projected, context)
+    *wanted, _ = references.prepare(shape, weights, exact(projected)[0], exact(context)[0])
+    for name, one, other in zip(got._fields, got, wanted, strict=True):
+        assert one.dtype == (mx.float32 if name in ("g", "beta") else dtype)
+        assert error(one, other) < TOLERANCE[dtype], name
+
+
+# Per row: its tokens, the certain ones, replayed ones, where its context ends in the old window, its old row.
+ROWS = {
+    "one token of one row": ([(1, 1, 0, 3, 0)], 1, 1),
+    "rows that stepped together before": ([(1, 1, 0, 7, 2), (3, 1, 2, 5, 0), (4, 2, 3, 6, 3), (2, 2, 1, 4, 1)], 4, 4),
+    "the longest window behind the longest replay": ([(8, 1, 7, 11, 0), (1, 1, 0, 3, 1)], 2, 8),
+    "nothing uncertain, no stash": ([(5, 5, 0, 3, 0), (2, 2, 0, 3, 0)], 1, 1),
+}
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
+@pytest.mark.parametrize("case", ROWS)
+def test_a_window_is_the_layer_between_its_projections(
+    case: str, heads: tuple[int, int, int, int], dtype: mx.Dtype
+) -> None:
+    rows, num_old, old_longest = ROWS[case]
+    shape, drawn = shape_of(*heads), Numbers(len(case), dtype)
+    longest, context = max(row[0] for row in rows), shape.kernel_size - 1
+    starts = np.cumsum([0, *(row[0] for row in rows)]).tolist()
+    plan = [(lo, *row, longest) for lo, row in zip(starts, rows, strict=False)]
+    weights, projected = drawn.weights(shape), drawn(1, starts[-1], shape.width)
+    old_raw = drawn(num_old, context + old_longest, shape.num_channels)
+    old_stash = drawn.stash(num_old, max(old_longest - 1, 1), shape)
+    state = drawn(num_old, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32)
+    table = mx.array(plan, dtype=mx.int32)
+    got = delta.window(shape, weights, table, longest, projected, old_raw, old_stash, state)
+    assert got.raw.shape == (len(rows), context + longest, shape.num_channels)
+    assert [array.shape[:2] for array in got.stash] == [(len(rows), max(longest - 1, 1))] * 4
+    said = []
+    for place, row in enumerate(plan):
+        _, num_tokens, num_certain, *_ = row
+        y, kept, raw, *stash = references.window(
+            shape, weights, row, exact(projected)[0], exact(old_raw), old_stash, exact(state)
+        )
+        said.append(y)
+        assert error(got.state[place], kept) < TOLERANCE[dtype]
+        assert error(got.raw[place, : context + num_tokens], raw) == 0
+        for array, wanted in zip(got.stash, stash, strict=True):
+            assert error(array[place, : num_tokens - num_certain], wanted) < TOLERANCE[dtype]
+    assert error(got.y, np.concatenate(said)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5])
+def test_a_window_and_a_chunk_of_the_same_tokens_agree(cut: int) -> None:
+    shape, drawn = shape_of(*HEADS[2]), Numbers(cut, mx.float32)
+    num_tokens, context = delta.LONGEST_WINDOW, shape.kernel_size - 1
+    weights, projected = drawn.weights(shape), drawn(1, num_tokens, shape.width)
+    before = drawn(1, context, shape.num_channels)
+    state = drawn(1, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
+    chunk = delta.prepare(shape, weights, projected, before)
+    wanted = scan("cuda", *(array[None] for array in chunk), state, keep=cut)
+    plan = mx.array([(0, num_tokens, cut, 0, context, 0, num_tokens)], dtype=mx.int32)
+    got = delta.window(shape, weights, plan, num_tokens, projected, before, drawn.stash(1, 1, shape), state)
+    assert error(got.y, exact(wanted.y)[0]) < TOLERANCE[mx.float32]
+    assert wanted.kept_state is not None
+    assert error(got.state, exact(wanted.kept_state)) < TOLERANCE[mx.float32]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
+def test_the_norm_of_the_output_is_gated(heads: tuple[int, int, int, int], dtype: mx.Dtype) -> None:
+    shape, drawn = shape_of(*heads), Numbers(3, dtype)
+    weights, projected = drawn.weights(shape), drawn(1, 9, shape.width)
+    y = drawn(9, shape.num_v_heads, shape.head_v_dim)
+    got = delta.gated_norm(shape, weights, y, projected)
+    assert got.dtype == dtype
+    assert error(got, references.gated_norm(shape, weights, exact(y), exact(projected)[0])) < TOLERANCE[dtype]
+
+
+def test_heads_that_the_kernels_can_not_do_are_named() -> None:
+    assert delta.refusal(128, 128) is None
+    assert delta.refusal(96, 128) == "a key head of 96"
+    assert delta.refusal(128, 24) == "a value head of 24"

@@ -1,0 +1,139 @@
+"""Products of few tokens on NVIDIA GPUs, and mixtures of experts, against float64; without one their limits."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from headrace.backend.cuda import matmul, moe
+from headrace.backend.cuda.matmul import Weights
+
+needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
+FORMS = [(16, 1), (4, 32), (4, 64), (4, 128), (8, 64)]
+
+
+def float64(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    found: np.ndarray = x / (1 + np.exp(-x))
+    return found
+
+
+def weights(rng: np.random.Generator, shape: tuple[int, ...], form: tuple[int, int]) -> tuple[Weights, np.ndarray]:
+    """Random ones as a kernel takes them, and as numbers: unpacked here, bit by bit."""
+    bits, group = form
+    dense = mx.array(rng.standard_normal(shape) / shape[-1] ** 0.5).astype(mx.bfloat16)
+    if bits == 16:
+        return Weights(dense), float64(dense)
+    packed, scales, biases = mx.quantize(dense, group, bits)
+    places = bits * np.arange(32 // bits, dtype=np.uint32)
+    numbers = (np.array(packed)[..., None] >> places & (2**bits - 1)).reshape(shape)
+    exact = numbers * np.repeat(float64(scales), group, -1) + np.repeat(float64(biases), group, -1)
+    return Weights(packed, scales, biases, bits, group), exact
+
+
+def tokens(rng: np.random.Generator, *shape: int) -> mx.array:
+    return mx.array(rng.standard_normal(shape)).astype(mx.bfloat16)
+
+
+def assert_close(got: mx.array, want: np.ndarray) -> None:
+    np.testing.assert_allclose(float64(got), want, rtol=0, atol=6e-3 * np.abs(want).max())
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_features", [203, 8500])
+def test_a_product_is_that_of_float64_in_any_company(form: tuple[int, int], num_features: int) -> None:
+    rng = np.random.default_rng(num_features + form[0] + form[1])
+    held, exact = weights(rng, (num_features, 768), form)
+    x = tokens(rng, 16, 768)
+    alone = matmul.skinny(x[:1], held)
+    for number in (1, 5, 9, 16):
+        got = matmul.skinny(x[None, :number], held)[0]
+        assert_close(got, float64(x[:number]) @ exact.T)
+        assert mx.array_equal(got[:1], alone)
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS[::2])
+def test_gates_and_a_residual_are_applied_to_the_product(form: tuple[int, int]) -> None:
+    rng = np.random.default_rng(form[1])
+    held, exact = weights(rng, (200, 512), form)
+    x, residual = tokens(rng, 3, 512), tokens(rng, 3, 100)
+    both = float64(x) @ exact.T
+    want = silu(both[:, :100]) * both[:, 100:] + float64(residual)
+    assert_close(matmul.skinny(x, held, swiglu=True, residual=residual), want)
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", [(16, 1), (4, 64)])
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_mixture_is_the_weighted_sum_of_its_likeliest_experts(
+    form: tuple[int, int], has_shared: bool, normed: bool
+) -> None:
+    rng = np.random.default_rng(form[0])
+    number, per_token, width, inner = 40, 6, 256, 128
+    shapes = ((number, inner, width), (number, inner, width), (number, width, inner))
+    gate, up, down = (weights(rng, shape, form) for shape in shapes)
+    own_gate, own_up, own_down = (weights(rng, shape[1:], form) for shape in shapes)
+    x, logits = tokens(rng, 3, width), 2 * tokens(rng, 3, number + 1)
+    routing = moe.Routing(number, per_token, normed)
+    shared = moe.Experts(own_gate[0], own_up[0], own_down[0]) if has_shared else None
+
+    chances = np.exp(float64(logits)[:, :number])
+    chances /= chances.sum(-1, keepdims=True)
+    want = np.zeros((3, width))
+    for t, token in enumerate(float64(x)):
+        best = np.argsort(-chances[t], kind="stable")[:per_token]
+        total = chances[t, best].sum() if normed else 1.0
+        for e in best:
+            want[t] += chances[t, e] / total * (down[1][e] @ (silu(gate[1][e] @ token) * (up[1][e] @ token)))
+        if has_shared:
+            of_shared = own_down[1] @ (silu(own_gate[1] @ token) * (own_up[1] @ token))
+            want[t] += of_shared / (1 + np.exp(-float64(logits)[t, number]))
+    assert_close(moe.mix(routing, moe.Experts(gate[0], up[0], down[0]), shared, x, logits), want)
+
+
+def shaped(num_features: int, num_inputs: int, form: tuple[int, int]) -> Weights:
+    bits, group = form
+    if bits == 16:
+        return Weights(mx.zeros((num_features, num_inputs), mx.bfloat16))
+    scales = mx.zeros((num_features, num_inputs // group), mx.bfloat16)
+    return Weights(mx.zeros((num_features, num_inputs * bits // 32), mx.uint32), scales, scales, bits, group)
+
+
+@pytest.mark.parametrize("form", [*FORMS, (8, 128)])
+@pytest.mark.parametrize("num_features", [257, 2560, 18432])
+def test_a_block_has_room_for_most_tokens_and_the_same_warps_for_any(form: tuple[int, int], num_features: int) -> None:
+    held = shaped(num_features, 2560, form)
+    for swiglu in (False, True):
+        cuts = {n: matmul.cut_of(held, n, swiglu) for n in range(1, matmul.most_tokens(held) + 1)}
+        assert len({cut.warps for cut in cuts.values()}) == 1
+        for n, cut in cuts.items():
+            assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= matmul.LARGEST_BLOCK
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        (shaped(64, 96, (16, 1)), "96 inputs, no multiple of 64"),
+        (shaped(64, 192, (4, 64)), "192 inputs, no multiple of 128"),
+        (shaped(64, 256, (2, 64)), "weights of 2 bits in groups of 64"),
+        (Weights(mx.zeros((64, 64))), "weights in mlx.core.float32 for activations in mlx.core.bfloat16"),
+        (shaped(64, 256, (4, 64)), None),
+    ],
+)
+def test_a_product_that_the_kernel_does_not_do_is_refused(held: Weights, why: str | None) -> None:
+    assert matmul.refusal(held, mx.bfloat16) == why
+
+
+def test_a_mixture_that_the_kernels_do_not_do_is_refused() -> None:
+    dense, packed = shaped(64, 256, (16, 1)), shaped(64, 256, (4, 64))
+    experts = moe.Experts(dense, dense, dense)
+    assert moe.refusal(moe.Routing(8, 2, True), experts, None, mx.bfloat16) is None
+    assert moe.refusal(moe.Routing(2048, 2, True), experts, None, mx.bfloat16) == "2048 experts"
+    assert moe.refusal(moe.Routing(32, 16, True), experts, experts, mx.bfloat16) == "16 experts a token"
+    mixed = moe.Experts(dense, dense, packed)
+    assert moe.refusal(moe.Routing(8, 2, True), mixed, None, mx.bfloat16) == "experts that are not quantised alike"
