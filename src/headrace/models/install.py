@@ -15,6 +15,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from headrace.backend.kernels import Kernels
+from headrace.models.fused import FusedHead, can_be_head
+from headrace.models.mixers import cuda_mlp, cuda_moe
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer, parts_of
+from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
+from headrace.models.mixers.cuda_mlp import CudaMLP
+from headrace.models.mixers.cuda_moe import CudaMoE
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.mrope import MropeSections
@@ -22,6 +28,7 @@ from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebin
 from headrace.models.seeing import SeeingModel
 from headrace.models.step import Windows
 from headrace.models.upstream import REPLACEMENTS
+from headrace.state.layer import LayerKey
 
 GATED_DELTA_PARTS = ("A_log", "dt_bias", "conv1d", "out_proj", "norm")
 """What a gated delta net has besides its projections; see `GatedDeltaMixer`."""
@@ -177,13 +184,32 @@ class Installation:
         """sections: of the model's ropes, see `find_sections`."""
         self.tap = Tap()
         self.is_tapped = False
+        self.fused: dict[LayerKey, CudaDeltaMixer | CudaAttentionMixer] = {}
+        """Mixers that are kernels of ours, if all are, by the place of their entry in the model's list of caches."""
+        self.writes_in_place = False
+        """Whether a mixer writes slabs behind MLX's back, see state/slabs.py."""
         self._undos: list[Undo] = []
         self._sections = sections
         if Level.WHOLE in levels.values():
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
-        for place in mixers_of(model):
-            self._install(place, levels[type(place.module)], fresh_cache)
+        places = mixers_of(model)
+        for place in places:
+            if kernels.fuses_layers and (mixer := _fused(place.module, sections)) is not None:
+                self.fused[len(self.fused),] = mixer
+                self.writes_in_place |= isinstance(mixer, CudaAttentionMixer)
+                self._replace(place, mixer)
+            else:
+                self._install(place, levels[type(place.module)], fresh_cache)
+        if len(self.fused) < len(places) or len(places) != len(model.layers):
+            self.fused.clear()
+        if kernels.fuses_layers:
+            for place in _places_where(can_be_head, model):
+                self._replace(place, FusedHead(place.module))
+            for place in _places_where(cuda_mlp.fits, model):
+                self._replace(place, CudaMLP(place.module))
+            for place in _places_where(lambda module: cuda_moe.parts_of(module) is not None, model):
+                self._replace(place, CudaMoE(place.module))
         around = {**REPLACEMENTS, **kernels.replacements}
         self._undos += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)
@@ -221,6 +247,24 @@ class Installation:
         """Leave the model as it was loaded."""
         while self._undos:
             self._undos.pop()()
+
+
+def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | CudaAttentionMixer | None:
+    """Kernels of ours that can stand in a mixer's place."""
+    if (shape := shape_of(module)) is not None:
+        return CudaDeltaMixer(module, shape)
+    if (parts := parts_of(module)) is not None:
+        return CudaAttentionMixer(module, parts, sections)
+    return None
+
+
+def _places_where(fits: Callable[[nn.Module], bool], model: Any) -> list[Place]:
+    return [
+        Place(parent, name, child)
+        for _, parent in model.named_modules()
+        for name, child in parent.children().items()
+        if isinstance(child, nn.Module) and fits(child)
+    ]
 
 
 def _users_of(names: Mapping[str, Any], model: Any) -> list[nn.Module]:

@@ -108,7 +108,11 @@ class MtpHead:
         media = step_media([(len(one.token_ids), one.media) for one in entries])
         if media is not None:
             embeddings = media.embeddings(embeddings)
-        return self.module(embeddings, packed, View(step, self._trunk.head_key, None))[0]
+        output: mx.array = self.module(embeddings, packed, View(step, self._trunk.head_key, None))[0]
+        if self._installation.writes_in_place:
+            # the head's keys and values are wanted also where its output is not
+            mx.async_eval(output)
+        return output
 
     def logits(self, outputs: mx.array) -> mx.array:
         """Outputs `[R, hidden]` to logits `[R, vocab_size]` by the trunk's head."""

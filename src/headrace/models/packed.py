@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Installation, Level, Levels, windows_of
 from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
 from headrace.models.mixers.whole import run_rows
@@ -58,6 +59,8 @@ class PackedModel:
         self._installation = Installation(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
+        fused = self._installation.fused
+        self._compiled = CompiledSteps(model, fused, self._installation.tap, self._windows, kernels) if fused else None
 
     def forward(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """Run the rows' tokens, in order, as one packed row.
@@ -75,17 +78,35 @@ class PackedModel:
             inputs = self._whole_inputs(rows, ids)
             return run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)[wanted]
         tap = self._installation.tap
-        tap.picks = wanted
+        logits = self._compiled_logits(step, rows, ids, wanted)
+        if logits is None:
+            logits = self._logits(step, rows, ids, wanted)
+        if tap.hidden is not None:
+            self._hand_to_head(step, tap.hidden)
+            tap.hidden = None
+        found = logits if self._installation.is_tapped else logits[wanted]
+        if self._installation.writes_in_place:
+            # also where nobody wants logits: nothing but they depends on what the last layers have written
+            mx.async_eval(found)
+        return found
+
+    def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
+        tap = self._installation.tap
+        tap.picks = picks
         try:
             views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
             logits: mx.array = self.model(ids, cache=views, **embeddings)[0]
         finally:
             tap.picks = None
             self._deepstack.set(())
-        if tap.hidden is not None:
-            self._hand_to_head(step, tap.hidden)
-            tap.hidden = None
-        return logits if self._installation.is_tapped else logits[wanted]
+        return logits
+
+    def _compiled_logits(
+        self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array
+    ) -> mx.array | None:
+        if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
+            return None
+        return self._compiled.forward(step, ids[0], picks)
 
     def _pack(self, rows: Sequence[Row], picks: Sequence[int]) -> PackedStep:
         spans: list[RowSpan] = []

@@ -85,8 +85,10 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     """
     reference = run_reference(model, vocab_size)
     chosen = choose_levels(model)
-    for levels, note in _candidates(chosen):
-        packed = PackedModel(model, levels, kernels)
+    fused = [(chosen, kernels, ())] if kernels.fuses_layers else []
+    kernels = kernels.without_fusion()
+    for levels, with_kernels, note in (*fused, *((levels, kernels, note) for levels, note in _candidates(chosen))):
+        packed = PackedModel(model, levels, with_kernels)
         margin = _compare(packed, reference)
         if margin is not None and margin.within(precision):
             return Checked(packed, margin, note)

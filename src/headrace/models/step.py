@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -60,7 +61,7 @@ class RowSpan:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for what is worked out once
 class PackedStep:
     """All rows of a step.
 
@@ -70,6 +71,20 @@ class PackedStep:
     spans: tuple[RowSpan, ...]
     positions: mx.array
     kernels: Kernels
+    exchange: Any = None
+    """Of a step that is being compiled, see `Exchange`: it has no rows then."""
+    _shared: dict[tuple[tuple[int, ...], ...], mx.array] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def counts(self) -> tuple[tuple[int, int, int], ...]:
+        """Per row its first packed token, its tokens, and how many of them are certain."""
+        return tuple((span.lo, span.num_tokens, span.num_certain) for span in self.spans)
+
+    def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
+        """The table as an int32 array: one for all layers of the step that need the same."""
+        if table not in self._shared:
+            self._shared[table] = mx.array(table, dtype=mx.int32)
+        return self._shared[table]
 
     @property
     def num_tokens(self) -> int:

@@ -43,20 +43,35 @@ def attend(
             state.write(span.start, keys[:, :, span.lo : span.hi], values[:, :, span.lo : span.hi])
             for mark in span.state.marks:
                 state.note(mark)
+    outputs = [
+        read_row(view, span, state, queries, scale, sinks, window) for span, state in zip(spans, states, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def read_row(
+    view: View,
+    span: RowSpan,
+    state: FullAttentionState | SlidingAttentionState,
+    queries: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    window: int | None,
+) -> mx.array:
+    """What `attend` gives for one row, whose keys and values are written: `[1, num_heads, n, value_dim]`."""
     kernels = view.step.kernels
     fold = kernels.folds_query_heads and sinks is None
+    if span.watch is not None and span.picks and window is None:
+        span.watch.note(view.layer, queries, span.picks, scale, sinks)
     outputs = []
-    for span, state in zip(spans, states, strict=True):
-        if span.watch is not None and span.picks and window is None:
-            span.watch.note(view.layer, queries, span.picks, scale, sinks)
-        for lo, hi, two_way in _parts(span, window is not None, kernels.goes_token_by_token):
-            start, end = span.start + lo - span.lo, span.start + hi - span.lo
-            first, positions = _reach(span, start, end, window)
-            read, part = state.read(first, end), queries[:, :, lo:hi]
-            if fold:
-                outputs.append(_folded(part, *read, scale, window, positions, two_way=two_way))
-            else:
-                outputs.append(_fused(part, *read, scale, window, sinks, positions, two_way=two_way))
+    for lo, hi, two_way in _parts(span, window is not None, kernels.goes_token_by_token):
+        start, end = span.start + lo - span.lo, span.start + hi - span.lo
+        first, positions = _reach(span, start, end, window)
+        read, part = state.read(first, end), queries[:, :, lo:hi]
+        if fold:
+            outputs.append(_folded(part, *read, scale, window, positions, two_way=two_way))
+        else:
+            outputs.append(_fused(part, *read, scale, window, sinks, positions, two_way=two_way))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 

@@ -1,0 +1,113 @@
+"""Steps of a few tokens a row as one compiled function: the host builds no graph for them.
+
+On CUDA a step of a small model is bound by what the host does for each operation, of which building the graph in
+Python is the larger part. Such steps have the same operations again and again: only arrays change.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.backend.kernels import Kernels
+from headrace.models.mixers.fused import Exchange, Feed, FusedMixer, Held, Table
+from headrace.models.seams import Tap, views_of
+from headrace.models.step import PackedStep, View, Windows
+from headrace.state.layer import LayerKey
+
+MOST_FORMS = 64
+"""Compiled functions kept, of those that were used last."""
+
+MOST_TOKENS = 8
+"""Of a row, in such a step: a longer one is a prompt's chunk, whose work the host doesn't bound."""
+
+_Layout = tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]
+"""Per layer: which tables it reads, how many arrays, and its constants."""
+
+
+class CompiledSteps:
+    """For a model whose mixers are all kernels of ours."""
+
+    def __init__(
+        self, model: Any, mixers: Mapping[LayerKey, FusedMixer], tap: Tap, windows: Windows, kernels: Kernels
+    ) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._mixers = mixers
+        self._tap = tap
+        self._windows = windows
+        self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+
+    def forward(self, step: PackedStep, ids: mx.array, picks: mx.array) -> mx.array | None:
+        """Logits of the picked tokens, with the rows' states advanced; None for a step that needs another way.
+
+        What the final norm's tap is asked for it leaves there.
+        """
+        if any(span.state.marks or span.watch is not None for span in step.spans):
+            return None
+        if max(num_tokens for _, num_tokens, _ in step.counts) > MOST_TOKENS:
+            return None
+        helds: list[Held] = []
+        for layer, mixer in self._mixers.items():
+            held = mixer.held(View(step, layer, None))
+            if held is None:
+                return None
+            helds.append(held)
+        places: dict[Table, int] = {}
+        layout = tuple(
+            [
+                (
+                    tuple([places.setdefault(table, len(places)) for table in held.tables]),
+                    len(held.arrays),
+                    held.constants,
+                )
+                for held in helds
+            ]
+        )
+        form = self._form((layout, self._tap.keeps_hidden, self._tap.is_normed))
+        arrays = [array for held in helds for array in held.arrays]
+        logits, hidden, given = form([step.shared(table) for table in places], arrays, ids, picks, step.positions)
+        self._tap.hidden = hidden[0] if hidden else None
+        for mixer, held, own in zip(self._mixers.values(), helds, given, strict=True):
+            mixer.take_over(step, held, own)
+        found: mx.array = logits
+        return found
+
+    def _form(self, key: tuple[_Layout, bool, bool]) -> Callable[..., Any]:
+        if key not in self._forms:
+            run = partial(self._trace, key[0])
+            # without CUDA what the kernels write in place is a change of the arrays' objects, which a trace would lose
+            self._forms[key] = mx.compile(run) if mx.cuda.is_available() else run
+            if len(self._forms) > MOST_FORMS:
+                self._forms.popitem(last=False)
+        self._forms.move_to_end(key)
+        return self._forms[key]
+
+    def _trace(
+        self,
+        layout: _Layout,
+        tables: Sequence[mx.array],
+        arrays: Sequence[mx.array],
+        ids: mx.array,
+        picks: mx.array,
+        positions: mx.array,
+    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
+        """The step with placeholders for all that changes: logits, hidden rows if kept, and what each layer gives."""
+        feeds, start = {}, 0
+        for layer, (read, num_arrays, constants) in zip(self._mixers, layout, strict=True):
+            feeds[layer] = Feed([tables[at] for at in read], arrays[start : start + num_arrays], constants)
+            start += num_arrays
+        exchange = Exchange(feeds)
+        step = PackedStep((), positions, self._kernels, exchange)
+        self._tap.picks = picks
+        try:
+            logits = self._model(ids[None], cache=views_of(step, self._windows))[0]
+        finally:
+            self._tap.picks = None
+        hidden, self._tap.hidden = self._tap.hidden, None
+        given = [list(exchange.given[layer]) for layer in self._mixers]
+        return logits, [] if hidden is None else [hidden], given

@@ -1,0 +1,111 @@
+"""Several projections of one input as one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from headrace.backend.cuda import matmul
+from headrace.backend.cuda.matmul import Weights
+
+Product = Callable[[mx.array], mx.array]
+
+
+def can_fuse(modules: Sequence[Any]) -> bool:
+    """Whether the modules are plain linears, quantised or not."""
+    return all(type(module) in (nn.Linear, nn.QuantizedLinear) for module in modules)
+
+
+class FusedLinear:
+    """`[…, sum of the parts' widths]`: what the parts give, side by side, at fewer operations than theirs.
+
+    The parts' parameters become views of the joined ones, so that they don't exist twice and the parts still work.
+    Parts that are stored in different forms stay products of their own.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._products = [_product(list(run)) for _, run in groupby(parts, _form)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[…, input width]`."""
+        outputs = [product(x) for product in self._products]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+
+
+def weights_of(part: Any) -> Weights:
+    """A linear's, or those of the experts of a switch linear, as kernels take them."""
+    if "scales" in part:
+        return Weights(part.weight, part.scales, part.get("biases"), part.bits, part.group_size)
+    return Weights(part.weight)
+
+
+def _form(part: Any) -> tuple[Any, ...]:
+    """What parts that can be joined have in common."""
+    arrays = tuple((name, array.dtype) for name, array in sorted(part.items()) if isinstance(array, mx.array))
+    return type(part), arrays, *(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
+
+
+def _product(parts: list[Any]) -> Product:
+    """One product in the parts' place."""
+    first = parts[0]
+    joined = {name: _joined(name, parts) for name, array in first.items() if isinstance(array, mx.array)}
+    weight, bias = joined["weight"], joined.get("bias")
+    if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        scales, biases, form = joined["scales"], joined.get("biases"), (first.group_size, first.bits, first.mode)
+        weights = Weights(weight, scales, biases, first.bits, first.group_size)
+        # for a few tokens MLX's own product takes two to eight times as long on CUDA
+        is_ours = mx.cuda.is_available() and matmul.refusal(weights, scales.dtype) is None
+
+        def quantized(x: mx.array) -> mx.array:
+            if is_ours and x.size // x.shape[-1] <= matmul.most_tokens(weights):
+                found = matmul.skinny(x, weights)
+            else:
+                found = mx.quantized_matmul(x, weight, scales, biases, True, *form)
+            return found if bias is None else found + bias
+
+        return quantized
+    # turned once: a view costs an operation, too
+    turned = weight.T
+    mx.eval(turned)
+    return lambda x: x @ turned if bias is None else mx.addmm(bias, x, turned)
+
+
+def _joined(name: str, parts: Sequence[Any]) -> mx.array:
+    if len(parts) == 1:
+        array: mx.array = parts[0][name]
+        return array
+    whole = mx.concatenate([part[name] for part in parts])
+    start = 0
+    for part in parts:
+        width = part[name].shape[0]
+        part[name] = whole[start : start + width]
+        start += width
+    mx.eval(whole, [part[name] for part in parts])
+    return whole
+
+
+def can_be_head(module: Any) -> bool:
+    """Whether it is an embedding whose product with hidden rows would be slow: a quantised one."""
+    return type(module) is nn.QuantizedEmbedding
+
+
+class FusedHead(nn.Module):
+    """Stands where an embedding stood that may be the output matrix, too."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self._product = FusedLinear([inner])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Ids `[…]` to rows `[…, hidden]`."""
+        rows: mx.array = self.inner(x)
+        return rows
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Hidden rows `[…, hidden]` to logits."""
+        return self._product(x)

@@ -1,0 +1,196 @@
+"""Full attention layers on NVIDIA GPUs: two launches between the projections, whatever rows there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import qwen3, qwen3_moe, qwen3_next
+
+from headrace.backend.cuda import attention as kernels
+from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+from headrace.models.fused import FusedLinear, can_fuse
+from headrace.models.mixers.attention import read_row
+from headrace.models.mixers.fused import Feed, Held
+from headrace.models.mrope import MropeSections
+from headrace.models.step import PackedStep, RowSpan, View
+from headrace.state.attention import FullAttentionState
+from headrace.state.slabs import Slab
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+"""In the order in which the fused projection has them."""
+LAYERS = (qwen3.Attention, qwen3_moe.Attention, qwen3_next.Qwen3NextAttention)
+"""Forwards that are what is written here: norms of queries and keys by head, a rope, in the last one a gate."""
+LONGEST_WINDOW = 16
+"""Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """What the kernels need to know of a layer. gate: of the heads' outputs; None without one."""
+
+    shape: HeadShape
+    layout: Projection
+    gate: Gate | None
+
+
+def parts_of(inner: Any) -> AttentionParts | None:
+    """The parts of a layer that the kernels can do; None for others."""
+    if not isinstance(inner, LAYERS) or not can_fuse([inner[name] for name in (*PROJECTIONS, "o_proj")]):
+        return None
+    rope = inner.rope
+    if type(rope) is not nn.RoPE or rope.traditional:
+        return None
+    is_gated = isinstance(inner, qwen3_next.Qwen3NextAttention)
+    num_heads = inner.num_attention_heads if is_gated else inner.n_heads
+    num_kv_heads = inner.num_key_value_heads if is_gated else inner.n_kv_heads
+    head_dim = inner.q_norm.weight.shape[0]
+    q_stride = 2 * head_dim if is_gated else head_dim
+    k_at, kv_width = num_heads * q_stride, num_kv_heads * head_dim
+    width = k_at + 2 * kv_width
+    shape = HeadShape(num_heads, num_kv_heads, head_dim)
+    if kernels.refusal(shape, inner.q_norm.weight.dtype) is not None:
+        return None
+    layout = Projection(width, q_stride, k_at, k_at + kv_width, rope.dims)
+    return AttentionParts(shape, layout, Gate(width, head_dim, q_stride) if is_gated else None)
+
+
+class CudaAttentionMixer(nn.Module):
+    """Stands where an attention module of mlx-lm stood."""
+
+    def __init__(self, inner: Any, parts: AttentionParts, sections: MropeSections | None) -> None:
+        """sections: how channels go by several axes; None for a rope over one."""
+        super().__init__()
+        self.inner = inner
+        self._parts = parts
+        self._project = FusedLinear([inner[name] for name in PROJECTIONS])
+        self._out = FusedLinear([inner.o_proj])
+        pairs = np.arange(parts.layout.rotary // 2)
+        turns = inner.rope.scale * inner.rope.base ** (-pairs / len(pairs))
+        self._frequencies = mx.array(turns.astype(np.float32))
+        self._one_axis = mx.zeros(len(pairs), mx.int32)
+        self._axes = None if sections is None else mx.array(sections.axes()[: len(pairs)], mx.int32)
+        self._norms = (inner.q_norm.weight, inner.k_norm.weight, mx.array([inner.q_norm.eps]))
+        self._scale = mx.array([inner.scale])
+        self._dtype = inner.q_norm.weight.dtype
+        mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale)
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: View | None = None) -> mx.array:
+        """x: `[1, T, hidden]`; the mask is ours and always None."""
+        assert cache is not None
+        step = cache.step
+        if step.exchange is not None:
+            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, step.exchange.feeds[cache.layer])
+            return output
+        states = self._states(cache)
+        together = [row for row in zip(step.spans, states, strict=True) if _is_short(row[0])]
+        held = self._held_of(cache, states, together)
+        feed = Feed([step.shared(table) for table in held.tables], held.arrays, held.constants)
+        projected = self._project(x)
+        queries = self._turned(projected, step.positions, feed)
+        for span, _ in together:
+            if span.watch is not None and span.picks:
+                span.watch.note(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self.inner.scale, None)
+        found = self._window(queries, projected, feed) if together else None
+        if found is None or len(together) < len(states):
+            parts = []
+            for span, state in zip(step.spans, states, strict=True):
+                if found is not None and _is_short(span):
+                    parts.append(found[:, span.lo : span.hi])
+                else:
+                    parts.append(self._chunk(cache, span, state, queries, projected))
+            found = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        return self._out(found)
+
+    def held(self, view: View) -> Held | None:
+        """See `FusedMixer`."""
+        states = self._states(view)
+        rows = list(zip(view.step.spans, states, strict=True))
+        return self._held_of(view, states, rows) if all(_is_short(span) for span, _ in rows) else None
+
+    def compute(self, x: mx.array, positions: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
+        """See `FusedMixer`."""
+        projected = self._project(x)
+        queries = self._turned(projected, positions, feed)
+        return self._out(self._window(queries, projected, feed)), ()
+
+    def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
+        """See `FusedMixer`: keys and values are written in place."""
+
+    def _states(self, view: View) -> list[FullAttentionState]:
+        return [span.state.full_attention(view.layer) for span in view.step.spans]
+
+    def _held_of(
+        self,
+        view: View,
+        states: Sequence[FullAttentionState],
+        together: Sequence[tuple[RowSpan, FullAttentionState]],
+    ) -> Held:
+        """Tables: the plans of all rows, and of those that go together. Constants: see `_window`."""
+        shape, step = self._parts.shape, view.step
+        slabs: dict[int, tuple[int, Slab]] = {}
+        rows = {}
+        for span, state in zip(step.spans, states, strict=True):
+            slot = state.slot
+            if id(slot.slab) not in slabs:
+                slabs[id(slot.slab)] = len(slabs), slot.slab
+                slot.prepare(view.layer, shape.num_kv_heads, (shape.head_dim, shape.head_dim), self._dtype)
+            place = slabs[id(slot.slab)][0], slot.index, slot.capacity
+            rows[span.lo] = (span.lo, span.num_tokens, span.start, *place, 0, state.first)
+        arrays = tuple(
+            array for _, slab in slabs.values() for array in (slab.keys[view.layer], slab.values[view.layer])
+        )
+        plan = tuple(rows.values())
+        if not together:
+            return Held((plan,), arrays, ())
+        # capacities, since the rows' lengths are others in each step
+        longest = max(state.slot.capacity for _, state in together)
+        most = max(span.num_tokens for span, _ in together)
+        return Held((plan, tuple(rows[span.lo] for span, _ in together)), arrays, (longest, most))
+
+    def _turned(self, projected: mx.array, positions: mx.array, feed: Feed) -> mx.array:
+        """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
+        has_axes = positions.ndim == 2
+        if has_axes and self._axes is None:
+            raise ValueError("the model's rope has one axis, the step's positions have three")
+        axes = self._axes if has_axes and self._axes is not None else self._one_axis
+        parts, frequencies = self._parts, (self._frequencies, axes)
+        places = positions if has_axes else positions[None]
+        return kernels.rope_append(
+            parts.shape, parts.layout, feed.tables[0], places, projected, frequencies, _pairs(feed), self._norms
+        )
+
+    def _window(self, queries: mx.array, projected: mx.array, feed: Feed) -> mx.array:
+        """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere."""
+        longest, most = feed.constants
+        gate = self._parts.gate
+        gates = None if gate is None else (projected, gate)
+        return kernels.attend(
+            self._parts.shape, feed.tables[1], (longest, most), queries, _pairs(feed), self._scale, None, gates
+        )
+
+    def _chunk(
+        self, view: View, span: RowSpan, state: FullAttentionState, queries: mx.array, projected: mx.array
+    ) -> mx.array:
+        """What one row finds, `[1, n, num_heads · head_dim]`."""
+        shape, gate = self._parts.shape, self._parts.gate
+        found = read_row(view, span, state, queries.swapaxes(0, 1)[None], self.inner.scale, None, None)
+        found = found.swapaxes(1, 2)
+        if gate is not None:
+            heads = projected[:, span.lo : span.hi, : shape.num_heads * gate.stride]
+            gates = heads.reshape(1, span.num_tokens, shape.num_heads, gate.stride)[..., gate.at :]
+            found = found * mx.sigmoid(gates)
+        return found.reshape(1, span.num_tokens, -1)
+
+
+def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
+    """Keys and values of each slab."""
+    return list(zip(feed.arrays[::2], feed.arrays[1::2], strict=True))
+
+
+def _is_short(span: RowSpan) -> bool:
+    return span.num_tokens <= LONGEST_WINDOW and not span.two_way.full

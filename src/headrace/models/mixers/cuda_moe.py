@@ -1,0 +1,58 @@
+"""Mixtures of experts on NVIDIA GPUs: a product and three launches for a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3_next
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from headrace.backend.cuda import moe
+from headrace.models.fused import FusedLinear, can_fuse, weights_of
+from headrace.models.mixers.cuda_mlp import CudaMLP
+
+MOST_TOKENS = 32
+"""Up to so many, tokens rarely share experts: each reads its own. More go through the library's products."""
+
+
+def parts_of(inner: Any) -> tuple[moe.Routing, moe.Experts, moe.Experts] | None:
+    """Routing, experts and shared expert of a layer that the kernels can do; None for others."""
+    if not isinstance(inner, qwen3_next.Qwen3NextSparseMoeBlock):
+        return None
+    shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
+    switch = inner.switch_mlp
+    linears = [inner.gate, inner.shared_expert_gate, shared.gate_proj, shared.up_proj, shared.down_proj]
+    switches = [switch.gate_proj, switch.up_proj, switch.down_proj]
+    if not can_fuse(linears) or any(type(one) not in (SwitchLinear, QuantizedSwitchLinear) for one in switches):
+        return None
+    if any("bias" in one for one in (*linears, *switches)):
+        return None
+    routing = moe.Routing(inner.num_experts, inner.top_k, bool(inner.norm_topk_prob))
+    experts = moe.Experts(*(weights_of(one) for one in switches))
+    own = moe.Experts(*(weights_of(one) for one in linears[2:]))
+    refused = moe.refusal(routing, experts, own, experts.down.activations)
+    return None if refused is not None else (routing, experts, own)
+
+
+class CudaMoE(nn.Module):
+    """Stands where a sparse MoE block of mlx-lm stood."""
+
+    def __init__(self, inner: Any) -> None:
+        """inner: one that `parts_of` knows."""
+        super().__init__()
+        parts = parts_of(inner)
+        assert parts is not None
+        self.inner = inner
+        self._parts = parts
+        self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[1, T, hidden]`."""
+        num_tokens = x.size // x.shape[-1]
+        if num_tokens > MOST_TOKENS:
+            output: mx.array = self.inner(x)
+            return output
+        tokens, logits = x.reshape(num_tokens, -1), self._router(x).reshape(num_tokens, -1)
+        return moe.mix(*self._parts, tokens, logits).reshape(x.shape)
