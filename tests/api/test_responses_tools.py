@@ -59,6 +59,8 @@ def test_tools_of_other_servers_are_left_out_and_named() -> None:
         ([{"type": "function", "name": ""}], "tools[0].name"),
         ([{"type": "function", "name": "f", "parameters": 1}], "tools[0].parameters"),
         ([FUNCTION, FUNCTION], "tools[1]"),
+        ([FUNCTION, {"type": "function", "name": 257 * "n"}], "tools[1]"),
+        ([{"type": "namespace", "name": 200 * "n", "tools": [{"type": "custom", "name": 55 * "f"}]}], "tools[0]"),
         ([{"type": "custom", "name": "f", "format": {"type": "yaml"}}], "tools[0].format.type"),
         ([{"type": "namespace", "name": "n"}], "tools[0].tools"),
         ([{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),

@@ -21,12 +21,15 @@ from grammar.call_answers import (
 )
 from grammar.schemas import closed
 
+from headrace.families.family import ModelFamily
 from headrace.grammar.call_bodies import TagBody
 from headrace.grammar.call_syntaxes import CALL_SYNTAXES, CallSyntax
 from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm
 from headrace.grammar.lark import MAYBE_NEWLINE
 from headrace.text.formats.registry import FORMATS
+from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import Structure, ToolDefinition
+from headrace.types.events import ToolArguments, ToolCallStart
 
 SCHEMAS: dict[str, Any] = {
     "send": closed(
@@ -214,3 +217,19 @@ def test_a_special_token_is_not_spelled_in_other_tokens() -> None:
         assert constraint.window(spelled).num_legal == len(spelled) - 1
     thought = ByteTokenizer(special).encode("<think>") + list(b"a</think>")
     assert constraint.window(thought).num_legal == len(thought) - 1
+
+
+CUT = "<tool_call>\n<function=note>\n<parameter=text>\nso far"
+
+
+def test_a_held_call_is_told_as_it_comes_and_stays_a_call_when_it_is_cut() -> None:
+    form = OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None)
+    assert takes(begun(form), CUT)
+    parser = StreamParser(
+        ModelFamily("made up", tool_format="qwen_xml"), thinking_open=False, tools=TOOLS, hold=hold_of(form)
+    )
+    started, told = parser.push(CUT)
+    assert isinstance(started, ToolCallStart)
+    assert isinstance(told, ToolArguments)
+    assert (started.name, told.text) == ("note", '{"text": "so far')
+    assert parser.finish(cut=True) == ()

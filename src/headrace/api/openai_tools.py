@@ -13,7 +13,10 @@ from headrace.types.chat import ToolChoice, ToolDefinition
 # A mark for caches, and a wish for arguments as they come, which is how they are sent anyway.
 _WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_NAME = 256
+"""Characters of a tool's name."""
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 class FunctionBody(BaseModel):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.api.json_body import check_at
-from headrace.api.openai_tools import no_parameters
+from headrace.api.openai_tools import MAX_NAME, no_parameters
 from headrace.api.responses_fields import TOOL_FIELDS_WITHOUT_EFFECT
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ToolChoice, ToolDefinition
@@ -141,6 +141,9 @@ def declared_tools(tools: Sequence[object]) -> DeclaredTools:
         for declared, definition in _declared(tool, path, unused):
             if definition.name in by_name:
                 raise InvalidRequest(f"{path}: there is another tool named {definition.name!r}", param=path)
+            if len(definition.name) > MAX_NAME:
+                message = f"{path}: the name, with its namespace, has more than {MAX_NAME} characters"
+                raise InvalidRequest(message, param=path)
             definitions.append(definition)
             by_name[definition.name] = declared
     return DeclaredTools(tuple(definitions), by_name, tuple(f"tools[].{name}" for name in sorted(unused)))

@@ -10,7 +10,7 @@ from headrace.text.formats.tool_format import ToolFormat
 from headrace.text.outlet import Outlet
 
 MAX_HELD = 512
-"""Characters of a call that are held back until it is known whether it is one."""
+"""Characters of a call that are held back until it is known whether it is one. Of one that a grammar holds none is."""
 
 
 class CallReader:
@@ -37,7 +37,7 @@ class CallReader:
         sink = CallSink(self._tools, reader)
         self._said = start
         num_before = self._outlet.num_calls
-        reader.set_limit(start + MAX_HELD)
+        self._hold_back(start)
         try:
             yield from self._run(sink)
         except NotACall as problem:
@@ -85,20 +85,32 @@ class CallReader:
                 next(machine)
             except StopIteration:
                 return
+            if self._tools.hold is not None:
+                self._commit(sink)
             self._pass_on(sink)
             if self._outlet.stopped:
                 return
             if sink.done != done:
                 done = sink.done
-                reader.set_limit(done + MAX_HELD)
+                self._hold_back(done)
                 continue
             if reader.is_at_limit:
-                sink.is_tentative = False
-                sink.is_committed = sink.current is not None
+                self._commit(sink)
                 self._pass_on(sink)
                 reader.set_limit(None)
             if len(reader.text) == num_seen:
                 yield
+
+    def _hold_back(self, start: int) -> None:
+        """Hold back all but the first characters of what may be a call."""
+        if self._tools.hold is None:
+            self._reader.set_limit(start + MAX_HELD)
+
+    @staticmethod
+    def _commit(sink: CallSink) -> None:
+        """Take what is being read for a call from here on, whatever follows."""
+        sink.is_tentative = False
+        sink.is_committed = sink.current is not None
 
     def _run_in_thinking(self, sink: CallSink, start: int, closers: tuple[str, ...]) -> Reading[None]:
         """Run the machine while thinking is not closed and every call is declared. Raises NotACall."""
