@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from media.video_files import video_file
 from PIL import Image, ImageDraw
 
 from headrace.config import Config, EngineConfig
-from headrace.engine.engine import Engine
+from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
+from headrace.session.words import load_words
 from headrace.types.media import MediaLimits, MediaPolicy
 
 pytestmark = pytest.mark.slow
@@ -28,7 +30,8 @@ RED, BLUE = (220, 30, 30), (40, 80, 220)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=8)))
+    constraints = load_words(MINIATURE, "qwen3_5").constraints
+    engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=8)), constraints)
     yield engine
     engine.stop()
 
@@ -49,8 +52,10 @@ def part(data: bytes, kind: str = "image", media_type: str = "image/png") -> dic
     }
 
 
-def answers(engine: Engine, *contents: list[Any], policy: MediaPolicy | None = None) -> list[dict[str, Any]]:
-    """Answers to questions that are asked at the same time."""
+def answers(
+    engine: Engine, *contents: list[Any], policy: MediaPolicy | None = None, **fields: Any
+) -> list[dict[str, Any]]:
+    """Answers to questions that are asked at the same time. fields: of all requests."""
     session = Session.over(engine, media=(policy or MediaPolicy(), MediaLimits()))
 
     async def scenario() -> list[dict[str, Any]]:
@@ -62,6 +67,7 @@ def answers(engine: Engine, *contents: list[Any], policy: MediaPolicy | None = N
                     "temperature": 0,
                     "max_tokens": 40,
                     "enable_thinking": False,
+                    **fields,
                 }
                 return dict((await client.post("/v1/chat/completions", json=body)).json())
 
@@ -96,6 +102,33 @@ def test_the_same_question_about_another_picture_gets_another_answer(engine: Eng
     for colour, name in ((RED, "red"), (BLUE, "blue"), (RED, "red")):
         (told,) = answers(engine, [part(circle(colour)), question("What is this?")])
         assert name in text(told)
+
+
+def test_what_goes_with_text_goes_with_pictures(engine: Engine) -> None:
+    colours = {"enum": ["green", "red", "blue"]}
+    schema = {
+        "type": "object",
+        "properties": {"colour": colours},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    asked = [[part(circle(colour)), question("Which colour has the shape?")] for colour in (RED, BLUE)]
+    fields: dict[str, Any] = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "seen", "schema": schema}},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+    }
+    alone = [answers(engine, one, **fields)[0] for one in asked]
+    beside = answers(engine, *asked, **fields)
+    for one, other in zip(alone, beside, strict=True):
+        assert [choice["message"] for choice in one["choices"]] == [choice["message"] for choice in other["choices"]]
+        for choice in one["choices"]:
+            seen = json.loads(choice["message"]["content"])
+            assert seen.keys() == {"colour"} and seen["colour"] in colours["enum"]
+            found = choice["logprobs"]["content"]
+            assert found and all(len(token["top_logprobs"]) == 2 for token in found)
+        assert one["usage"]["prompt_tokens_details"]["route"] == "media"
 
 
 def test_a_clip_is_looked_at(engine: Engine) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from models.test_media import CASES, FOLDERS, expected, media_of
 
+from headrace.backend import device
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
+from headrace.models.source import read_files
+from headrace.models.vision import load_tower
 from headrace.types.media import PromptMedia, Route
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
@@ -78,6 +83,26 @@ def case_of(folder: str, case: str) -> tuple[list[int], list[int]]:
 async def test_the_model_says_that_it_takes_media(engine: Engine) -> None:
     assert engine.model.takes_media
     assert any(line.startswith("vision tower: ") for line in engine.model.report)
+
+
+async def test_without_vision_only_the_tower_is_not_there(folder: str) -> None:
+    files = read_files("x", DATA / folder)
+    found = load_tower(files, dtype="float32", device=device.current(), has_axes=True)
+    assert found is not None
+    tower_bytes = found[0].num_bytes
+    del found
+    prompt, answer = case_of(folder, "text40")
+    held = []
+    for vision in ("auto", "off"):
+        gc.collect()
+        before = mx.get_active_memory()
+        engine = Engine.launch(Config(str(DATA / folder), ModelConfig(vision=vision), EngineConfig(prefix_cache="off")))
+        held.append((await engine.status()).memory.weights_bytes - before)
+        assert await ask(engine, prompt, None) == (answer, 0)
+        assert engine.model.takes_media == (vision == "auto")
+        engine.stop()
+    # what lies around of an earlier test is a few small arrays
+    assert abs(held[0] - held[1] - tower_bytes) < 20_000 < tower_bytes
 
 
 @pytest.mark.parametrize("case", CASES)
