@@ -69,6 +69,14 @@ class PackedModel:
         ids: the tokens `[T]` where some are on the device only; then the rows' `token_ids` tell no more than how many.
         Gives logits `[len(picks), vocab_size]`, not evaluated, and leaves the states' windows written.
         """
+        logits = self.graph(rows, picks, ids)
+        if self._installation.writes_in_place:
+            # also where nobody wants logits: nothing but they depends on what the last layers have written
+            mx.async_eval(logits)
+        return logits
+
+    def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
+        """What `forward` gives, but not launched: whoever asks for it evaluates it before anything else."""
         step = self._pack(rows, picks)
         if ids is None:
             ids = mx.array([token for row in rows for token in row.token_ids], dtype=mx.int32)
@@ -84,11 +92,7 @@ class PackedModel:
         if tap.hidden is not None:
             self._hand_to_head(step, tap.hidden)
             tap.hidden = None
-        found = logits if self._installation.is_tapped else logits[wanted]
-        if self._installation.writes_in_place:
-            # also where nobody wants logits: nothing but they depends on what the last layers have written
-            mx.async_eval(found)
-        return found
+        return logits if self._installation.is_tapped else logits[wanted]
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
         tap = self._installation.tap

@@ -157,7 +157,7 @@ class Forwards:
         started = time.perf_counter()
         for row in self._rows:
             row.state.begin(1)
-        logits = self._packed.forward(self._rows, range(len(self._rows)))
+        logits = self._packed.graph(self._rows, range(len(self._rows)))
         graph = [mx.argmax(logits, axis=-1), *(array for row in self._rows for array in row.state.arrays())]
         self.build_s.append(time.perf_counter() - started)
         return graph
