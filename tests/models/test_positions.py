@@ -129,7 +129,7 @@ def test_a_row_has_positions_from_one_source() -> None:
 # Against the untouched model
 
 
-def compare(name: str, numerics: str) -> float:
+def compare(name: str, numerics: str, device: str = "cpu") -> float:
     """Largest difference of a logit, of a row at chosen positions and one without gaps in mixed, rejected steps."""
     model = tiny.build(name)
     vocab_size = model(mx.array([[0]])).shape[-1]
@@ -137,7 +137,7 @@ def compare(name: str, numerics: str) -> float:
     ids = tokens(vocab_size, len(KEPT) + NUM_BEHIND)
     places = [int(place) for place in chosen.at(0, len(ids))]
     expected = [positioned.reference(model, ids, places), tiny.reference(model, ids[:20])]
-    packed = check(model, Kernels(numerics, "cpu"), vocab_size, "float32").packed
+    packed = check(model, Kernels(numerics, device), vocab_size, "float32").packed
     assert packed.positions_refusal is None
     got = MixedSteps(packed, [ids, ids[:20]], vocab_size, positions=[chosen, whole]).run()
     return max(float(mx.abs(a - b).max()) for a, b in zip(got, expected, strict=True))
@@ -164,6 +164,13 @@ def test_a_prompt_that_is_kept_whole_gives_the_very_logits_of_one_without_positi
             state.rollback(0)
         got.append(mx.concatenate(parts))
     assert mx.array_equal(*got)
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="on CUDA these layers take half precision only")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_chosen_positions_reach_layers_that_are_kernels_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.FAMILIES, name, tiny.with_wide_heads(name))
+    assert compare(name, "fast", "cuda") <= FAST_TOLERANCE
 
 
 @pytest.mark.slow

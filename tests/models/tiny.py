@@ -71,6 +71,14 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
+def with_wide_heads(name: str) -> Config:
+    """A family's config with heads of 64 channels, as many as kernels for NVIDIA GPUs take at least."""
+    config = copy.deepcopy(FAMILIES[name])
+    text = config.get("text_config", config)
+    text.update(dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64))
+    return config
+
+
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """Write what `build(name, seed)` is made of as a checkpoint that mlx-lm loads into equal weights.
 

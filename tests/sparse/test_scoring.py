@@ -17,6 +17,8 @@ from models import tiny
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.models.install import choose_levels
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.models.watch import QueryWatch
@@ -152,6 +154,19 @@ def test_importance_is_what_the_formula_says_of_the_untouched_models_attention(
     assert got.dtype == np.float32
     assert np.abs(got - wanted).max() <= 1e-4 * wanted.max()
     assert num_scoring_layers(packed) == {**SCORING, **OTHERS}[name]
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="on CUDA these layers take half precision only")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_layers_that_are_kernels_for_cuda_tell_what_others_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.FAMILIES, name, tiny.with_wide_heads(name))
+    ids = np.random.default_rng(11).integers(0, 150, 58).tolist()
+    found = []
+    for kernels in (Kernels("exact", "cpu"), Kernels("fast", "cuda")):
+        model = tiny.build(name)
+        found.append(scored(PackedModel(model, choose_levels(model), kernels), ids, 50))
+    assert any(isinstance(module, CudaAttentionMixer) for _, module in model.named_modules())
+    assert np.abs(found[1] - found[0]).max() <= 1e-4 * found[0].max()
 
 
 @pytest.mark.parametrize("name", ["mamba2", "deepseek_v3"])
