@@ -101,8 +101,8 @@ async def test_without_vision_only_the_tower_is_not_there(folder: str) -> None:
         assert await ask(engine, prompt, None) == (answer, 0)
         assert engine.model.takes_media == (vision == "auto")
         engine.stop()
-    # what lies around of an earlier test is a few small arrays
-    assert abs(held[0] - held[1] - tower_bytes) < 20_000 < tower_bytes
+    # besides its weights a tower has some constants, and of earlier tests a few small arrays may lie around
+    assert abs(held[0] - held[1] - tower_bytes) < tower_bytes / 20
 
 
 @pytest.mark.parametrize("case", CASES)
