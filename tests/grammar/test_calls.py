@@ -200,6 +200,14 @@ def test_a_syntax_that_cannot_be_enforced_is_refused_by_name() -> None:
         assert refused.value.param == "tool_choice"
 
 
+@pytest.mark.parametrize(("is_strict", "param"), [(True, "tools"), (False, "parallel_tool_calls")])
+def test_a_refusal_names_the_field_that_cannot_be_kept(is_strict: bool, param: str) -> None:
+    form = CallsForm((replace(TOOLS[0], strict=is_strict),), is_required=False, is_parallel=False)
+    with pytest.raises(InvalidRequest) as refused:
+        compile_output(OutputForm(None, form, "gemma4", None), made(()).vocabulary)
+    assert refused.value.param == param
+
+
 ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 

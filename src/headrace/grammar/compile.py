@@ -140,7 +140,8 @@ def call_rules(
     syntaxes = CALL_SYNTAXES.get(syntax or "")
     if syntaxes is None:
         what = "no known syntax" if syntax is None else f"the syntax {syntax}"
-        raise InvalidRequest(f"the model writes its calls in {what}, which can't be enforced", param="tool_choice")
+        message = f"the model writes its calls in {what}, which can't be enforced"
+        raise InvalidRequest(message, param=_what_limits(calls))
     tools = [Arguments(tool) for tool in calls.tools]
     unclear = "".join(exactly(each.opener[0]) for each in syntaxes if not each.is_clear)
     # An opener with a special token in it may not be spelled in other tokens either.
@@ -152,6 +153,13 @@ def call_rules(
     if takes_text:
         options.append(rules.text(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT, refused=refused))
     return options
+
+
+def _what_limits(calls: CallsForm) -> str:
+    """The field for whose sake calls have to be held to something."""
+    if calls.is_required:
+        return "tool_choice"
+    return "tools" if any(tool.strict for tool in calls.tools) else "parallel_tool_calls"
 
 
 def harmony_rule(rules: Rules, thinking: ThinkingForm | None, answers: Sequence[str], calls: CallsForm | None) -> str:
