@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from models import tiny, tiny_head
+from models import tiny, tiny_fused, tiny_head
 from models.tiny_head import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 
 from headrace.backend import blas
@@ -17,6 +17,7 @@ from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.install import choose_levels
 from headrace.models.media import entry_at
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mtp_head import HeadEntries, MtpHead, load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel, Row
@@ -39,9 +40,12 @@ def stock_blas() -> None:
     blas.install("exact")
 
 
-def trunk_of(name: str) -> PackedModel:
+EXACT = Kernels("exact", "cpu")
+
+
+def trunk_of(name: str, kernels: Kernels = EXACT) -> PackedModel:
     model = tiny.build(name)
-    packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
+    packed = PackedModel(model, choose_levels(model), kernels)
     packed.keep_hidden(True)
     return packed
 
@@ -248,6 +252,21 @@ def test_entries_of_a_prompt_with_gaps_stand_where_their_hidden_rows_do(name: st
         assert np.abs(output - expected[token - 1]).max() < 2e-5, token
     elsewhere = Reference(tensors)(embeddings_of(trunk, ids[1:]), hidden)
     assert np.abs(elsewhere - expected)[-1].max() > 1e-3
+
+
+def test_a_head_of_kernels_computes_what_it_does_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys and values begin at token 1: there are none at 0."""
+    monkeypatch.setattr(tiny_head, "HEAD_DIM", tiny_fused.HEAD_DIM)
+    name = tiny_fused.widen("qwen3_5", monkeypatch)
+    tensors, found = tiny_head.draw(name), []
+    for kernels in (EXACT, tiny_fused.KERNELS):
+        trunk = trunk_of(name, kernels)
+        head = load(trunk, name, tmp_path, tensors)
+        assert isinstance(head.module.layers[0].self_attn, CudaAttentionMixer) is kernels.fuses_layers
+        found.append(run(trunk, head, TEXTS, CUTS))
+    for plain, fused in zip(*found, strict=True):
+        assert plain.keys() == fused.keys()
+        assert all(np.abs(plain[token] - fused[token]).max() < 2e-5 for token in plain)
 
 
 def test_what_the_head_reads_is_the_trunks_output_after_its_norm() -> None:

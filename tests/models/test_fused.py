@@ -1,0 +1,253 @@
+"""Models whose layers are kernels of ours give what the untouched models give, whatever befalls their states.
+
+On a machine without CUDA operations stand for the kernels, and all the rest is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from models import tiny, tiny_fused
+from models.mixed_steps import MixedSteps
+
+from headrace.backend import blas
+from headrace.backend.kernels import Kernels
+from headrace.models.media import RowMedia
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
+from headrace.models.mixers.cuda_delta import CudaDeltaMixer
+from headrace.models.mixers.cuda_mlp import CudaMLP
+from headrace.models.packed import PackedModel, Row
+from headrace.models.selfcheck import check
+from headrace.perf.operations import operations
+from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.slabs import SlabPool
+
+HYBRIDS = ["qwen3_5", "qwen3_5_moe"]
+FAMILIES = ["qwen3", "qwen3_moe", *HYBRIDS]
+VOCAB = 97
+LENGTH = 48
+TOLERANCE = 1e-4
+
+
+def ids_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+SENTENCES = (ids_of(0, LENGTH), ids_of(1, LENGTH))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_blas() -> Iterator[None]:
+    blas.install("fast")
+    with pytest.MonkeyPatch.context() as patched:
+        for name in FAMILIES:
+            tiny_fused.widen(name, patched)
+        yield
+    blas.uninstall()
+    fused.cache_clear()
+
+
+@dataclass
+class Fused:
+    """A tiny model, the logits of SENTENCES while it was untouched, and the packed one that it became."""
+
+    model: nn.Module
+    expected: list[mx.array]
+    packed: PackedModel
+
+    def off(self, sentence: int, start: int, logits: mx.array) -> float:
+        """The largest difference of logits that begin at token `start` of a sentence."""
+        return float(mx.abs(logits - self.expected[sentence][start : start + logits.shape[0]]).max())
+
+
+def build(name: str) -> nn.Module:
+    return tiny.build(f"{name}_wide")
+
+
+def pack(model: nn.Module, kernels: Kernels) -> PackedModel:
+    return check(model, kernels, VOCAB, "float32").packed
+
+
+@cache
+def fused(name: str) -> Fused:
+    model = build(name)
+    return Fused(model, [tiny.reference(model, ids) for ids in SENTENCES], pack(model, tiny_fused.KERNELS))
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for _, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fused_layers_are_in_place_and_agree_in_mixed_steps(name: str) -> None:
+    model, packed = fused(name).model, fused(name).packed
+    found = classes(model)
+    num_layers = len(model.layers)
+    num_delta = num_layers * 3 // 4 if name in HYBRIDS else 0
+    assert found.count(CudaDeltaMixer) == num_delta
+    assert found.count(CudaAttentionMixer) == num_layers - num_delta
+    assert (CudaMLP in found) is (name != "qwen3_moe")
+    got = MixedSteps(packed, SENTENCES, VOCAB, seed=1).run()
+    assert max(fused(name).off(number, 0, logits) for number, logits in enumerate(got)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_undo_leaves_the_untouched_model(name: str) -> None:
+    untouched, model = build(name), build(name)
+    packed = pack(model, tiny_fused.KERNELS)
+    assert CudaAttentionMixer in classes(model)
+    packed.undo()
+    assert classes(model) == classes(untouched)
+    before, after = tiny.parameters(untouched), tiny.parameters(model)
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[path], after[path]) for path in before)
+    logits = tiny.reference(model, SENTENCES[0][:8])
+    assert mx.abs(logits - tiny.reference(untouched, SENTENCES[0][:8])).max() < 1e-5
+
+
+@pytest.mark.parametrize("cuts", [(LENGTH,), (1,), (8,), (9, 3), (16, 17, 2)], ids=str)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_it_is_all_one_how_tokens_are_cut(name: str, cuts: tuple[int, ...]) -> None:
+    state, step = SequenceState(SlabPool()), 0
+    while state.length < LENGTH:
+        start = state.length
+        ids = SENTENCES[0][start : start + cuts[step % len(cuts)]]
+        state.begin(len(ids))
+        logits = fused(name).packed.forward([Row(state, ids)], range(len(ids)))
+        mx.eval(logits, state.arrays())
+        state.commit(len(ids))
+        assert fused(name).off(0, start, logits) < TOLERANCE, start
+        step += 1
+
+
+@dataclass
+class Live:
+    """A sequence on its way, and what was kept of it."""
+
+    sentence: int
+    state: SequenceState
+    snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """Random steps of rows that join, leave, draft, leave snapshots on their way and come back."""
+
+    fused: Fused
+    random: np.random.Generator
+    pool: SlabPool = field(default_factory=SlabPool)
+    live: list[Live] = field(default_factory=list)
+    worst: float = 0.0
+    num_compared: int = 0
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.random.random() < probability)
+
+    def between(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high + 1))
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if len(self.live) < 3 and self.chance(0.5) or not self.live:
+                sentence = self.between(0, len(SENTENCES) - 1)
+                self.live.append(Live(sentence, SequenceState(self.pool)))
+            self.step()
+            for one in list(self.live):
+                if one.state.length >= LENGTH or self.chance(0.04):
+                    one.state.release()
+                    self.live.remove(one)
+                elif self.chance(0.25):
+                    self.come_back(one)
+
+    def step(self) -> None:
+        rows, kept, picks, total = [], [], [], 0
+        for one in self.live:
+            num_left = LENGTH - one.state.length
+            if not num_left or self.chance(0.15):
+                continue
+            num_window = min(num_left, self.between(1, 30) if self.chance(0.3) else self.between(1, 6))
+            num_certain = self.between(1, num_window)
+            num_kept = self.between(num_certain, num_window)
+            start = one.state.length
+            places = {self.between(1, num_certain) for _ in range(2)} if num_certain > 3 and self.chance(0.5) else ()
+            one.state.begin(num_window, num_certain, tuple(sorted(start + at for at in places if at < num_certain)))
+            ids = SENTENCES[one.sentence][start : start + num_kept]
+            rows.append(Row(one.state, [*ids, *ids_of(total, num_window - num_kept)]))
+            picks += range(total, total + num_kept)
+            kept.append((one, start, num_kept))
+            total += num_window
+        if not rows:
+            return
+        logits = self.fused.packed.forward(rows, picks)
+        mx.eval(logits, [row.state.arrays() for row in rows])
+        done = 0
+        for one, start, num_kept in kept:
+            one.snapshots |= one.state.take_snapshots()
+            one.state.rollback(one.state.num_open - num_kept)
+            self.compare(one, start, logits[done : done + num_kept])
+            done += num_kept
+
+    def compare(self, one: Live, start: int, logits: mx.array) -> None:
+        self.worst = max(self.worst, self.fused.off(one.sentence, start, logits))
+        self.num_compared += logits.shape[0]
+
+    def come_back(self, one: Live) -> None:
+        """From a checkpoint, or from a snapshot and the keys before it; the old state goes on to nothing."""
+        other = SequenceState(self.pool)
+        if one.snapshots and self.chance(0.7):
+            length = max(one.snapshots)
+            spans = one.state.copy_span(0, length)
+            cut = self.between(1, length - 1) if length > 1 else 0
+            other.restore_parts(length, spans.split(cut) if cut else (spans,), one.snapshots[length])
+        elif one.state.length:
+            record = one.state.checkpoint()
+            other.restore(record)
+        one.state.release()
+        one.state, one.snapshots = other, {}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_random_programs_give_the_untouched_models_logits(name: str, seed: int) -> None:
+    program = Program(fused(name), np.random.default_rng(seed))
+    program.run(20)
+    assert program.num_compared > LENGTH
+    assert program.worst < TOLERANCE
+
+
+def test_axes_turn_what_they_turn_without_kernels() -> None:
+    """Beside layers as the library has them, whose positions have references of their own."""
+    positions = np.cumsum(np.random.default_rng(3).integers(0, 3, (3, 24)), axis=1).astype(np.int32)
+    ids, found = SENTENCES[0], []
+    for kernels in (tiny_fused.KERNELS, tiny_fused.KERNELS.without_fusion()):
+        model = build("qwen3_5")
+        packed, pool = pack(model, kernels), SlabPool()
+        assert (CudaAttentionMixer in classes(model)) is kernels.fuses
+        state, beside = SequenceState(pool), SequenceState(pool)
+        parts = []
+        for lo, hi in ((0, 19), (19, 21), (21, 24)):
+            state.begin(hi - lo)
+            beside.begin(1)
+            rows = [Row(state, ids[lo:hi], RowMedia(positions[:, lo:hi])), Row(beside, ids[lo : lo + 1])]
+            parts.append(packed.forward(rows, range(hi - lo + 1)))
+            mx.eval(parts, state.arrays(), beside.arrays())
+            state.commit(hi - lo)
+            beside.commit(1)
+        found.append(mx.concatenate(parts))
+    assert mx.abs(found[0] - found[1]).max() < TOLERANCE
+    assert fused("qwen3_5").off(0, 0, found[0][:19]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("num_tokens", [3, 30])
+def test_a_step_is_launched_though_nobody_wants_its_logits(num_tokens: int) -> None:
+    """What kernels write in place is no array that a state could ask for."""
+    state = SequenceState(SlabPool())
+    state.begin(num_tokens)
+    logits = fused("qwen3_5").packed.forward([Row(state, SENTENCES[0][:num_tokens])], [num_tokens - 1])
+    assert not operations([logits])

@@ -1,0 +1,27 @@
+"""Tiny models whose heads are of the sizes that kernels for NVIDIA GPUs do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from models import tiny
+from models.tiny_parts import Config
+
+from headrace.backend.kernels import Kernels
+
+HEAD_DIM = 64
+KERNELS = Kernels("fast", "cuda")
+"""Wherever the tests run: without CUDA, operations stand for the kernels."""
+
+
+def widen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let there be a family like the named one with wider heads; gives its name."""
+    config: Config = copy.deepcopy(tiny.FAMILIES[name])
+    text = config.get("text_config", config)
+    text["head_dim"] = HEAD_DIM
+    if "linear_key_head_dim" in text:
+        text |= {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": 32}
+        text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [6, 5, 5]}
+    monkeypatch.setitem(tiny.FAMILIES, f"{name}_wide", config)
+    return f"{name}_wide"
