@@ -7,10 +7,13 @@ layers are written in: one more there is one more everywhere.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
@@ -99,3 +102,42 @@ def test_a_layer_has_no_more_operations_than_it_had(num_rows: int) -> None:
     assert of_attention[0] <= attention(num_rows) == {1: 80, 8: 123}[num_rows]
     assert of_gated_delta[1] <= VIEWS_OF_GATED_DELTA
     assert of_attention[1] <= VIEWS_OF_ATTENTION[num_rows]
+
+
+def stand_in(
+    kernel: CudaKernel,
+    inputs: Sequence[mx.array],
+    template: Any,
+    blocks: Any,
+    threads: int,
+    outputs: Sequence[tuple[Any, mx.Dtype]],
+) -> list[mx.array]:
+    """In a graph a kernel is one operation that waits for its inputs; so is this, which computes nothing."""
+    made = [mx.zeros(shape, dtype) for shape, dtype in outputs]
+    mx.eval(made)
+    return mx.depends(made, list(inputs))
+
+
+FUSED = {"Depends": 3, "Matmul": 4}
+"""Of a layer. Kernels: two of the mixer, one of the MLP; products: before and behind each."""
+COMPILED_NORM = 4
+"""A cast, a square, a sum, and the rest as one."""
+OUTSIDE = 7
+"""Embeddings, places and picks of a step, and the likeliest tokens."""
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_layer_of_kernels_is_seven_launches_two_norms_and_two_sums(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CudaKernel, "__call__", stand_in)
+    heads = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config = {**config_of("tiny-qwen3.5", 8), **heads}
+    model = random_model(config, dtype="bfloat16")
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "cuda"))
+    found = Forwards(packed, range(16), range(num_rows), num_steps=4, chunk_tokens=16).count()
+    assert found["Depends"] == 8 * FUSED["Depends"]
+    assert found["Matmul"] == 8 * FUSED["Matmul"] + 1
+    others = num_launches(found) - found["Depends"] - found["Matmul"]
+    assert others <= (2 * 8 + 1) * COMPILED_NORM + 2 * 8 + OUTSIDE
