@@ -9,14 +9,15 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import scaled_dot_product_attention
-from models import tiny
+from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.install import Level, choose_levels
-from headrace.models.selfcheck import LENGTH, TOLERANCE, Checked, Margin, check, run_reference
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
+from headrace.models.selfcheck import LENGTH, TOLERANCE, WITHOUT_KERNELS, Checked, Margin, check, run_reference
 
 VOCAB_SIZE = 160
 WHOLE_NOTE = "no packed form agrees with the untouched model: it runs a row at a time"
@@ -213,3 +214,17 @@ def test_the_reference_is_the_untouched_model_token_by_token() -> None:
     for row, logits in zip(reference.rows, reference.logits, strict=True):
         assert len(row) == LENGTH
         assert mx.array_equal(logits, tiny.reference(model, row))
+
+
+@pytest.mark.parametrize("part", ["_window", "_chunk"])
+def test_kernels_that_differ_are_not_used_and_that_is_told(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is those for a few tokens or what stands beside them in longer chunks."""
+    model = tiny.build(tiny_fused.widen("qwen3", monkeypatch))
+    assert not check(model, tiny_fused.KERNELS, VOCAB_SIZE, "float32").lowered
+    right = getattr(CudaAttentionMixer, part)
+    monkeypatch.setattr(CudaAttentionMixer, part, lambda *args: 1.1 * right(*args))
+    model = tiny.build("qwen3_wide")
+    result = check(model, tiny_fused.KERNELS, VOCAB_SIZE, "float32")
+    assert result.lowered == (WITHOUT_KERNELS,)
+    assert not result.packed.kernels.fuses_layers
+    assert set(result.packed.levels.values()) == {Level.SEAM}

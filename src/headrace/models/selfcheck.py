@@ -29,13 +29,18 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 12
 """Tokens per row."""
+LONG_CHUNK = 20
+"""Tokens that the first row has besides where kernels of ours stand: more than a window of theirs takes."""
+STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
+"""Per step and row: tokens of the row, then junk drafts that are rejected."""
+WITHOUT_KERNELS = "layers made of kernels of ours differ from the untouched model's: they run as on other devices"
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
 """Largest difference of a logit, relative to the largest logit, by precision: what summation orders make."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Rows of token ids and the untouched model's logits `[LENGTH, vocab_size]` for each, token by token."""
+    """Rows of token ids and the untouched model's logits `[n, vocab_size]` for each, token by token."""
 
     rows: tuple[tuple[int, ...], ...]
     logits: tuple[mx.array, ...]
@@ -66,10 +71,11 @@ class Checked:
     """One line per class that had to drop a level."""
 
 
-def run_reference(model: Any, vocab_size: int) -> Reference:
+def run_reference(model: Any, vocab_size: int, has_long_chunk: bool = False) -> Reference:
     """Two rows of random tokens through the untouched model."""
     random = np.random.default_rng(0)
-    rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, LENGTH)) for _ in range(2))
+    lengths = LENGTH + LONG_CHUNK * has_long_chunk, LENGTH
+    rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, length)) for length in lengths)
     logits = []
     for row in rows:
         cache = make_prompt_cache(model)
@@ -83,11 +89,13 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
 
     precision: of the activations, a key of TOLERANCE. Raises ModelError if not even the untouched model runs.
     """
-    reference = run_reference(model, vocab_size)
+    reference = run_reference(model, vocab_size, kernels.fuses_layers)
     chosen = choose_levels(model)
     fused = [(chosen, kernels, ())] if kernels.fuses_layers else []
+    untold = (WITHOUT_KERNELS,) if fused else ()
     kernels = kernels.without_fusion()
-    for levels, with_kernels, note in (*fused, *((levels, kernels, note) for levels, note in _candidates(chosen))):
+    others = ((levels, kernels, note or untold) for levels, note in _candidates(chosen))
+    for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
         margin = _compare(packed, reference)
         if margin is not None and margin.within(precision):
@@ -123,8 +131,8 @@ def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]
     difference = 0.0
-    # per step and row: tokens of the row, then junk drafts that are rejected
-    for step in (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0))):
+    num_left = len(reference.rows[0]) - LENGTH
+    for step in (*STEPS, *([((num_left, 0), (0, 0))] if num_left else ())):
         rows: list[Row] = []
         picks: list[int] = []
         wanted: list[mx.array] = []
