@@ -22,6 +22,7 @@ from headrace.models.media import RowMedia
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
+from headrace.models.mixers.cuda_moe import CudaMoE
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.perf.operations import operations
@@ -93,6 +94,7 @@ def test_fused_layers_are_in_place_and_agree_in_mixed_steps(name: str) -> None:
     assert found.count(CudaDeltaMixer) == num_delta
     assert found.count(CudaAttentionMixer) == num_layers - num_delta
     assert (CudaMLP in found) is (name != "qwen3_moe")
+    assert found.count(CudaMoE) == (num_layers if name == "qwen3_5_moe" else 0)
     got = MixedSteps(packed, SENTENCES, VOCAB, seed=1).run()
     assert max(fused(name).off(number, 0, logits) for number, logits in enumerate(got)) < TOLERANCE
 

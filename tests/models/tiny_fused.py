@@ -23,5 +23,9 @@ def widen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if "linear_key_head_dim" in text:
         text |= {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": 32}
         text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [6, 5, 5]}
+    if "moe_intermediate_size" in text:
+        text["moe_intermediate_size"] = 64
+    if "shared_expert_intermediate_size" in text:
+        text["shared_expert_intermediate_size"] = 64
     monkeypatch.setitem(tiny.FAMILIES, f"{name}_wide", config)
     return f"{name}_wide"

@@ -1,4 +1,7 @@
-"""Products of few tokens on NVIDIA GPUs, and mixtures of experts, against float64; without one their limits."""
+"""Products of few tokens on NVIDIA GPUs, and mixtures of experts, against float64.
+
+Without one the limits of products, and mixtures by the operations that stand for the kernels.
+"""
 
 import mlx.core as mx
 import numpy as np
@@ -66,7 +69,6 @@ def test_gates_and_a_residual_are_applied_to_the_product(form: tuple[int, int]) 
     assert_close(matmul.skinny(x, held, swiglu=True, residual=residual), want)
 
 
-@needs_gpu
 @pytest.mark.parametrize("form", [(16, 1), (4, 64)])
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("normed", [False, True])

@@ -60,8 +60,11 @@ class Cut:
 
 
 def refusal(weights: Weights, dtype: mx.Dtype) -> str | None:
-    """Why the kernels don't do products of activations of this type with such weights; None if they do."""
-    if dtype not in (mx.bfloat16, mx.float16):
+    """Why the kernels don't do products of activations of this type with such weights; None if they do.
+
+    Without CUDA, where operations stand for them, any type of activations is done.
+    """
+    if mx.cuda.is_available() and dtype not in (mx.bfloat16, mx.float16):
         return f"activations in {dtype}"
     if weights.scales is None:
         if weights.weight.dtype != dtype:

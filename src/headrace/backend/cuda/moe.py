@@ -8,8 +8,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import matmul
-from headrace.backend.cuda.kernel import CudaKernel
+from headrace.backend.cuda import matmul, ops
+from headrace.backend.cuda.kernel import CudaKernel, or_ops
 from headrace.backend.cuda.matmul import Cut, Weights
 
 MOST_PER_TOKEN = 16
@@ -82,6 +82,7 @@ def route(routing: Routing, logits: mx.array) -> tuple[mx.array, mx.array]:
     return chosen, weights
 
 
+@or_ops(ops.mix)
 def mix(
     routing: Routing,
     experts: Experts,

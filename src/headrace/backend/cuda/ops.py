@@ -7,6 +7,7 @@ computed in float32 and rounded where the kernels round. Nothing here is made to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -21,6 +22,9 @@ from headrace.backend.cuda.shapes import (
     Windowed,
 )
 
+if TYPE_CHECKING:
+    from headrace.backend.cuda import matmul, moe
+
 Rows = list[list[int]]
 """A plan as Python reads it."""
 
@@ -29,6 +33,48 @@ def swiglu(projected: mx.array) -> mx.array:
     """silu(gate) · value."""
     gate, value = mx.split(projected.astype(mx.float32), 2, axis=-1)
     return (_rounded(_silu(gate), projected.dtype) * value).astype(projected.dtype)
+
+
+# Mixtures of experts
+
+
+def mix(
+    routing: moe.Routing,
+    experts: moe.Experts,
+    shared: moe.Experts | None,
+    x: mx.array,
+    logits: mx.array,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Each token's likeliest experts by their share, then the one that all have."""
+    routed = logits[:, : routing.num_experts].astype(mx.float32)
+    shares, chosen = mx.softmax(routed, axis=-1), mx.argsort(-routed, axis=-1)[:, : routing.per_token]
+    weights = mx.take_along_axis(shares, chosen, axis=-1)
+    if routing.normed:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    y = sum((weights[:, j, None] * _expert(experts, x, chosen[:, j]) for j in range(routing.per_token)), mx.array(0.0))
+    if shared is not None:
+        y = y + mx.sigmoid(logits[:, routing.num_experts :].astype(mx.float32)) * _expert(shared, x, None)
+    if residual is not None:
+        y = _rounded(y, x.dtype) + residual.astype(mx.float32)
+    return y.astype(x.dtype)
+
+
+def _expert(experts: moe.Experts, x: mx.array, chosen: mx.array | None) -> mx.array:
+    """What each token's expert makes of it, `[T, K]` float32; all have the same if none is chosen."""
+    gate, up, down = (_dense(weights) if chosen is None else _dense(weights)[chosen] for weights in experts.all)
+    column = x.astype(mx.float32)[..., None]
+    gates, values = (_rounded(weights @ column, x.dtype) for weights in (gate, up))
+    hidden = _rounded(_rounded(_silu(gates), x.dtype) * values, x.dtype)
+    return (down @ hidden)[..., 0]
+
+
+def _dense(weights: matmul.Weights) -> mx.array:
+    """As numbers."""
+    if weights.scales is None or weights.biases is None:
+        return weights.weight.astype(mx.float32)
+    scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
+    return mx.dequantize(weights.weight, scales, biases, weights.group_size, weights.bits)
 
 
 # Gated delta layers
