@@ -254,6 +254,7 @@ def test_entries_of_a_prompt_with_gaps_stand_where_their_hidden_rows_do(name: st
     assert np.abs(elsewhere - expected)[-1].max() > 1e-3
 
 
+@tiny_fused.only_operations
 def test_a_head_of_kernels_computes_what_it_does_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys and values begin at token 1: there are none at 0."""
     monkeypatch.setattr(tiny_head, "HEAD_DIM", tiny_fused.HEAD_DIM)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from models import tiny
 from models.tiny_parts import Config
@@ -13,6 +15,9 @@ from headrace.backend.kernels import Kernels
 HEAD_DIM = 64
 KERNELS = Kernels("fast", "cuda")
 """Wherever the tests run: without CUDA, operations stand for the kernels."""
+DTYPE = "bfloat16" if mx.cuda.is_available() else "float32"
+"""Kernels take half precision only."""
+only_operations = pytest.mark.skipif(mx.cuda.is_available(), reason="in single precision, which kernels don't take")
 
 
 def widen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -29,3 +34,11 @@ def widen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         text["shared_expert_intermediate_size"] = 64
     monkeypatch.setitem(tiny.FAMILIES, f"{name}_wide", config)
     return f"{name}_wide"
+
+
+def build(name: str) -> nn.Module:
+    """A family that was widened, in DTYPE."""
+    model = tiny.build(name)
+    if DTYPE != "float32":
+        model.set_dtype(mx.bfloat16)
+    return model
