@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from models import tiny
 from models.mixed_steps import MixedSteps
@@ -20,6 +21,7 @@ from headrace.models.install import Level
 from headrace.models.load import LoadedModel, load
 from headrace.models.selfcheck import TOLERANCE
 from headrace.models.source import read_files
+from headrace.perf.shapes import SHAPES, random_model
 
 DATA = Path(__file__).parent.parent / "data"
 CPU = Device("cpu", "a processor", 1 << 40, 2)
@@ -64,6 +66,28 @@ def test_the_report_tells_name_precision_levels_and_margin(tmp_path: Path) -> No
     assert layers == "layers: GatedDeltaNet: packed, Qwen3NextAttention: seam"
     # in exact numerics nothing differs
     assert margin.startswith("self-check: largest difference 0.0e+00 at logits up to ")
+
+
+def test_the_report_tells_what_kernels_stand_for(tmp_path: Path) -> None:
+    heads = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    ropes = {**SHAPES["tiny-qwen3.5"]["rope_parameters"], "mrope_section": [4, 2, 2]}
+    config = {**SHAPES["tiny-qwen3.5"], **heads, "rope_parameters": ropes}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = dict(tree_flatten(random_model(config, dtype="float32").parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    gpu = Device("cuda", "a GPU", 1 << 40, 2)
+    for numerics, told in (
+        ("exact", ["layers: GatedDeltaNet: packed, Qwen3NextAttention: seam"]),
+        (
+            "fast",
+            [
+                "layers: GatedDeltaNet: kernels, Qwen3NextAttention: kernels",
+                "kernels: 3 GatedDeltaNet and 1 Qwen3NextAttention, steps of few tokens compiled",
+            ],
+        ),
+    ):
+        model = load(read_files("tiny", tmp_path), dtype="auto", numerics=numerics, self_check=True, device=gpu)
+        assert list(model.report[2:-1]) == told
 
 
 def test_the_report_counts_weights_that_were_left_aside(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -186,6 +187,8 @@ class Installation:
         self.is_tapped = False
         self.fused: dict[LayerKey, CudaDeltaMixer | CudaAttentionMixer] = {}
         """Mixers that are kernels of ours, if all are, by the place of their entry in the model's list of caches."""
+        self.replaced: Counter[type[nn.Module]] = Counter()
+        """How many mixers of a class kernels of ours stand for."""
         self.writes_in_place = False
         """Whether a mixer writes slabs behind MLX's back, see state/slabs.py."""
         self._undos: list[Undo] = []
@@ -197,6 +200,7 @@ class Installation:
         for place in places:
             if kernels.fuses_layers and (mixer := _fused(place.module, sections)) is not None:
                 self.fused[len(self.fused),] = mixer
+                self.replaced[type(place.module)] += 1
                 self.writes_in_place |= isinstance(mixer, CudaAttentionMixer)
                 self._replace(place, mixer)
             else:

@@ -110,6 +110,5 @@ def _first_logits(model: Any) -> mx.array:
 
 
 def _level_lines(checked: Checked) -> list[str]:
-    levels = ", ".join(f"{one.__name__}: {level.value}" for one, level in checked.packed.levels.items())
     result = "self-check: off" if checked.margin is None else f"self-check: {checked.margin}"
-    return [f"layers: {levels}", *checked.lowered, result]
+    return [*checked.packed.layer_lines, *checked.lowered, result]

@@ -62,6 +62,18 @@ class PackedModel:
         fused = self._installation.fused
         self._compiled = CompiledSteps(model, fused, self._installation.tap, self._windows, kernels) if fused else None
 
+    @property
+    def layer_lines(self) -> tuple[str, ...]:
+        """How each class of mixers takes part, and how many of them kernels of ours stand for."""
+        replaced = self._installation.replaced
+        levels = (f"{one.__name__}: {'kernels' if one in replaced else way.value}" for one, way in self.levels.items())
+        line = f"layers: {', '.join(levels)}"
+        if not replaced:
+            return (line,)
+        counts = " and ".join(f"{number} {one.__name__}" for one, number in replaced.items())
+        compiled = "" if self._compiled is None else ", steps of few tokens compiled"
+        return line, f"kernels: {counts}{compiled}"
+
     def forward(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """Run the rows' tokens, in order, as one packed row.
 

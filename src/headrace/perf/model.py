@@ -54,7 +54,8 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
     packed = PackedModel(model, choose_levels(model), Kernels("fast", kind))
     cost = state_cost(packed, None)
     say(f"weights: {weight_bytes(model, {**config, 'num_experts': None}, 1) / 1e9:.2f} GB")
-    say(f"layers: {', '.join(f'{one.__name__} {level.value}' for one, level in packed.levels.items())}")
+    for line in packed.layer_lines:
+        say(line)
     figures: list[Figure] = []
 
     def take(figure: Figure, num_rows: int, context: int) -> None:
