@@ -15,7 +15,7 @@ from headrace.perf.traffic import copy_bytes_per_s
 _ABOUT = """Measure the computations that have several forms: the time of a call, the bytes that it has to move, the
 share of this device's copies that this is, and the largest error over the largest value of a float64 reference."""
 
-_COLUMNS = "{:<12} {:<16} {:<46} {:>24} {:>9} {:>8} {:>9}"
+_COLUMNS = "{:<22} {:<16} {:<46} {:>24} {:>9} {:>8} {:>9}"
 
 
 def run(argv: Sequence[str]) -> None:
@@ -30,8 +30,8 @@ def run(argv: Sequence[str]) -> None:
     print(_COLUMNS.format("kernel", "form", "shape", "µs", "MB moved", "of copy", "error"))
     for each in measure_kernels(names):
         case = each.case
-        share = case.num_bytes / each.time_s.median / copied
-        cells = (spread_text(each.time_s, 1e6), f"{case.num_bytes / 1e6:.3g}", f"{share:.1%}", f"{each.error:.1e}")
+        share = f"{case.num_bytes / each.time_s.median / copied:.1%}" if each.time_s.median else ""
+        cells = (spread_text(each.time_s, 1e6), f"{case.num_bytes / 1e6:.3g}", share, f"{each.error:.1e}")
         print(_COLUMNS.format(case.kernel, case.form, case.shape, *cells), flush=True)
 
 

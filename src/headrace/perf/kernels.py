@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,46 +11,18 @@ import mlx.core as mx
 from headrace.backend.device import DeviceKind, device_kind
 from headrace.backend.gated_delta import Form, scan
 from headrace.backend.kernels import Kernels
-from headrace.bench.figures import Spread, spread
 from headrace.models.mixers.attention import attend
 from headrace.models.step import PackedStep, RowSpan, View
+from headrace.perf.case import Case, Measured, measured
+from headrace.perf.layers import attention_layers, delta_layers, few_tokens
 from headrace.perf.references import Float64, causal_attention, delta_rule, double, largest_error
-from headrace.perf.timing import watch_memory
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
 
-_NUM_REPEATS = 5
-_CALLS_AT_ONCE = 10
-"""Calls whose results are asked for together, so that the wait for the device is shared."""
 _LONG = 64
 """From so many tokens a row on a call is long enough to be timed alone; forms that go token by token are left out."""
 
 _LAYER = (0,)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A form at a shape. call: gives its results, not evaluated. error: of results, over the largest right value.
-
-    num_bytes: that a call has to move at least.
-    """
-
-    kernel: str
-    form: str
-    shape: str
-    num_bytes: int
-    call: Callable[[], Sequence[mx.array]]
-    error: Callable[[Sequence[mx.array]], float]
-    is_long: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """time_s: of one call."""
-
-    case: Case
-    time_s: Spread
-    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +69,22 @@ _ON_GPU = Sizes(
     (1, 2, 4, 8, 16, 32, 64, 512, 2048),
 )
 
+
+def _sizes(kind: DeviceKind) -> Sizes:
+    return _ON_CPU if kind == "cpu" else _ON_GPU
+
+
 SCAN_FORMS: Mapping[DeviceKind, tuple[Form, ...]] = {
     "cpu": ("reference", "fused", "chunked"),
-    "cuda": ("reference", "fused", "chunked"),
+    "cuda": ("reference", "fused", "chunked", "cuda"),
     "metal": ("reference", "fused", "chunked", "metal"),
 }
 _TOKEN_BY_TOKEN = ("reference", "fused")
 
 
-def gated_deltas(sizes: Sizes, kind: DeviceKind) -> Iterator[Case]:
+def gated_deltas(kind: DeviceKind) -> Iterator[Case]:
     """Scans of the gated delta rule."""
+    sizes = _sizes(kind)
     for num_rows, num_tokens in sizes.scans:
         is_long = num_tokens >= _LONG
         forms = [form for form in SCAN_FORMS[kind] if not (is_long and form in _TOKEN_BY_TOKEN)]
@@ -145,8 +122,9 @@ def _scans(
         yield Case("gated delta", form, name, num_bytes, partial(call, form), error, is_long)
 
 
-def attentions(sizes: Sizes, kind: DeviceKind) -> Iterator[Case]:
+def attentions(kind: DeviceKind) -> Iterator[Case]:
     """Attention of a few tokens a row as steps call it: keys and values are written, and all are read."""
+    sizes = _sizes(kind)
     for heads in sizes.attention_heads:
         for num_rows, num_tokens, context in sizes.attentions:
             yield _attention(heads, num_rows, num_tokens, context, sizes.dtype, kind)
@@ -183,8 +161,9 @@ def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype
     )
 
 
-def matmuls(sizes: Sizes, kind: DeviceKind) -> Iterator[Case]:
+def matmuls(kind: DeviceKind) -> Iterator[Case]:
     """A matrix of weights as it is, in four bits, and in four bits but brought back before the product."""
+    sizes = _sizes(kind)
     num_in, num_out = sizes.matrix
     whole = _normal((num_out, num_in), sizes.dtype)
     stored = mx.quantize(whole, group_size=64, bits=4)
@@ -218,10 +197,13 @@ def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape).astype(dtype)
 
 
-KERNELS: Mapping[str, Callable[[Sizes, DeviceKind], Iterator[Case]]] = {
+KERNELS: Mapping[str, Callable[[DeviceKind], Iterator[Case]]] = {
     "gated-delta": gated_deltas,
     "attention": attentions,
     "matmul": matmuls,
+    "delta-layers": delta_layers,
+    "attention-layers": attention_layers,
+    "few-tokens": few_tokens,
 }
 """What is measured, by the names on the command line."""
 
@@ -230,24 +212,5 @@ def measure_kernels(names: Sequence[str]) -> Iterator[Measured]:
     """Each case of the kernels of these names as soon as it is measured. Raises KeyError for an unknown name."""
     kind = device_kind()
     for name in names:
-        for case in KERNELS[name](_ON_CPU if kind == "cpu" else _ON_GPU, kind):
-            yield measured(case)
-
-
-def measured(case: Case) -> Measured:
-    """The time of a call once its kernels are built, without that of building its graph."""
-    watch_memory()
-    found = case.call()
-    mx.eval(found)
-    error = case.error(found)
-    num_calls = 1 if case.is_long else _CALLS_AT_ONCE
-    times = []
-    for _ in range(_NUM_REPEATS + 1):
-        calls = [case.call() for _ in range(num_calls)]
-        started = time.perf_counter()
-        mx.eval(calls)
-        times.append((time.perf_counter() - started) / num_calls)
-        del calls
-    of_repeats = spread(times[1:])
-    assert of_repeats is not None, "there are repeats"
-    return Measured(case, of_repeats, error)
+        for case in KERNELS[name](kind):
+            yield measured(case, kind)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from backend.cuda import references
-from backend.cuda.references import TOLERANCE, error, exact
+from backend.cuda.references import TOLERANCE, error
 
 from headrace.backend.cuda import attention
 from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+from headrace.perf import layer_references
+from headrace.perf.references import double
 
 SLABS = ((4, 256), (1, 1024), (1, 2048))
 """Slots and capacity of each."""
@@ -70,14 +71,14 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
         )
         for _ in range(2)
     ]
-    heads = exact(projected)[0][:, : 2 * shape.num_heads * shape.head_dim].reshape(NUM_TOKENS, shape.num_heads, -1)
-    wanted = references.attend(
+    heads = double(projected)[0][:, : 2 * shape.num_heads * shape.head_dim].reshape(NUM_TOKENS, shape.num_heads, -1)
+    wanted = layer_references.attend(
         shape,
         plan,
-        exact(queries),
+        double(queries),
         slabs,
         scale,
-        None if sinks is None else exact(sinks),
+        None if sinks is None else double(sinks),
         heads[..., shape.head_dim :] if is_gated else None,
     )
     assert got[0].dtype == dtype
@@ -130,7 +131,7 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
     axes = (np.arange(rotary // 2) % num_axes).astype(np.int32)
     projected, slabs = drawn(1, dtype, 1, NUM_TOKENS, layout.width), slabs_of(shape, dtype)
     mx.eval(slabs)
-    before = [tuple(exact(array) for array in pair) for pair in slabs]
+    before = [tuple(double(array) for array in pair) for pair in slabs]
     norms = (1 + drawn(2, dtype, head_dim) / 8, 1 + drawn(3, dtype, head_dim) / 8, mx.array([1e-6]))
     plan = plan_of(0, 0)
     got = attention.rope_append(
@@ -144,14 +145,14 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
         norms if is_normed else None,
     )
     mx.eval(got)
-    queries, keys, values = references.rope_append(
+    queries, keys, values = layer_references.rope_append(
         shape,
         layout,
         positions.astype(np.float64),
-        exact(projected)[0],
+        double(projected)[0],
         turns.astype(np.float64),
         axes,
-        (exact(norms[0]), exact(norms[1]), 1e-6) if is_normed else None,
+        (double(norms[0]), double(norms[1]), 1e-6) if is_normed else None,
     )
     # an angle of thousands of radians is known to a float32's 24 bits
     tolerance = max(TOLERANCE[dtype], 1e-4)
@@ -163,9 +164,9 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
             assert error(held[slot, :, tokens], wanted) <= allowed
         # so that what is left below is what nobody was to touch
         for held, old in zip(slabs[slab], before[slab], strict=True):
-            old[slot, :, tokens] = exact(held)[slot, :, tokens]
+            old[slot, :, tokens] = double(held)[slot, :, tokens]
     for pair, olds in zip(slabs, before, strict=True):
-        assert all(np.array_equal(exact(array), old) for array, old in zip(pair, olds, strict=True))
+        assert all(np.array_equal(double(array), old) for array, old in zip(pair, olds, strict=True))
 
 
 def test_keys_are_split_into_as_many_parts_as_run_at_a_time() -> None:

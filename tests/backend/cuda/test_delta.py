@@ -5,12 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from backend.cuda import references
-from backend.cuda.references import TOLERANCE, error, exact
+from backend.cuda.references import TOLERANCE, error
 
 from headrace.backend.cuda import delta
 from headrace.backend.cuda.shapes import DeltaShape, Stash, Weights
 from headrace.backend.gated_delta import scan
+from headrace.perf import layer_references
+from headrace.perf.references import double
 
 HEADS = [(1, 1, 64, 16), (2, 4, 128, 128), (2, 6, 64, 48), (1, 2, 256, 32)]
 """Key heads, value heads, and their dimensions."""
@@ -84,7 +85,7 @@ def test_a_scan_is_the_rule_token_by_token(
     got = scan("cuda", q, k, v, g, beta, state, keep=keep)
     assert got.y.dtype == dtype and got.end_state.dtype == mx.float32
     for row in range(rows):
-        y, end, kept = references.scan(*(exact(x)[row] for x in (q, k, v, g, beta, state)), keep)
+        y, end, kept = layer_references.scan(*(double(x)[row] for x in (q, k, v, g, beta, state)), keep)
         assert error(got.y[row], y) < TOLERANCE[dtype]
         assert error(got.end_state[row], end) < TOLERANCE[mx.float32]
         if keep is None:
@@ -101,7 +102,7 @@ def test_a_long_chunk_is_prepared(heads: tuple[int, int, int, int], num_tokens: 
     weights, projected = drawn.weights(shape), drawn(1, num_tokens, shape.width)
     context = drawn(1, shape.kernel_size - 1, shape.num_channels)
     got = delta.prepare(shape, weights, projected, context)
-    *wanted, _ = references.prepare(shape, weights, exact(projected)[0], exact(context)[0])
+    *wanted, _ = layer_references.prepare(shape, weights, double(projected)[0], double(context)[0])
     for name, one, other in zip(got._fields, got, wanted, strict=True):
         assert one.dtype == (mx.float32 if name in ("g", "beta") else dtype)
         assert error(one, other) < TOLERANCE[dtype], name
@@ -137,8 +138,8 @@ def test_a_window_is_the_layer_between_its_projections(
     said = []
     for place, row in enumerate(plan):
         _, num_tokens, num_certain, *_ = row
-        y, kept, raw, *stash = references.window(
-            shape, weights, row, exact(projected)[0], exact(old_raw), old_stash, exact(state)
+        y, kept, raw, *stash = layer_references.window(
+            shape, weights, row, double(projected)[0], double(old_raw), old_stash, double(state)
         )
         said.append(y)
         assert error(got.state[place], kept) < TOLERANCE[dtype]
@@ -159,9 +160,9 @@ def test_a_window_and_a_chunk_of_the_same_tokens_agree(cut: int) -> None:
     wanted = scan("cuda", *(array[None] for array in chunk), state, keep=cut)
     plan = mx.array([(0, num_tokens, cut, 0, context, 0, num_tokens)], dtype=mx.int32)
     got = delta.window(shape, weights, plan, num_tokens, projected, before, drawn.stash(1, 1, shape), state)
-    assert error(got.y, exact(wanted.y)[0]) < TOLERANCE[mx.float32]
+    assert error(got.y, double(wanted.y)[0]) < TOLERANCE[mx.float32]
     assert wanted.kept_state is not None
-    assert error(got.state, exact(wanted.kept_state)) < TOLERANCE[mx.float32]
+    assert error(got.state, double(wanted.kept_state)) < TOLERANCE[mx.float32]
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
@@ -171,7 +172,7 @@ def test_the_norm_of_the_output_is_gated(heads: tuple[int, int, int, int], dtype
     y = drawn(9, shape.num_v_heads, shape.head_v_dim)
     got = delta.gated_norm(shape, weights, y, projected)
     assert got.dtype == dtype
-    assert error(got, references.gated_norm(shape, weights, exact(y), exact(projected)[0])) < TOLERANCE[dtype]
+    assert error(got, layer_references.gated_norm(shape, weights, double(y), double(projected)[0])) < TOLERANCE[dtype]
 
 
 def test_heads_that_the_kernels_can_not_do_are_named() -> None:

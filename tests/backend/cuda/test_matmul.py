@@ -9,18 +9,11 @@ import pytest
 
 from headrace.backend.cuda import matmul, moe
 from headrace.backend.cuda.matmul import Weights
+from headrace.perf.layer_references import Matrices, mixture, silu
+from headrace.perf.references import double
 
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
 FORMS = [(16, 1), (4, 32), (4, 64), (4, 128), (8, 64)]
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    found: np.ndarray = x / (1 + np.exp(-x))
-    return found
 
 
 def weights(rng: np.random.Generator, shape: tuple[int, ...], form: tuple[int, int]) -> tuple[Weights, np.ndarray]:
@@ -28,11 +21,11 @@ def weights(rng: np.random.Generator, shape: tuple[int, ...], form: tuple[int, i
     bits, group = form
     dense = mx.array(rng.standard_normal(shape) / shape[-1] ** 0.5).astype(mx.bfloat16)
     if bits == 16:
-        return Weights(dense), float64(dense)
+        return Weights(dense), double(dense)
     packed, scales, biases = mx.quantize(dense, group, bits)
     places = bits * np.arange(32 // bits, dtype=np.uint32)
     numbers = (np.array(packed)[..., None] >> places & (2**bits - 1)).reshape(shape)
-    exact = numbers * np.repeat(float64(scales), group, -1) + np.repeat(float64(biases), group, -1)
+    exact = numbers * np.repeat(double(scales), group, -1) + np.repeat(double(biases), group, -1)
     return Weights(packed, scales, biases, bits, group), exact
 
 
@@ -41,7 +34,7 @@ def tokens(rng: np.random.Generator, *shape: int) -> mx.array:
 
 
 def assert_close(got: mx.array, want: np.ndarray) -> None:
-    np.testing.assert_allclose(float64(got), want, rtol=0, atol=6e-3 * np.abs(want).max())
+    np.testing.assert_allclose(double(got), want, rtol=0, atol=6e-3 * np.abs(want).max())
 
 
 @needs_gpu
@@ -54,7 +47,7 @@ def test_a_product_is_that_of_float64_in_any_company(form: tuple[int, int], num_
     alone = matmul.skinny(x[:1], held)
     for number in (1, 5, 9, 16):
         got = matmul.skinny(x[None, :number], held)[0]
-        assert_close(got, float64(x[:number]) @ exact.T)
+        assert_close(got, double(x[:number]) @ exact.T)
         assert mx.array_equal(got[:1], alone)
 
 
@@ -64,8 +57,8 @@ def test_gates_and_a_residual_are_applied_to_the_product(form: tuple[int, int]) 
     rng = np.random.default_rng(form[1])
     held, exact = weights(rng, (200, 512), form)
     x, residual = tokens(rng, 3, 512), tokens(rng, 3, 100)
-    both = float64(x) @ exact.T
-    want = silu(both[:, :100]) * both[:, 100:] + float64(residual)
+    both = double(x) @ exact.T
+    want = silu(both[:, :100]) * both[:, 100:] + double(residual)
     assert_close(matmul.skinny(x, held, swiglu=True, residual=residual), want)
 
 
@@ -84,17 +77,12 @@ def test_a_mixture_is_the_weighted_sum_of_its_likeliest_experts(
     routing = moe.Routing(number, per_token, normed)
     shared = moe.Experts(own_gate[0], own_up[0], own_down[0]) if has_shared else None
 
-    chances = np.exp(float64(logits)[:, :number])
-    chances /= chances.sum(-1, keepdims=True)
-    want = np.zeros((3, width))
-    for t, token in enumerate(float64(x)):
-        best = np.argsort(-chances[t], kind="stable")[:per_token]
-        total = chances[t, best].sum() if normed else 1.0
-        for e in best:
-            want[t] += chances[t, e] / total * (down[1][e] @ (silu(gate[1][e] @ token) * (up[1][e] @ token)))
-        if has_shared:
-            of_shared = own_down[1] @ (silu(own_gate[1] @ token) * (own_up[1] @ token))
-            want[t] += of_shared / (1 + np.exp(-float64(logits)[t, number]))
+    def matrices(e: int) -> Matrices:
+        return gate[1][e], up[1][e], down[1][e]
+
+    own = (own_gate[1], own_up[1], own_down[1]) if has_shared else None
+    given = double(logits) if has_shared else double(logits)[:, :number]
+    want = np.stack([mixture(*pair, matrices, own, per_token, normed) for pair in zip(double(x), given, strict=True)])
     assert_close(moe.mix(routing, moe.Experts(gate[0], up[0], down[0]), shared, x, logits), want)
 
 
