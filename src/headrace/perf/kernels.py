@@ -14,7 +14,8 @@ from headrace.backend.kernels import Kernels
 from headrace.models.mixers.attention import attend
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.perf.case import Case, Measured, measured
-from headrace.perf.layers import attention_layers, delta_layers, few_tokens
+from headrace.perf.few_tokens import few_tokens
+from headrace.perf.layers import attention_layers, delta_layers
 from headrace.perf.references import Float64, causal_attention, delta_rule, double, largest_error
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
