@@ -47,6 +47,11 @@ class Recorded:
         return '"input_image"' in json.dumps(self.body)
 
     @property
+    def has_form(self) -> bool:
+        """Whether an answer that is no call must be JSON: then nothing can be said before a call."""
+        return self.body.get("text", {}).get("format", {}).get("type", "text") != "text"
+
+    @property
     def callable(self) -> list[tuple[str | None, dict[str, Any]]]:
         """A tool of each kind that there is, with its namespace."""
         tools = self.body.get("tools") or []
@@ -95,7 +100,9 @@ def said(request: Recorded) -> str:
         name = tool["name"] if namespace is None else f"{namespace}__{tool['name']}"
         parts = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments(tool).items())
         calls += f"\n<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
-    return "The file first.\n</think>\n\nLet me see." + (calls if request.callable else "")
+    if not request.callable:
+        calls = ""
+    return "The file first.\n</think>\n\n" + (calls.strip() if request.has_form else f"Let me see.{calls}")
 
 
 def script(request: Recorded) -> Iterator[tuple[int, ...]]:
@@ -156,9 +163,10 @@ def test_a_stream_has_every_part_that_its_clients_need(request_: Recorded) -> No
     assert (completed["id"], completed["output"]) == (told[0]["response"]["id"], done)
     assert completed["usage"]["output_tokens"] == len(list(script(request_)))
     assert completed["usage"]["input_tokens_details"]["cached_tokens"] == 0
-    thought, message, *calls = done
+    thought, *calls = done
     assert thought["content"] == [{"type": "reasoning_text", "text": "The file first."}]
-    assert message["content"][0]["text"] == "Let me see."
+    if not request_.has_form:
+        assert calls.pop(0)["content"][0]["text"] == "Let me see."
     assert [(call.get("namespace"), call["name"]) for call in calls] == [
         (namespace, tool["name"]) for namespace, tool in request_.callable
     ]
