@@ -31,7 +31,7 @@ from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, 
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
-from headrace.engine.sparse_setup import load_draft, start_sparse
+from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
@@ -265,9 +265,7 @@ def _prepare(
     """Everything before the first request, on the engine's thread."""
     products = blas.install(config.models.numerics)
     limits.restore_open_files()
-    here = device.current()
-    # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
-    mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
+    here = _current_device()
     files = model_files(config)
     models = config.models
     sees = models.vision == "auto"
@@ -278,12 +276,7 @@ def _prepare(
         constraints.warm_up()
     drafting = prepare_drafting(config, files, loaded, here)
     found = _find_tower(files, loaded, models.dtype, here) if sees and loaded.packed.takes_media else None
-    draft = None
-    if config.engine.sparse_draft is not None:
-        try:
-            draft = load_draft(config, files, model_files(config, config.engine.sparse_draft), loaded, here)
-        except ModelError as error:
-            raise ModelError(f"--sparse-draft: {error}") from error
+    draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)
@@ -325,6 +318,24 @@ def _prepare(
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
+
+
+def _current_device() -> Device:
+    here = device.current()
+    # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
+    mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
+    return here
+
+
+def _find_draft(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> LoadedDraft | None:
+    """The model that finds what of a prompt is worth computing; None if none is configured."""
+    name = config.engine.sparse_draft
+    if name is None:
+        return None
+    try:
+        return load_draft(config, files, model_files(config, name), loaded, here)
+    except ModelError as error:
+        raise ModelError(f"--sparse-draft: {error}") from error
 
 
 def _find_tower(files: ModelFiles, loaded: LoadedModel, dtype: str, here: Device) -> tuple[Tower, str] | None:
