@@ -81,8 +81,10 @@ def choose(numerics: str, device: str, num_tokens: int) -> Form:
     """
     if numerics == "exact":
         return "reference"
-    if device in ("metal", "cuda"):
-        return "metal" if device == "metal" else "cuda"
+    if device == "cuda":
+        return "cuda"
+    if device == "metal":
+        return "metal"
     return "fused" if num_tokens == 1 else "chunked"
 
 

@@ -57,7 +57,7 @@ def _product(parts: list[Any]) -> Product:
     if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
         scales, biases, form = joined["scales"], joined.get("biases"), (first.group_size, first.bits, first.mode)
         weights = Weights(weight, scales, biases, first.bits, first.group_size)
-        # for a few tokens MLX's own product takes two to eight times as long on CUDA
+        # for a few tokens MLX's own product takes up to eight times as long on CUDA, see docs/benchmarks.md
         is_ours = mx.cuda.is_available() and matmul.refusal(weights, scales.dtype) is None
 
         def quantized(x: mx.array) -> mx.array:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.backend.cuda import matmul, moe
 from headrace.backend.cuda.matmul import Weights
-from headrace.perf.layer_references import Matrices, mixture, silu
+from headrace.perf.layer_references import Matrices, mixture
 from headrace.perf.references import double
 
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
@@ -51,17 +51,6 @@ def test_a_product_is_that_of_float64_in_any_company(form: tuple[int, int], num_
         assert mx.array_equal(got[:1], alone)
 
 
-@needs_gpu
-@pytest.mark.parametrize("form", FORMS[::2])
-def test_gates_and_a_residual_are_applied_to_the_product(form: tuple[int, int]) -> None:
-    rng = np.random.default_rng(form[1])
-    held, exact = weights(rng, (200, 512), form)
-    x, residual = tokens(rng, 3, 512), tokens(rng, 3, 100)
-    both = double(x) @ exact.T
-    want = silu(both[:, :100]) * both[:, 100:] + double(residual)
-    assert_close(matmul.skinny(x, held, swiglu=True, residual=residual), want)
-
-
 @pytest.mark.parametrize("form", [(16, 1), (4, 64)])
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
@@ -98,11 +87,10 @@ def shaped(num_features: int, num_inputs: int, form: tuple[int, int]) -> Weights
 @pytest.mark.parametrize("num_features", [257, 2560, 18432])
 def test_a_block_has_room_for_most_tokens_and_the_same_warps_for_any(form: tuple[int, int], num_features: int) -> None:
     held = shaped(num_features, 2560, form)
-    for swiglu in (False, True):
-        cuts = {n: matmul.cut_of(held, n, swiglu) for n in range(1, matmul.most_tokens(held) + 1)}
-        assert len({cut.warps for cut in cuts.values()}) == 1
-        for n, cut in cuts.items():
-            assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= matmul.LARGEST_BLOCK
+    cuts = {n: matmul.cut_of(held, n) for n in range(1, matmul.most_tokens(held) + 1)}
+    assert len({cut.warps for cut in cuts.values()}) == 1
+    for n, cut in cuts.items():
+        assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= matmul.LARGEST_BLOCK
 
 
 @pytest.mark.parametrize(

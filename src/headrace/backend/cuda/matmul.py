@@ -83,15 +83,18 @@ def step_of(weights: Weights) -> int:
 
 
 def most_tokens(weights: Weights) -> int:
-    """That a launch takes: as many as the shared memory holds beside the largest cut."""
+    """That a launch takes: as many as the shared memory holds beside the largest cut, 16 at most.
+
+    Larger numbers were not timed against MLX's own products.
+    """
     largest = Cut(2, 8, 2)
-    return next(n for n in (32, 16, 8) if shared_bytes(weights, largest, token_tiles(n)) <= LARGEST_BLOCK)
+    return next(n for n in (16, 8) if shared_bytes(weights, largest, token_tiles(n)) <= LARGEST_BLOCK)
 
 
-def cut_of(weights: Weights, num_tokens: int, swiglu: bool = False) -> Cut:
+def cut_of(weights: Weights, num_tokens: int) -> Cut:
     """Which warp adds what doesn't depend on the number of tokens: a token's result is the same in any company."""
     many = -(-weights.num_features // 32) >= _WIDE_BLOCKS
-    wanted = Cut(2, 4, 3) if many else Cut(2, 8, 3) if swiglu else Cut(1, 8, 4 if num_tokens <= 8 else 3)
+    wanted = Cut(2, 4, 3) if many else Cut(1, 8, 4 if num_tokens <= 8 else 3)
     return fitted(weights, wanted, token_tiles(num_tokens))
 
 
@@ -115,52 +118,39 @@ def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:
 
 
 @cache
-def _skinny(
-    bits: int, group: int, tiles: int, tokens: int, stages: int, swiglu: bool, adds: bool, shared: int
-) -> CudaKernel:
-    inputs = ["x", "weight", *["scales", "biases"] * (bits < 16), *["residual"] * adds]
-    flags = f"{str(swiglu).lower()}, {str(adds).lower()}"
+def _skinny(bits: int, group: int, tiles: int, tokens: int, stages: int, shared: int) -> CudaKernel:
+    inputs = ["x", "weight", *["scales", "biases"] * (bits < 16)]
     none = "static_cast<const T*>(nullptr)"
     body = (
         "int num_tokens = 1; for (int i = 0; i + 1 < x_ndim; i++) num_tokens *= x_shape[i];"
-        f"skinny<T, {bits}, {group}, {tiles}, {tokens}, {stages}, {flags}>("
-        f"x, num_tokens, weight_shape[0]{' / 2' * swiglu}, x_shape[x_ndim - 1], weight, "
-        f"{'scales, biases' if bits < 16 else f'{none}, {none}'}, {'residual' if adds else none}, out);"
+        f"skinny<T, {bits}, {group}, {tiles}, {tokens}, {stages}>("
+        f"x, num_tokens, weight_shape[0], x_shape[x_ndim - 1], weight, "
+        f"{'scales, biases' if bits < 16 else f'{none}, {none}'}, out);"
     )
-    name = f"skinny_{bits}_{group}_{tiles}_{tokens}_{stages}{'_swiglu' * swiglu}{'_adds' * adds}"
+    name = f"skinny_{bits}_{group}_{tiles}_{tokens}_{stages}"
     sources = ("numbers.cuh", "mma.cuh", "stream.cuh", "skinny.cuh")
     return CudaKernel(name, sources, inputs, ("out",), body, shared)
 
 
-def skinny(
-    x: mx.array, weights: Weights, *, swiglu: bool = False, residual: mx.array | None = None, cut: Cut | None = None
-) -> mx.array:
-    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32; … are at most `most_tokens`.
-
-    swiglu: the features are gates, then as many values, and silu(gate) · value `[…, N / 2]` comes out. residual: what
-    is added to that, of its shape.
-    """
+def skinny(x: mx.array, weights: Weights) -> mx.array:
+    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32; … are at most `most_tokens`."""
     *rows, num_inputs = x.shape
     num_tokens = x.size // num_inputs
     num_tiles = token_tiles(num_tokens)
-    cut = cut or cut_of(weights, num_tokens, swiglu)
+    cut = cut_of(weights, num_tokens)
     kernel = _skinny(
         weights.bits,
         weights.group_size,
         cut.tiles,
         num_tiles,
         cut.stages,
-        swiglu,
-        residual is not None,
         shared_bytes(weights, cut, num_tiles),
     )
-    num_out = weights.num_features // (2 if swiglu else 1)
-    width = cut.tiles * (8 if swiglu else 16)
     (out,) = kernel(
-        (x, *weights.arrays, *(() if residual is None else (residual,))),
+        (x, *weights.arrays),
         {"T": x.dtype},
-        (-(-num_out // width), 1, 1),
+        (-(-weights.num_features // (16 * cut.tiles)), 1, 1),
         32 * cut.warps,
-        (((*rows, num_out), x.dtype),),
+        (((*rows, weights.num_features), x.dtype),),
     )
     return out

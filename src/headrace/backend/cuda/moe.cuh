@@ -40,10 +40,10 @@ __device__ void gate_up(const T* x, const int* chosen, const Experts<T> gate, co
         rounded<T>(silu(rounded<T>(Part::total(sums, 0, f)))) * rounded<T>(Part::total(sums, 0, 16 + f)));
 }
 
-// y [tokens, N] = Σ weight · down of hidden (+ residual); a block makes 16 features, each warp one expert.
-template <typename T, int BITS, int GROUP, int PER_TOKEN, int STAGES, bool SHARED, bool ADDS>
+// y [tokens, N] = Σ weight · down of hidden; a block makes 16 features, each warp one expert.
+template <typename T, int BITS, int GROUP, int PER_TOKEN, int STAGES, bool SHARED>
 __device__ void down_sum(const T* hidden, const int* chosen, const float* weights, const T* logits, int num_experts,
-                         int width, const Experts<T> down, const Experts<T> shared_down, const T* residual, int N, int I, T* y) {
+                         int width, const Experts<T> down, const Experts<T> shared_down, int N, int I, T* y) {
   using Part = Stream<T, BITS, GROUP, 1, 1, STAGES>;
   constexpr int EACH = PER_TOKEN + SHARED;
   extern __shared__ uint4 staged[];
@@ -59,10 +59,5 @@ __device__ void down_sum(const T* hidden, const int* chosen, const float* weight
   float* sums = reinterpret_cast<float*>(staged);
   Part::publish(sum, weight, sums);
   const int f = threadIdx.x;
-  if (f < 16 && first + f < N) {
-    const long at = static_cast<long>(token) * N + first + f;
-    float found = Part::total(sums, 0, f);
-    if (ADDS) found = rounded<T>(found) + static_cast<float>(residual[at]);
-    y[at] = static_cast<T>(found);
-  }
+  if (f < 16 && first + f < N) y[static_cast<long>(token) * N + first + f] = static_cast<T>(Part::total(sums, 0, f));
 }

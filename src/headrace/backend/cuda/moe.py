@@ -89,9 +89,8 @@ def mix(
     shared: Experts | None,
     x: mx.array,
     logits: mx.array,
-    residual: mx.array | None = None,
 ) -> mx.array:
-    """`[T, K]`: what the experts make of x `[T, K]`, weighted and added up in float32, plus the residual.
+    """`[T, K]`: what the experts make of x `[T, K]`, weighted and added up in float32.
 
     logits `[T, num_experts (+ 1)]`: the router's, and for a shared expert that of the sigmoid which is its weight.
     """
@@ -111,8 +110,8 @@ def mix(
     seconds = [experts.down, *(() if shared is None else (shared.down,))]
     cut = _down_cut(experts.down, routing, shared)
     room = matmul.shared_bytes(experts.down, cut, 1)
-    (y,) = _down_sum(*form, routing.num_experts, residual is not None, cut.stages, room)(
-        (hidden, chosen, weights, logits, *_arrays(seconds), *(() if residual is None else (residual,))),
+    (y,) = _down_sum(*form, routing.num_experts, cut.stages, room)(
+        (hidden, chosen, weights, logits, *_arrays(seconds)),
         {"T": x.dtype},
         (-(-width // 16), num_tokens, 1),
         32 * each,
@@ -166,14 +165,14 @@ def _gate_up(bits: int, group: int, per_token: int, shared: bool, room: int) -> 
 
 @cache
 def _down_sum(
-    bits: int, group: int, per_token: int, shared: bool, num_experts: int, adds: bool, stages: int, room: int
+    bits: int, group: int, per_token: int, shared: bool, num_experts: int, stages: int, room: int
 ) -> CudaKernel:
     names, made = _named(["down", *["own_down"] * shared], bits < 16)
     body = (
-        f"down_sum<T, {bits}, {group}, {per_token}, {stages}, {str(shared).lower()}, {str(adds).lower()}>("
+        f"down_sum<T, {bits}, {group}, {per_token}, {stages}, {str(shared).lower()}>("
         f"hidden, chosen, weights, logits, {num_experts}, logits_shape[1], {', '.join(made if shared else made * 2)}, "
-        f"{'residual' if adds else 'nullptr'}, down_w_shape[1], hidden_shape[2], y);"
+        "down_w_shape[1], hidden_shape[2], y);"
     )
-    inputs = ("hidden", "chosen", "weights", "logits", *names, *["residual"] * adds)
-    name = f"down_sum_{bits}_{group}_{per_token}_{num_experts}{'_shared' * shared}{'_adds' * adds}"
+    inputs = ("hidden", "chosen", "weights", "logits", *names)
+    name = f"down_sum_{bits}_{group}_{per_token}_{num_experts}{'_shared' * shared}"
     return CudaKernel(name, _SOURCES, inputs, ("y",), body, room)

@@ -44,7 +44,6 @@ def mix(
     shared: moe.Experts | None,
     x: mx.array,
     logits: mx.array,
-    residual: mx.array | None = None,
 ) -> mx.array:
     """Each token's likeliest experts by their share, then the one that all have."""
     routed = logits[:, : routing.num_experts].astype(mx.float32)
@@ -55,8 +54,6 @@ def mix(
     y = sum((weights[:, j, None] * _expert(experts, x, chosen[:, j]) for j in range(routing.per_token)), mx.array(0.0))
     if shared is not None:
         y = y + mx.sigmoid(logits[:, routing.num_experts :].astype(mx.float32)) * _expert(shared, x, None)
-    if residual is not None:
-        y = _rounded(y, x.dtype) + residual.astype(mx.float32)
     return y.astype(x.dtype)
 
 
