@@ -29,9 +29,9 @@ RULES: dict[str, set[str]] = {
     "media": {"types", "families", "errors"},
     "backend": set(),
     "state": {"types", "prefix", "backend"},
-    "sampling": {"types"},
+    "sampling": {"types", "backend"},
     "models": {"types", "families", "state", "backend", "errors"},
-    "speculate": {"types", "models", "state", "sampling"},
+    "speculate": {"types", "models", "state", "sampling", "backend"},
     "sparse": {"types", "models", "state"},
     "engine": {
         *("types", "errors", "config", "families", "prefix", "metrics", "scheduler", "grammar"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from headrace.backend.transfer import Fetched, to_device
 from headrace.sampling.logprobs import LogprobRows, read_logprobs, token_logprobs
 from headrace.sampling.rows import pick
 from headrace.sampling.sampler import SamplingRow, sample
@@ -38,26 +39,26 @@ class Draws:
         self._places = places
         own = pick(logits, [place.row for place in places])
         self._tokens = sample(own, [place.settings for place in places])
+        self._fetched = Fetched(self._tokens)
         self._scored = [index for index, place in enumerate(places) if place.num_top is not None]
         self._scores: LogprobRows | None = None
         if self._scored:
-            rows = mx.array(self._scored)
+            rows = to_device(self._scored, mx.int32)
             # a row without a token has no log-probability either, but the lookup needs an id
             ids = mx.maximum(self._tokens[rows], 0)
             self._scores = token_logprobs(own[rows], ids, max(places[index].num_top or 0 for index in self._scored))
 
     def arrays(self) -> list[object]:
         """What is to be evaluated."""
-        return [self._tokens, [] if self._scores is None else self._scores.arrays()]
+        return [self._fetched.arrays, [] if self._scores is None else self._scores.arrays()]
 
     def read(self) -> list[Drawn]:
         """One for each place, in order."""
-        ids: list[int] = self._tokens.tolist()  # type: ignore[assignment]
         told: Mapping[int, TokenLogprobs] = {}
         if self._scores is not None:
             counts = [self._places[index].num_top or 0 for index in self._scored]
             told = dict(zip(self._scored, read_logprobs(self._scores, counts), strict=True))
-        return [Drawn(token_id, told.get(index)) for index, token_id in enumerate(ids)]
+        return [Drawn(token_id, told.get(index)) for index, token_id in enumerate(self._fetched.read())]
 
 
 class PromptScores:
@@ -66,7 +67,7 @@ class PromptScores:
     def __init__(self, logits: mx.array, following: Sequence[int], num_top: int) -> None:
         """logits: `[n, vocab_size]` of the tokens that the prompt's `following` ones stand behind."""
         self._num_top = num_top
-        self._scores = token_logprobs(logits[: len(following)], mx.array(list(following)), num_top)
+        self._scores = token_logprobs(logits[: len(following)], to_device(following, mx.int32), num_top)
 
     def arrays(self) -> object:
         """What is to be evaluated."""

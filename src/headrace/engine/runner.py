@@ -235,7 +235,7 @@ class Runner:
         mx.eval(
             draws.arrays(),
             [found.arrays() for found in scores.values()],
-            [one.live.state.arrays() for one in windows],
+            self._model.unevaluated([one.row for one in windows]),
             [one.guesses.batch for one in windows if one.guesses.batch is not None],
             [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
+from headrace.backend.transfer import to_device
 from headrace.models.mixers.fused import Exchange, Feed, FusedMixer, Held, Table
 from headrace.models.seams import Tap, views_of
 from headrace.models.step import PackedStep, View, Windows
@@ -25,8 +27,8 @@ MOST_FORMS = 64
 MOST_TOKENS = 8
 """Of a row, in such a step: a longer one is a prompt's chunk, whose work the host doesn't bound."""
 
-_Layout = tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]
-"""Per layer: which tables it reads, how many arrays, and its constants."""
+_Layout = tuple[tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]], ...]
+"""Per layer: which tables it reads with the numbers in a row of each, how many arrays, and its constants."""
 
 
 class CompiledSteps:
@@ -42,8 +44,10 @@ class CompiledSteps:
         self._windows = windows
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 
-    def forward(self, step: PackedStep, ids: mx.array, picks: mx.array) -> mx.array | None:
+    def forward(self, step: PackedStep, ids: Sequence[int] | mx.array, picks: Sequence[int]) -> mx.array | None:
         """Logits of the picked tokens, with the rows' states advanced; None for a step that needs another way.
+
+        ids: the tokens; on the device where the host doesn't know them yet.
 
         What the final norm's tap is asked for it leaves there.
         """
@@ -61,25 +65,32 @@ class CompiledSteps:
         layout = tuple(
             [
                 (
-                    tuple([places.setdefault(table, len(places)) for table in held.tables]),
+                    tuple([(places.setdefault(table, len(places)), len(table[0])) for table in held.tables]),
                     len(held.arrays),
                     held.constants,
                 )
                 for held in helds
             ]
         )
-        form = self._form((layout, self._tap.keeps_hidden, self._tap.is_normed))
+        assert not isinstance(step.placed, mx.array)
+        known: list[Sequence[int]] = [picks, step.placed.ravel().tolist()]
+        if not isinstance(ids, mx.array):
+            known.append(ids)
+        known += [[number for row in table for number in row] for table in places]
+        numbers = to_device([number for part in known for number in part], mx.int32)
+        widths = tuple([len(part) for part in known])
+        form = self._form((layout, widths, step.placed.ndim, self._tap.keeps_hidden, self._tap.is_normed))
         arrays = [array for held in helds for array in held.arrays]
-        logits, hidden, given = form([step.shared(table) for table in places], arrays, ids, picks, step.positions)
+        logits, hidden, given = form(numbers, arrays, [ids] if isinstance(ids, mx.array) else [])
         self._tap.hidden = hidden[0] if hidden else None
         for mixer, held, own in zip(self._mixers.values(), helds, given, strict=True):
             mixer.take_over(step, held, own)
         found: mx.array = logits
         return found
 
-    def _form(self, key: tuple[_Layout, bool, bool]) -> Callable[..., Any]:
+    def _form(self, key: tuple[_Layout, tuple[int, ...], int, bool, bool]) -> Callable[..., Any]:
         if key not in self._forms:
-            run = partial(self._trace, key[0])
+            run = partial(self._trace, *key[:3])
             # without CUDA what the kernels write in place is a change of the arrays' objects, which a trace would lose
             self._forms[key] = mx.compile(run) if mx.cuda.is_available() else run
             if len(self._forms) > MOST_FORMS:
@@ -90,16 +101,25 @@ class CompiledSteps:
     def _trace(
         self,
         layout: _Layout,
-        tables: Sequence[mx.array],
+        widths: Sequence[int],
+        num_axes: int,
+        numbers: mx.array,
         arrays: Sequence[mx.array],
-        ids: mx.array,
-        picks: mx.array,
-        positions: mx.array,
+        given_ids: Sequence[mx.array],
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
-        """The step with placeholders for all that changes: logits, hidden rows if kept, and what each layer gives."""
+        """The step with placeholders for all that changes: logits, hidden rows if kept, and what each layer gives.
+
+        widths: of what `numbers` holds, which is the picks, the positions, the ids if they are not given, the tables.
+        """
+        ends = list(accumulate(widths))
+        picks, positions, *rest = [numbers[end - width : end] for end, width in zip(ends, widths, strict=True)]
+        ids, *tables = [*given_ids, *rest]
+        if num_axes > 1:
+            positions = positions.reshape(3, -1)
         feeds, start = {}, 0
         for layer, (read, num_arrays, constants) in zip(self._mixers, layout, strict=True):
-            feeds[layer] = Feed([tables[at] for at in read], arrays[start : start + num_arrays], constants)
+            plans = [tables[at].reshape(-1, width) for at, width in read]
+            feeds[layer] = Feed(plans, arrays[start : start + num_arrays], constants)
             start += num_arrays
         exchange = Exchange(feeds)
         step = PackedStep((), positions, self._kernels, exchange)

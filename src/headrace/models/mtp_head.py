@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 
+from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.install import Installation, choose_levels
 from headrace.models.media import RowMedia, packed_positions, step_media
@@ -97,11 +98,11 @@ class MtpHead:
             lo += len(one.token_ids)
         # an entry is turned by the position of its hidden row
         positions = packed_positions([(one.start - 1, len(one.token_ids), one.media) for one in entries])
-        step = PackedStep(tuple(spans), mx.array(positions), self._kernels)
+        step = PackedStep(tuple(spans), positions, self._kernels)
         if ids is None:
-            ids = mx.array([token for one in entries for token in one.token_ids], dtype=mx.int32)
+            ids = to_device([token for one in entries for token in one.token_ids], mx.int32)
         tap = self._installation.tap
-        tap.picks = mx.array([span.hi - 1 for span in spans], dtype=mx.int32)
+        tap.picks = to_device([span.hi - 1 for span in spans], mx.int32)
         hidden = [one.hidden for one in entries]
         packed = hidden[0] if len(hidden) == 1 else mx.concatenate(hidden, axis=1)
         embeddings = self._trunk.embed(ids[None])

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
+from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Installation, Level, Levels, windows_of
@@ -61,6 +62,8 @@ class PackedModel:
         self._is_whole = Level.WHOLE in levels.values()
         fused = self._installation.fused
         self._compiled = CompiledSteps(model, fused, self._installation.tap, self._windows, kernels) if fused else None
+        self._brings_states = False
+        """Whether evaluating the last forward's logits evaluates all states, too, as compiled steps do."""
 
     @property
     def layer_lines(self) -> tuple[str, ...]:
@@ -90,21 +93,30 @@ class PackedModel:
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """What `forward` gives, but not launched: whoever asks for it evaluates it before anything else."""
         step = self._pack(rows, picks)
-        if ids is None:
-            ids = mx.array([token for row in rows for token in row.token_ids], dtype=mx.int32)
-        ids = ids[None]
-        wanted = mx.array(list(picks), dtype=mx.int32)
-        if self._is_whole:
-            inputs = self._whole_inputs(rows, ids)
-            return run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)[wanted]
+        tokens = [token for row in rows for token in row.token_ids]
         tap = self._installation.tap
-        logits = self._compiled_logits(step, rows, ids, wanted)
+        logits = self._compiled_logits(step, rows, tokens if ids is None else ids, picks)
+        self._brings_states = logits is not None
         if logits is None:
+            ids = (to_device(tokens, mx.int32) if ids is None else ids)[None]
+            wanted = to_device(picks, mx.int32)
+            if self._is_whole:
+                inputs = self._whole_inputs(rows, ids)
+                return run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)[wanted]
             logits = self._logits(step, rows, ids, wanted)
+            logits = logits if self._installation.is_tapped else logits[wanted]
         if tap.hidden is not None:
             self._hand_to_head(step, tap.hidden)
             tap.hidden = None
-        return logits if self._installation.is_tapped else logits[wanted]
+        return logits
+
+    def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
+        """What the rows' next steps start from, as far as the last forward's logits don't bring it along."""
+        if not self._brings_states:
+            return [array for row in rows for array in row.state.arrays()]
+        if not self._installation.tap.keeps_hidden:
+            return []
+        return [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).arrays()]
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
         tap = self._installation.tap
@@ -118,11 +130,11 @@ class PackedModel:
         return logits
 
     def _compiled_logits(
-        self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array
+        self, step: PackedStep, rows: Sequence[Row], ids: Sequence[int] | mx.array, picks: Sequence[int]
     ) -> mx.array | None:
         if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
             return None
-        return self._compiled.forward(step, ids[0], picks)
+        return self._compiled.forward(step, ids, picks)
 
     def _pack(self, rows: Sequence[Row], picks: Sequence[int]) -> PackedStep:
         spans: list[RowSpan] = []
@@ -138,7 +150,7 @@ class PackedModel:
             )
             lo = hi
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
-        return PackedStep(tuple(spans), mx.array(packed_positions(placed)), self.kernels)
+        return PackedStep(tuple(spans), packed_positions(placed), self.kernels)
 
     def _whole_inputs(self, rows: Sequence[Row], ids: mx.array) -> mx.array:
         """Ids `[1, T]`, or embeddings `[1, T, hidden]` where some stand for media."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from headrace.backend.kernels import Kernels
+from headrace.backend.transfer import to_device
 from headrace.models.positions import TokenPositions
 from headrace.models.watch import QueryWatch
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
+
+Argument = TypeVar("Argument")
+Found = TypeVar("Found")
 
 Windows = tuple[Any, ...]
 """Per entry of the model's cache list: window in tokens, None for the rest, or a tuple where an entry has parts."""
@@ -65,15 +72,26 @@ class RowSpan:
 class PackedStep:
     """All rows of a step.
 
-    positions: int32 `[T]`, what the ropes turn by, or `[3, T]` where media give time, row and column their own.
+    placed: int32 `[T]`, what the ropes turn by, or `[3, T]` where media give time, row and column their own.
     """
 
     spans: tuple[RowSpan, ...]
-    positions: mx.array
+    placed: npt.NDArray[np.int32] | mx.array
     kernels: Kernels
     exchange: Any = None
     """Of a step that is being compiled, see `Exchange`: it has no rows then."""
     _shared: dict[tuple[tuple[int, ...], ...], mx.array] = field(default_factory=dict, repr=False)
+    _found: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """`placed`, on the device."""
+        placed = self.placed
+        return (
+            placed
+            if isinstance(placed, mx.array)
+            else to_device(placed.ravel().tolist(), mx.int32).reshape(placed.shape)
+        )
 
     @cached_property
     def counts(self) -> tuple[tuple[int, int, int], ...]:
@@ -83,8 +101,16 @@ class PackedStep:
     def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
         """The table as an int32 array: one for all layers of the step that need the same."""
         if table not in self._shared:
-            self._shared[table] = mx.array(table, dtype=mx.int32)
+            numbers = [number for row in table for number in row]
+            self._shared[table] = to_device(numbers, mx.int32).reshape(len(table), -1)
         return self._shared[table]
+
+    def once(self, make: Callable[[PackedStep, Argument], Found], argument: Argument) -> Found:
+        """What `make` finds for the first layer that asks: for what is the same in all layers of a kind."""
+        if make not in self._found:
+            self._found[make] = make(self, argument)
+        found: Found = self._found[make]
+        return found
 
     @property
     def num_tokens(self) -> int:

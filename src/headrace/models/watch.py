@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from headrace.backend.transfer import to_device
 from headrace.state.layer import LayerKey
 
 
@@ -42,7 +43,7 @@ class QueryWatch:
         self, layer: LayerKey, queries: mx.array, places: Sequence[int], scale: float, sinks: mx.array | None
     ) -> None:
         """Copy the queries at `places` out of `[1, num_heads, T, head_dim]`."""
-        copied = queries[0][:, mx.array(list(places), dtype=mx.int32)]
+        copied = queries[0][:, to_device(places, mx.int32)]
         self._steps[-1].append(LayerQueries(layer, copied, scale, sinks))
 
     def arrays(self) -> list[mx.array]:

@@ -158,7 +158,7 @@ class Forwards:
         for row in self._rows:
             row.state.begin(1)
         logits = self._packed.graph(self._rows, range(len(self._rows)))
-        graph = [mx.argmax(logits, axis=-1), *(array for row in self._rows for array in row.state.arrays())]
+        graph = [mx.argmax(logits, axis=-1), *self._packed.unevaluated(self._rows)]
         self.build_s.append(time.perf_counter() - started)
         return graph
 

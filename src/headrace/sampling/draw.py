@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from headrace.backend.transfer import to_device
 from headrace.sampling.rows import in_blocks
 
 NO_TOKEN = -1
@@ -32,8 +33,8 @@ def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
 
     # A float32 can't hold the draw: its first 24 bits choose the block, the rest refines the place inside it.
     coarse = np.floor(uniforms * _COARSE) / _COARSE
-    target = mx.array(coarse.astype(np.float32))[:, None] * total
-    rest = mx.array((uniforms - coarse).astype(np.float32))[:, None] * total
+    target = to_device(coarse.tolist(), mx.float32)[:, None] * total
+    rest = to_device((uniforms - coarse).tolist(), mx.float32)[:, None] * total
 
     chosen = mx.minimum(mx.sum(borders <= target, axis=-1, keepdims=True), num_blocks - 1)
     start = mx.where(chosen > 0, mx.take_along_axis(borders, mx.maximum(chosen - 1, 0), axis=-1), 0)

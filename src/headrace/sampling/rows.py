@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from headrace.backend.transfer import to_device
+
 BLOCK = 512
 """Tokens of a vocabulary that are looked at together."""
 
@@ -14,7 +16,7 @@ def pick(values: mx.array, rows: Sequence[int]) -> mx.array:
     """The given rows of an array, without a copy if these are all of them in order."""
     if list(rows) == list(range(values.shape[0])):
         return values
-    return values[mx.array(list(rows), dtype=mx.int32)]
+    return values[to_device(rows, mx.int32)]
 
 
 def in_order(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:

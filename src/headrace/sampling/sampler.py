@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from headrace.backend.transfer import to_device
 from headrace.sampling.adjustment import Mask, apply_adjustments, plan_adjustment
 from headrace.sampling.draw import NO_TOKEN, draw
 from headrace.sampling.history import Text, needs_history
@@ -142,9 +143,10 @@ def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.ar
     logits = logits.astype(mx.float32)
     num_tokens = logits.shape[-1]
     highest = mx.max(logits, axis=-1, keepdims=True)
-    temperature = mx.array([min(row.params.temperature, _HOTTEST) for row in rows])[:, None]
+    temperature = to_device([float(min(row.params.temperature, _HOTTEST)) for row in rows], mx.float32)[:, None]
     if any(row.params.min_p > 0 for row in rows):
-        least = mx.array([math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf for row in rows])[:, None]
+        floors = [math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf for row in rows]
+        least = to_device(floors, mx.float32)[:, None]
         logits = mx.where((logits - highest) / temperature < least, -mx.inf, logits)
     top_k = [row.params.top_k if 0 < row.params.top_k < num_tokens else num_tokens for row in rows]
     top_p = [row.params.top_p for row in rows]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from headrace.backend.transfer import to_device
 from headrace.sampling.rows import in_order, pick, row_sums
 
 HEAD = 1024
@@ -81,7 +82,7 @@ def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
     if any(is_open):
         all_mass = row_sums(_masses(logits, head[:, -1:], temperature))
         head_mass = mx.sum(_masses(head, head[:, -1:], temperature), axis=-1, keepdims=True)
-        beyond = mx.where(_column(is_open), mx.maximum(all_mass - head_mass, 0), 0)
+        beyond = mx.where(_column([int(one) for one in is_open], mx.int32) == 1, mx.maximum(all_mass - head_mass, 0), 0)
         fits = beyond <= _given_up(candidates) * all_mass
         settled = [row for row, within in enumerate(np.array(fits).ravel()) if within or not is_open[row]]
     return settled, _cut(candidates.pick(settled), pick(head, settled), pick(beyond, settled))
@@ -95,7 +96,7 @@ def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array) -> mx.array
     """
     logits = candidates.logits
     width = rising.shape[-1]
-    is_in_top_k = mx.arange(width) >= width - _column([min(k, width) for k in candidates.top_k])
+    is_in_top_k = mx.arange(width) >= width - _column([min(k, width) for k in candidates.top_k], mx.int32)
     masses = mx.where(is_in_top_k, _masses(rising, rising[:, -1:], candidates.temperature), 0)
     from_end = mx.cumsum(masses, axis=-1) + beyond
     is_kept = from_end > _given_up(candidates) * from_end[:, -1:]
@@ -113,8 +114,8 @@ def _masses(logits: mx.array, highest: mx.array, temperature: mx.array) -> mx.ar
 
 def _given_up(candidates: Candidates) -> mx.array:
     """1 - top_p, [R, 1], subtracted before it is rounded to float32."""
-    return _column([1.0 - p for p in candidates.top_p])
+    return _column([1.0 - p for p in candidates.top_p], mx.float32)
 
 
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(list(values))[:, None]
+def _column(values: Sequence[float], dtype: mx.Dtype) -> mx.array:
+    return to_device(values, dtype)[:, None]

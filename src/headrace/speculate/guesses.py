@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from headrace.backend.transfer import to_device
 from headrace.speculate.ranking import Candidate
 
 
@@ -67,8 +68,8 @@ def packed_ids(windows: Sequence[tuple[Sequence[int], Guesses]]) -> mx.array | N
         ids += [0] * guesses.num_drafts
     if not batches:
         return None
-    packed = mx.array(ids, dtype=mx.int32)
+    packed = to_device(ids, mx.int32)
     for key, of_batch in places.items():
-        to, at = (mx.array(list(numbers)) for numbers in zip(*of_batch, strict=True))
+        to, at = (to_device(numbers, mx.int32) for numbers in zip(*of_batch, strict=True))
         packed[to] = batches[key].reshape(-1)[at]
     return packed

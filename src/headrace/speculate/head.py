@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from headrace.backend.transfer import to_device
 from headrace.models.media import RowMedia
 from headrace.models.mtp_head import HeadEntries, MtpHead
 from headrace.sampling.rows import pick
@@ -115,5 +116,5 @@ def _with_rows(all_rows: mx.array, numbers: Sequence[int], rows: mx.array) -> mx
     if len(numbers) == all_rows.shape[0]:
         return rows
     replaced = mx.array(all_rows)
-    replaced[mx.array(list(numbers))] = rows
+    replaced[to_device(numbers, mx.int32)] = rows
     return replaced

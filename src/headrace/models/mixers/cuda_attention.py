@@ -15,11 +15,11 @@ from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
 from headrace.models.fused import FusedLinear, can_fuse
 from headrace.models.mixers.attention import read_row
-from headrace.models.mixers.fused import Feed, Held
+from headrace.models.mixers.fused import Feed, Held, Table
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.attention import FullAttentionState
-from headrace.state.slabs import Slab
+from headrace.state.slabs import Slot
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """In the order in which the fused projection has them."""
@@ -59,6 +59,38 @@ def parts_of(inner: Any) -> AttentionParts | None:
     return AttentionParts(shape, layout, Gate(width, head_dim, q_stride) if is_gated else None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a step's rows have their keys and values.
+
+    slots: one of each slab. plans: see `_held_of`. constants: the most keys that rows of a few tokens may have (their
+    slots' capacities, as lengths are others in each step) and the most tokens; none without such rows.
+    all_short: whether all rows are of a few tokens.
+    """
+
+    slots: tuple[Slot, ...]
+    plans: tuple[Table, ...]
+    constants: tuple[int, ...]
+    all_short: bool
+
+
+def _places(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
+    slabs: dict[int, tuple[int, Slot]] = {}
+    rows, together = [], []
+    longest = most = 0
+    for span, state in zip(step.spans, states, strict=True):
+        slot, num_tokens = state.slot, span.num_tokens
+        slab, _ = slabs.setdefault(id(slot.slab), (len(slabs), slot))
+        row = (span.lo, num_tokens, span.start, slab, slot.index, slot.capacity, 0, state.first)
+        rows.append(row)
+        if _is_short(span):
+            together.append(row)
+            longest, most = max(longest, slot.capacity), max(most, num_tokens)
+    plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
+    slots = tuple([slot for _, slot in slabs.values()])
+    return _Places(slots, plans, (longest, most) if together else (), len(together) == len(rows))
+
+
 class CudaAttentionMixer(nn.Module):
     """Stands where an attention module of mlx-lm stood."""
 
@@ -87,12 +119,12 @@ class CudaAttentionMixer(nn.Module):
             output, step.exchange.given[cache.layer] = self.compute(x, step.positions, step.exchange.feeds[cache.layer])
             return output
         states = self._states(cache)
-        together = [row for row in zip(step.spans, states, strict=True) if _is_short(row[0])]
-        held = self._held_of(cache, states, together)
+        held = self._held_of(cache, states)
+        together = [span for span in step.spans if _is_short(span)]
         feed = Feed([step.shared(table) for table in held.tables], held.arrays, held.constants)
         projected = self._project(x)
         queries = self._turned(projected, step.positions, feed)
-        for span, _ in together:
+        for span in together:
             if span.watch is not None and span.picks:
                 span.watch.note(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self.inner.scale, None)
         found = self._window(queries, projected, feed) if together else None
@@ -109,8 +141,7 @@ class CudaAttentionMixer(nn.Module):
     def held(self, view: View) -> Held | None:
         """See `FusedMixer`."""
         states = self._states(view)
-        rows = list(zip(view.step.spans, states, strict=True))
-        return self._held_of(view, states, rows) if all(_is_short(span) for span, _ in rows) else None
+        return self._held_of(view, states) if view.step.once(_places, states).all_short else None
 
     def compute(self, x: mx.array, positions: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
         """See `FusedMixer`."""
@@ -124,33 +155,15 @@ class CudaAttentionMixer(nn.Module):
     def _states(self, view: View) -> list[FullAttentionState]:
         return [span.state.full_attention(view.layer) for span in view.step.spans]
 
-    def _held_of(
-        self,
-        view: View,
-        states: Sequence[FullAttentionState],
-        together: Sequence[tuple[RowSpan, FullAttentionState]],
-    ) -> Held:
+    def _held_of(self, view: View, states: Sequence[FullAttentionState]) -> Held:
         """Tables: the plans of all rows, and of those that go together. Constants: see `_window`."""
-        shape, step = self._parts.shape, view.step
-        slabs: dict[int, tuple[int, Slab]] = {}
-        rows = {}
-        for span, state in zip(step.spans, states, strict=True):
-            slot = state.slot
-            if id(slot.slab) not in slabs:
-                slabs[id(slot.slab)] = len(slabs), slot.slab
-                slot.prepare(view.layer, shape.num_kv_heads, (shape.head_dim, shape.head_dim), self._dtype)
-            place = slabs[id(slot.slab)][0], slot.index, slot.capacity
-            rows[span.lo] = (span.lo, span.num_tokens, span.start, *place, 0, state.first)
-        arrays = tuple(
-            array for _, slab in slabs.values() for array in (slab.keys[view.layer], slab.values[view.layer])
-        )
-        plan = tuple(rows.values())
-        if not together:
-            return Held((plan,), arrays, ())
-        # capacities, since the rows' lengths are others in each step
-        longest = max(state.slot.capacity for _, state in together)
-        most = max(span.num_tokens for span, _ in together)
-        return Held((plan, tuple(rows[span.lo] for span, _ in together)), arrays, (longest, most))
+        shape, layer = self._parts.shape, view.layer
+        places = view.step.once(_places, states)
+        arrays = []
+        for slot in places.slots:
+            slot.prepare(layer, shape.num_kv_heads, (shape.head_dim, shape.head_dim), self._dtype)
+            arrays += [slot.slab.keys[layer], slot.slab.values[layer]]
+        return Held(places.plans, tuple(arrays), places.constants)
 
     def _turned(self, projected: mx.array, positions: mx.array, feed: Feed) -> mx.array:
         """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""

@@ -1,0 +1,99 @@
+"""A few numbers on their way to the device and back.
+
+MLX keeps what comes from the host in memory that CUDA moves between the two by page faults: in a step on an H200 arrays
+of 8 to 64 numbers cost 0.2 to 0.9 ms. Kernels' parameters, and arrays of up to 8 bytes, for which MLX has memory that
+both reach, cost some microseconds. See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+
+MOST_NUMBERS = 1024
+"""That go as parameters. CUDA 12.1 and later take eight times as many, but building such a kernel takes seconds."""
+MOST_READ = 64
+"""That come back in pairs."""
+
+_FEWEST = 16
+
+
+def to_device(numbers: Sequence[int] | Sequence[float], dtype: mx.Dtype) -> mx.array:
+    """An array `[n]` of Python's numbers. dtype: int32, or float32, which must be given floats."""
+    if not mx.cuda.is_available() or not 0 < len(numbers) <= MOST_NUMBERS:
+        return mx.array(list(numbers), dtype=dtype)
+    # few sizes, so that few kernels are built
+    room = max(_FEWEST, 1 << (len(numbers) - 1).bit_length())
+    (held,) = mx.fast.precompiled_cuda_kernel(
+        name=f"place_{room}",
+        compiled_source=place_source(room),
+        inputs=[],
+        output_shapes=[(room,)],
+        output_dtypes=[dtype],
+        scalars=[*numbers, *[0] * (room - len(numbers))],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+    )
+    return held if room == len(numbers) else held[: len(numbers)]
+
+
+class Fetched:
+    """An int32 array `[n]` on its way to the host: evaluate `arrays`, then `read`."""
+
+    def __init__(self, array: mx.array) -> None:
+        count = array.shape[0]
+        self._count = count
+        self.arrays = [array]
+        """What is to be evaluated."""
+        if mx.cuda.is_available() and 2 < count <= MOST_READ:
+            pairs = 1 << (-(-count // 2) - 1).bit_length()
+            self.arrays = mx.fast.precompiled_cuda_kernel(
+                name=f"fetch_{pairs}",
+                compiled_source=fetch_source(pairs),
+                inputs=[array],
+                output_shapes=[(2,)] * pairs,
+                output_dtypes=[mx.int32] * pairs,
+                scalars=[count],
+                grid=(1, 1, 1),
+                threadgroup=(1, 1, 1),
+                ensure_row_contiguous=True,
+            )
+
+    def read(self) -> list[int]:
+        """The numbers; waits for the device if they are not evaluated."""
+        found: list[int] = [number for array in self.arrays for number in array.tolist()]  # type: ignore[union-attr, misc]
+        return found[: self._count]
+
+
+@cache
+def place_source(room: int) -> bytes:
+    """PTX of a kernel that writes its `room` parameters of 32 bits, which follow the output's address, to that."""
+    parameters = ",".join(f".param .b32 p{i}" for i in range(room))
+    moves = "".join(f"ld.param.b32 %x,[p{i}];st.global.b32 [%to+{4 * i}],%x;" for i in range(room))
+    return _entry(
+        f"place_{room}", f".param .u64 out,{parameters}", f"ld.param.u64 %to,[out];cvta.to.global.u64 %to,%to;{moves}"
+    )
+
+
+@cache
+def fetch_source(pairs: int) -> bytes:
+    """PTX of a kernel that writes numbers of 32 bits to as many outputs of two; the last parameter says how many."""
+    parameters = "".join(f".param .u64 p{i}," for i in range(pairs))
+    moves = []
+    for i in range(2 * pairs):
+        to = f"ld.param.u64 %to,[p{i // 2}];cvta.to.global.u64 %to,%to;" if i % 2 == 0 else ""
+        moves.append(
+            f"{to}setp.gt.u32 %is,%n,{i};"
+            f"@%is ld.global.b32 %x,[%from+{4 * i}];@%is st.global.b32 [%to+{4 * (i % 2)}],%x;"
+        )
+    start = "ld.param.u64 %from,[from];cvta.to.global.u64 %from,%from;ld.param.u32 %n,[count];"
+    return _entry(f"fetch_{pairs}", f".param .u64 from,{parameters}.param .u32 count", start + "".join(moves))
+
+
+def _entry(name: str, parameters: str, body: str) -> bytes:
+    return (
+        f".version 8.1\n.target sm_70\n.address_size 64\n.visible .entry {name}({parameters}){{"
+        f".reg .u64 %from,%to;.reg .b32 %x,%n;.reg .pred %is;{body}ret;}}\n"
+    ).encode()
