@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 from models import tiny
 
 from headrace.models.fingerprint import SAMPLE_BYTES, fingerprint
-from headrace.models.install import choose_levels
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def print_of(folder: Path) -> Callable[..., str]:
     model = tiny.build("llama")
-    levels = choose_levels(model)
 
-    def of(directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32, head: str = "") -> str:
+    def of(
+        directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32, head: str = "", layers: str = "seam"
+    ) -> str:
         model.set_dtype(dtype)
-        return fingerprint(directory, model, numerics, levels, head)
+        return fingerprint(directory, model, numerics, (layers,), head)
 
     return of
 
@@ -41,14 +41,15 @@ def test_a_copy_under_another_name_is_the_same_model(
     assert print_of(copied) == print_of(folder)
 
 
-def test_numerics_precision_and_a_prediction_head_count(folder: Path, print_of: Callable[..., str]) -> None:
+def test_numerics_precision_layers_and_a_prediction_head_count(folder: Path, print_of: Callable[..., str]) -> None:
     prints = {
         print_of(folder),
         print_of(folder, "fast"),
         print_of(folder, dtype=mx.bfloat16),
         print_of(folder, head="model-mtp.safetensors"),
+        print_of(folder, layers="kernels"),
     }
-    assert len(prints) == 4
+    assert len(prints) == 5
 
 
 def test_config_header_name_and_content_of_every_file_count(
@@ -88,7 +89,7 @@ def test_every_single_number_of_the_loaded_weights_counts(folder: Path) -> None:
     model, tower = tiny.build("llama"), tiny.build("qwen3")
 
     def of(*, with_tower: bool = True) -> str:
-        return fingerprint(folder, model, "exact", choose_levels(model), "", tower if with_tower else None)
+        return fingerprint(folder, model, "exact", (), "", tower if with_tower else None)
 
     prints = [of(), of(with_tower=False)]
     for module in (model, tower):

@@ -13,6 +13,13 @@ from models.tiny_parts import Config
 from headrace.backend.kernels import Kernels
 
 HEAD_DIM = 64
+SIZED_BY_WIDTH = frozenset(
+    {
+        *("Klear", "apertus", "bailing_moe", "deepseek", "granite", "granitemoe", "lfm2", "lfm2_moe", "mimo"),
+        *("mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen2_vl", "starcoder2"),
+    }
+)
+"""Families whose heads are as wide as the model divided by their number, whatever else is said."""
 KERNELS = Kernels("fast", "cuda")
 """Wherever the tests run: without CUDA, operations stand for the kernels."""
 DTYPE = "bfloat16" if mx.cuda.is_available() else "float32"
@@ -25,6 +32,13 @@ def widen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     config: Config = copy.deepcopy(tiny.FAMILIES[name])
     text = config.get("text_config", config)
     text["head_dim"] = HEAD_DIM
+    if name in SIZED_BY_WIDTH:
+        text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 2 * HEAD_DIM}
+        text |= {"block_dim": 2 * HEAD_DIM} if "block_dim" in text else {}
+    scaling = text.get("rope_scaling") or {}
+    for factors in ("short_factor", "long_factor"):
+        if factors in scaling:  # one for each pair of channels
+            scaling[factors] = [1 + pair / 8 for pair in range(HEAD_DIM // 2)]
     if "linear_key_head_dim" in text:
         text |= {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": 32}
         text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [6, 5, 5]}

@@ -46,7 +46,7 @@ def open_disk_tier(
         directory,
         loaded.packed.model,
         config.models.numerics,
-        loaded.packed.levels,
+        loaded.packed.layer_lines,
         head,
         None if tower is None else tower.module,
     )

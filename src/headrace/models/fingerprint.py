@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -25,16 +26,21 @@ PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 
 def fingerprint(
-    directory: Path, model: nn.Module, numerics: str, levels: Any, head: str, tower: nn.Module | None = None
+    directory: Path,
+    model: nn.Module,
+    numerics: str,
+    layers: Sequence[str],
+    head: str,
+    tower: nn.Module | None = None,
 ) -> str:
     """32 hex digits for a loaded model and the way it computes.
 
     It covers config.json and what says how pixels are prepared; of every *.safetensors file its name, its size, its
     header (names, shapes and types of all weights) and NUM_SAMPLES blocks of its content; of every weight as it was
     loaded its precision, quantised or not, and the sums of its rows, so that no number changes unnoticed; the numerics,
-    the levels at which the layers run, the device, and the versions of what computes.
+    how the layers run, the device, and the versions of what computes.
 
-    levels: of each class of layers, see Installation. head: what is loaded of a prediction head, whose entries states
+    layers: see `PackedModel.layer_lines`. head: what is loaded of a prediction head, whose entries states
     hold too; empty for none. tower: what embeds images and videos. Raises OSError if a file can't be read.
     """
     digest = blake2b(digest_size=16)
@@ -50,7 +56,7 @@ def fingerprint(
     for module in (model, tower):
         if module is not None:
             _add_weights(digest, module)
-    _add(digest, repr(sorted((one.__name__, str(level)) for one, level in levels.items())).encode())
+    _add(digest, repr(tuple(layers)).encode())
     _add(digest, head.encode())
     versions = [f"{name} {version(name)}" for name in ("mlx", "mlx-lm")]
     _add(digest, f"{numerics} {mx.default_device()} headrace {__version__} {versions}".encode())

@@ -17,12 +17,13 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.models.fused import FusedHead, can_be_head
-from headrace.models.mixers import cuda_mlp, cuda_moe
-from headrace.models.mixers.cuda_attention import CudaAttentionMixer, parts_of
+from headrace.models.mixers import cuda_moe
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
+from headrace.models.mixers.parts import attention_parts, mlp_parts
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.mrope import MropeSections
 from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes, wrap_row_ropes
@@ -197,8 +198,9 @@ class Installation:
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
         places = mixers_of(model)
+        fuses = kernels.fuses_layers and not any(windows_of(model))
         for place in places:
-            if kernels.fuses_layers and (mixer := _fused(place.module, sections)) is not None:
+            if fuses and (mixer := _fused(place.module, sections)) is not None:
                 self.fused[len(self.fused),] = mixer
                 self.replaced[type(place.module)] += 1
                 self.writes_in_place |= isinstance(mixer, CudaAttentionMixer)
@@ -210,7 +212,7 @@ class Installation:
         if kernels.fuses_layers:
             for place in _places_where(can_be_head, model):
                 self._replace(place, FusedHead(place.module))
-            for place in _places_where(cuda_mlp.fits, model):
+            for place in _places_where(lambda module: mlp_parts(module) is not None, model):
                 self._replace(place, CudaMLP(place.module))
             for place in _places_where(lambda module: cuda_moe.parts_of(module) is not None, model):
                 self._replace(place, CudaMoE(place.module))
@@ -257,7 +259,7 @@ def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | Cuda
     """Kernels of ours that can stand in a mixer's place."""
     if (shape := shape_of(module)) is not None:
         return CudaDeltaMixer(module, shape)
-    if (parts := parts_of(module)) is not None:
+    if (parts := attention_parts(module)) is not None:
         return CudaAttentionMixer(module, parts, sections)
     return None
 

@@ -9,54 +9,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import qwen3, qwen3_moe, qwen3_next
 
 from headrace.backend.cuda import attention as kernels
-from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
-from headrace.models.fused import FusedLinear, can_fuse
+from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import read_row
 from headrace.models.mixers.fused import Feed, Held, Table
+from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.attention import FullAttentionState
 from headrace.state.slabs import Slot
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-"""In the order in which the fused projection has them."""
-LAYERS = (qwen3.Attention, qwen3_moe.Attention, qwen3_next.Qwen3NextAttention)
-"""Forwards that are what is written here: norms of queries and keys by head, a rope, in the last one a gate."""
 LONGEST_WINDOW = 16
 """Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionParts:
-    """What the kernels need to know of a layer. gate: of the heads' outputs; None without one."""
-
-    shape: HeadShape
-    layout: Projection
-    gate: Gate | None
-
-
-def parts_of(inner: Any) -> AttentionParts | None:
-    """The parts of a layer that the kernels can do; None for others."""
-    if not isinstance(inner, LAYERS) or not can_fuse([inner[name] for name in (*PROJECTIONS, "o_proj")]):
-        return None
-    rope = inner.rope
-    if type(rope) is not nn.RoPE or rope.traditional:
-        return None
-    is_gated = isinstance(inner, qwen3_next.Qwen3NextAttention)
-    num_heads = inner.num_attention_heads if is_gated else inner.n_heads
-    num_kv_heads = inner.num_key_value_heads if is_gated else inner.n_kv_heads
-    head_dim = inner.q_norm.weight.shape[0]
-    q_stride = 2 * head_dim if is_gated else head_dim
-    k_at, kv_width = num_heads * q_stride, num_kv_heads * head_dim
-    width = k_at + 2 * kv_width
-    shape = HeadShape(num_heads, num_kv_heads, head_dim)
-    if kernels.refusal(shape, inner.q_norm.weight.dtype) is not None:
-        return None
-    layout = Projection(width, q_stride, k_at, k_at + kv_width, rope.dims)
-    return AttentionParts(shape, layout, Gate(width, head_dim, q_stride) if is_gated else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +64,14 @@ class CudaAttentionMixer(nn.Module):
         super().__init__()
         self.inner = inner
         self._parts = parts
-        self._project = FusedLinear([inner[name] for name in PROJECTIONS])
-        self._out = FusedLinear([inner.o_proj])
-        pairs = np.arange(parts.layout.rotary // 2)
-        turns = inner.rope.scale * inner.rope.base ** (-pairs / len(pairs))
-        self._frequencies = mx.array(turns.astype(np.float32))
-        self._one_axis = mx.zeros(len(pairs), mx.int32)
-        self._axes = None if sections is None else mx.array(sections.axes()[: len(pairs)], mx.int32)
-        self._norms = (inner.q_norm.weight, inner.k_norm.weight, mx.array([inner.q_norm.eps]))
-        self._scale = mx.array([inner.scale])
-        self._dtype = inner.q_norm.weight.dtype
+        self._project = FusedLinear(parts.inputs)
+        self._out = FusedLinear([parts.output])
+        self._frequencies = mx.array(parts.frequencies.astype(np.float32))
+        num_pairs = len(parts.frequencies)
+        self._one_axis = mx.zeros(num_pairs, mx.int32)
+        self._axes = None if sections is None else mx.array(sections.axes()[:num_pairs], mx.int32)
+        self._norms = parts.norms
+        self._scale = mx.array([parts.scale])
         mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: View | None = None) -> mx.array:
@@ -126,7 +89,7 @@ class CudaAttentionMixer(nn.Module):
         queries = self._turned(projected, step.positions, feed)
         for span in together:
             if span.watch is not None and span.picks:
-                span.watch.note(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self.inner.scale, None)
+                span.watch.note(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self._parts.scale, None)
         found = self._window(queries, projected, feed) if together else None
         if found is None or len(together) < len(states):
             parts = []
@@ -161,7 +124,7 @@ class CudaAttentionMixer(nn.Module):
         places = view.step.once(_places, states)
         arrays = []
         for slot in places.slots:
-            slot.prepare(layer, shape.num_kv_heads, (shape.head_dim, shape.head_dim), self._dtype)
+            slot.prepare(layer, shape.num_kv_heads, (shape.head_dim, shape.head_dim), self._parts.dtype)
             arrays += [slot.slab.keys[layer], slot.slab.values[layer]]
         return Held(places.plans, tuple(arrays), places.constants)
 
@@ -191,7 +154,7 @@ class CudaAttentionMixer(nn.Module):
     ) -> mx.array:
         """What one row finds, `[1, n, num_heads · head_dim]`."""
         shape, gate = self._parts.shape, self._parts.gate
-        found = read_row(view, span, state, queries.swapaxes(0, 1)[None], self.inner.scale, None, None)
+        found = read_row(view, span, state, queries.swapaxes(0, 1)[None], self._parts.scale, None, None)
         found = found.swapaxes(1, 2)
         if gate is not None:
             heads = projected[:, span.lo : span.hi, : shape.num_heads * gate.stride]

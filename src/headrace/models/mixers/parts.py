@@ -1,0 +1,185 @@
+"""Which of mlx-lm's layers kernels for NVIDIA GPUs stand for, and where those have their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import rope_utils, smollm3
+
+from headrace.backend.cuda import attention as kernels
+from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+from headrace.models.fused import can_fuse
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a class of attention layers calls its parts.
+
+    inputs: projections of the input, whose outputs side by side are all query heads, all key heads, all value heads.
+    norms: of queries and keys, by head, where a layer has them. is_gated: whether a gate follows each query head.
+    """
+
+    heads: tuple[str, str] = ("n_heads", "n_kv_heads")
+    inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    norms: tuple[str, str] | None = None
+    is_gated: bool = False
+
+
+_LONG = ("num_attention_heads", "num_key_value_heads")
+_NORMS = ("q_norm", "k_norm")
+
+ATTENTIONS = {
+    "Klear.KlearAttention": Names(_LONG, norms=_NORMS),
+    "apertus.ApertusAttention": Names(_LONG, norms=_NORMS),
+    "bailing_moe.BailingMoeAttention": Names(
+        _LONG, ("query_key_value",), "dense", norms=("query_layernorm", "key_layernorm")
+    ),
+    "deepseek.DeepseekAttention": Names(("num_attention_heads", "num_kv_heads")),
+    "dots1.Dots1Attention": Names(norms=_NORMS),
+    "gemma.Attention": Names(),
+    "glm4_moe.Attention": Names(norms=_NORMS),
+    "granite.Attention": Names(),
+    "granitemoe.GraniteMoeAttention": Names(),
+    "lfm2.Attention": Names(output="out_proj", norms=("q_layernorm", "k_layernorm")),
+    "lfm2_moe.Attention": Names(output="out_proj", norms=("q_layernorm", "k_layernorm")),
+    "llama.Attention": Names(),
+    "mimo.Attention": Names(),
+    "mixtral.MixtralAttention": Names(("num_heads", "num_key_value_heads")),
+    "nemotron.Attention": Names(),
+    "phi3.Attention": Names(inputs=("qkv_proj",)),
+    "phimoe.Attention": Names(),
+    "qwen2.Attention": Names(),
+    "qwen2_moe.Attention": Names(),
+    "qwen3.Attention": Names(norms=_NORMS),
+    "qwen3_moe.Attention": Names(norms=_NORMS),
+    "qwen3_next.Qwen3NextAttention": Names(_LONG, norms=_NORMS, is_gated=True),
+    "seed_oss.Attention": Names(),
+    "starcoder2.Attention": Names(),
+    "telechat3.Telechat3Attention": Names(_LONG),
+}
+"""By module and name: forwards that project, norm by head if at all, turn, attend, gate if at all, and project."""
+
+_APART, _JOINED = (("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj")
+
+MLPS = {
+    "Klear.KlearMLP": _APART,
+    "bailing_moe.BailingMoeMLP": _APART,
+    "deepseek.DeepseekMLP": _APART,
+    "dots1.Dots1MLP": _APART,
+    "glm4_moe.MLP": _APART,
+    "granite.MLP": _APART,
+    "lfm2.MLP": (("w1", "w3"), "w2"),
+    "lfm2_moe.MLP": _APART,
+    "llama.MLP": _APART,
+    "mimo.MLP": _APART,
+    "phi3.MLP": _JOINED,
+    "qwen2.MLP": _APART,
+    "qwen2_moe.MLP": _APART,
+    "qwen3.MLP": _APART,
+    "qwen3_moe.MLP": _APART,
+    "qwen3_next.Qwen3NextMLP": _APART,
+    "seed_oss.MLP": _APART,
+    "telechat3.Telechat3MLP": _APART,
+}
+"""By module and name: forwards that are `down(silu(gate) · up)`. Projections of the input, gate first, and down's."""
+
+_SCALED_ROPES: dict[type[nn.Module], str | None] = {
+    rope_utils.Llama3RoPE: None,
+    rope_utils.YarnRoPE: "mscale",
+    rope_utils.SuScaledRoPE: "_scale",
+}
+"""Ropes that hold the positions a radian of each pair, and what they call the factor on all that they turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """A layer as the kernels see it.
+
+    gate: of the heads' outputs. norms: weights of queries and keys `[head_dim]`, eps float32 `[1]`.
+    frequencies: radians a position, by pair of channels. scale: of the scores.
+    """
+
+    shape: HeadShape
+    layout: Projection
+    gate: Gate | None
+    inputs: Sequence[Any]
+    output: Any
+    norms: tuple[mx.array, mx.array, mx.array] | None
+    frequencies: np.ndarray
+    scale: float
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MLPParts:
+    """A gated feed-forward layer's projections of its input, whose outputs side by side are gate and up, and down's."""
+
+    inputs: Sequence[Any]
+    output: Any
+
+
+def _named(module: Any) -> str:
+    """Module and name of a class of mlx-lm's; its module's whole name for those of others."""
+    return f"{type(module).__module__}.{type(module).__name__}".removeprefix("mlx_lm.models.")
+
+
+def mlp_parts(inner: Any) -> MLPParts | None:
+    """The parts of an MLP that is in MLPS; None for others."""
+    names = MLPS.get(_named(inner))
+    if names is None or not can_fuse([inner[name] for name in (*names[0], names[1])]):
+        return None
+    return MLPParts([inner[name] for name in names[0]], inner[names[1]])
+
+
+def attention_parts(inner: Any) -> AttentionParts | None:
+    """The parts of a layer that the kernels can do; None for others."""
+    names = ATTENTIONS.get(_named(inner))
+    if names is None or not can_fuse([inner[name] for name in (*names.inputs, names.output)]):
+        return None
+    inputs = [inner[name] for name in names.inputs]
+    num_heads, num_kv_heads = (getattr(inner, name) for name in names.heads)
+    width = sum(part.weight.shape[0] for part in inputs)
+    head_dim = width // (num_heads * (1 + names.is_gated) + 2 * num_kv_heads)
+    norms = [inner[name] for name in names.norms or () if name in inner]
+    dtype = norms[0].weight.dtype if norms else inputs[0].get("scales", inputs[0].weight).dtype
+    shape, turns = HeadShape(num_heads, num_kv_heads, head_dim), _turns(inner.rope, head_dim)
+    if turns is None or not mx.issubdtype(dtype, mx.floating) or kernels.refusal(shape, dtype) is not None:
+        return None
+    frequencies, factor = turns
+    q_stride = head_dim * (1 + names.is_gated)
+    k_at = num_heads * q_stride
+    return AttentionParts(
+        shape,
+        Projection(width, q_stride, k_at, k_at + num_kv_heads * head_dim, 2 * len(frequencies)),
+        Gate(width, head_dim, q_stride) if names.is_gated else None,
+        inputs,
+        inner[names.output],
+        None if not norms else (norms[0].weight, norms[1].weight, mx.array([norms[0].eps])),
+        frequencies,
+        # longer queries and keys make larger scores, and nothing else of them is seen
+        inner.scale * factor**2,
+        dtype,
+    )
+
+
+def _turns(rope: Any, head_dim: int) -> tuple[np.ndarray, float] | None:
+    """Radians a position by pair of channels, and a factor on queries and keys; None for ropes of other kinds."""
+    if isinstance(rope, smollm3.NoPE):
+        return np.zeros(head_dim // 2), 1.0
+    if getattr(rope, "traditional", False):  # some kinds never are, and don't say so
+        return None
+    if type(rope) is nn.RoPE:
+        pairs = np.arange(rope.dims // 2)
+        return rope.scale * rope.base ** (-pairs / len(pairs)), 1.0
+    if type(rope) not in _SCALED_ROPES:
+        return None
+    name, periods = _SCALED_ROPES[type(rope)], np.array(rope._freqs)
+    factor = 1.0 if name is None else getattr(rope, name)
+    # a factor on some of a head's channels is none on its scores
+    return (1 / periods, factor) if factor == 1 or 2 * len(periods) == head_dim else None
