@@ -18,6 +18,7 @@ from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.models.fused import FusedHead
 from headrace.models.media import RowMedia
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
@@ -242,6 +243,18 @@ def test_random_programs_give_the_untouched_models_logits(name: str, seed: int) 
     program.run(20)
     assert program.num_compared > LENGTH
     assert program.worst < TOLERANCE
+
+
+def test_a_quantised_output_matrix_is_replaced() -> None:
+    model = build("qwen3")
+    nn.quantize(model, 32, 8, class_predicate=lambda path, _: path == "lm_head")
+    expected = tiny.reference(model, SENTENCES[0])
+    packed = pack(model, tiny_fused.KERNELS)
+    assert isinstance(model.lm_head, FusedHead)
+    state = SequenceState(SlabPool())
+    state.begin(LENGTH)
+    logits = packed.forward([Row(state, SENTENCES[0])], range(LENGTH))
+    assert mx.abs(logits - expected).max() < TOLERANCE
 
 
 def test_axes_turn_what_they_turn_without_kernels() -> None:

@@ -14,6 +14,10 @@ from headrace.backend.cuda.matmul import Weights
 
 Product = Callable[[mx.array], mx.array]
 
+MANY_TOKENS = 256
+"""From which on weights that our kernels refuse are made dense before the product. With 4 bits MLX's own took as long
+at 256 tokens on an H200, and three times as long at 2,048."""
+
 
 def can_fuse(modules: Sequence[Any]) -> bool:
     """Whether the modules are plain linears, quantised or not."""
@@ -57,14 +61,15 @@ def _product(parts: list[Any]) -> Product:
     if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
         scales, biases, form = joined["scales"], joined.get("biases"), (first.group_size, first.bits, first.mode)
         weights = Weights(weight, scales, biases, first.bits, first.group_size)
-        # for a few tokens MLX's own product takes up to eight times as long on CUDA, see docs/benchmarks.md
-        is_ours = mx.cuda.is_available() and matmul.refusal(weights, scales.dtype) is None
+        is_ours = matmul.refusal(weights, scales.dtype) is None
 
         def quantized(x: mx.array) -> mx.array:
-            if is_ours and x.size // x.shape[-1] <= matmul.most_tokens(weights):
-                found = matmul.skinny(x, weights)
-            else:
+            if is_ours:
+                found = matmul.quantized(x, weights)
+            elif x.size // x.shape[-1] < MANY_TOKENS:
                 found = mx.quantized_matmul(x, weight, scales, biases, True, *form)
+            else:
+                found = x @ mx.dequantize(weight, scales, biases, *form, dtype=x.dtype).T
             return found if bias is None else found + bias
 
         return quantized
@@ -89,12 +94,12 @@ def _joined(name: str, parts: Sequence[Any]) -> mx.array:
 
 
 def can_be_head(module: Any) -> bool:
-    """Whether it is an embedding whose product with hidden rows would be slow: a quantised one."""
-    return type(module) is nn.QuantizedEmbedding
+    """Whether the library's product of hidden rows with it would be slow: whether it is quantised."""
+    return type(module) in (nn.QuantizedEmbedding, nn.QuantizedLinear)
 
 
 class FusedHead(nn.Module):
-    """Stands where an embedding stood that may be the output matrix, too."""
+    """Stands where an output matrix stood, or an embedding that may be one, too."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -102,7 +107,9 @@ class FusedHead(nn.Module):
         self._product = FusedLinear([inner])
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Ids `[…]` to rows `[…, hidden]`."""
+        """An embedding's rows `[…, hidden]` of ids `[…]`, or else logits of hidden rows."""
+        if isinstance(self.inner, nn.QuantizedLinear):
+            return self._product(x)
         rows: mx.array = self.inner(x)
         return rows
 

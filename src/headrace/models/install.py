@@ -211,11 +211,13 @@ class Installation:
             self.fused.clear()
         if kernels.fuses_layers:
             for place in _places_where(can_be_head, model):
-                self._replace(place, FusedHead(place.module))
+                if place.name == "lm_head" or isinstance(place.module, nn.QuantizedEmbedding):
+                    self._replace(place, FusedHead(place.module))
             for place in _places_where(lambda module: mlp_parts(module) is not None, model):
                 self._replace(place, CudaMLP(place.module))
-            for place in _places_where(lambda module: cuda_moe.parts_of(module) is not None, model):
-                self._replace(place, CudaMoE(place.module))
+            for place in _places_where(lambda module: isinstance(module, cuda_moe.LAYER), model):
+                if (experts := cuda_moe.parts_of(place.module)) is not None:
+                    self._replace(place, CudaMoE(place.module, experts))
         around = {**REPLACEMENTS, **kernels.replacements}
         self._undos += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)

@@ -1,6 +1,6 @@
-"""Products of few tokens on NVIDIA GPUs, and mixtures of experts, against float64.
+"""Products on NVIDIA GPUs, and mixtures of experts, against float64.
 
-Without one the limits of products, and mixtures by the operations that stand for the kernels.
+Without one they are the operations that stand for the kernels.
 """
 
 import mlx.core as mx
@@ -13,6 +13,8 @@ from headrace.perf.layer_references import Matrices, mixture
 from headrace.perf.references import double
 
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
+WIDTHS = [203, pytest.param(8500, marks=needs_gpu)]
+"""Features of blocks of either width."""
 FORMS = [(16, 1), (4, 32), (4, 64), (4, 128), (8, 64)]
 
 
@@ -37,32 +39,49 @@ def assert_close(got: mx.array, want: np.ndarray) -> None:
     np.testing.assert_allclose(double(got), want, rtol=0, atol=6e-3 * np.abs(want).max())
 
 
-@needs_gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_features", [203, 8500])
-def test_a_product_is_that_of_float64_in_any_company(form: tuple[int, int], num_features: int) -> None:
+@pytest.mark.parametrize("num_features", WIDTHS)
+def test_a_product_is_that_of_float64(form: tuple[int, int], num_features: int) -> None:
     rng = np.random.default_rng(num_features + form[0] + form[1])
     held, exact = weights(rng, (num_features, 768), form)
-    x = tokens(rng, 16, 768)
-    alone = matmul.skinny(x[:1], held)
-    for number in (1, 5, 9, 16):
-        got = matmul.skinny(x[None, :number], held)[0]
-        assert_close(got, double(x[:number]) @ exact.T)
-        assert mx.array_equal(got[:1], alone)
+    x = tokens(rng, 97, 768)
+    for number in (1, 5, 9, 16, 17, 40, 96):
+        assert_close(matmul.skinny(x[None, :number], held)[0], double(x[:number]) @ exact.T)
+    if form[0] < 16:
+        assert_close(matmul.quantized(x[None], held)[0], double(x) @ exact.T)
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_features", WIDTHS)
+def test_a_token_gets_the_same_product_in_any_company(form: tuple[int, int], num_features: int) -> None:
+    rng = np.random.default_rng(1)
+    held, _ = weights(rng, (num_features, 768), form)
+    x = tokens(rng, 96, 768)
+    together = matmul.skinny(x, held)
+    for first, last in ((0, 1), (3, 8), (50, 66), (95, 96)):
+        assert mx.array_equal(matmul.skinny(x[first:last], held), together[first:last])
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_weights_are_made_dense_with_one_rounding(form: tuple[int, int]) -> None:
+    held, exact = weights(np.random.default_rng(2), (203, 768), form)
+    assert mx.array_equal(matmul.dense(held), mx.array(exact.astype(np.float32)).astype(mx.bfloat16))
 
 
 @pytest.mark.parametrize("form", [(16, 1), (4, 64)])
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("num_tokens", [3, 17, 97])
 def test_a_mixture_is_the_weighted_sum_of_its_likeliest_experts(
-    form: tuple[int, int], has_shared: bool, normed: bool
+    form: tuple[int, int], has_shared: bool, normed: bool, num_tokens: int
 ) -> None:
     rng = np.random.default_rng(form[0])
     number, per_token, width, inner = 40, 6, 256, 128
     shapes = ((number, inner, width), (number, inner, width), (number, width, inner))
     gate, up, down = (weights(rng, shape, form) for shape in shapes)
     own_gate, own_up, own_down = (weights(rng, shape[1:], form) for shape in shapes)
-    x, logits = tokens(rng, 3, width), 2 * tokens(rng, 3, number + 1)
+    x, logits = tokens(rng, num_tokens, width), 2 * tokens(rng, num_tokens, number + 1)
     routing = moe.Routing(number, per_token, normed)
     shared = moe.Experts(own_gate[0], own_up[0], own_down[0]) if has_shared else None
 
@@ -75,6 +94,24 @@ def test_a_mixture_is_the_weighted_sum_of_its_likeliest_experts(
     assert_close(moe.mix(routing, moe.Experts(gate[0], up[0], down[0]), shared, x, logits), want)
 
 
+@needs_gpu
+@pytest.mark.parametrize("form", [(16, 1), (4, 64), (8, 128)])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_a_token_gets_the_same_mixture_in_any_company(form: tuple[int, int], has_shared: bool) -> None:
+    rng = np.random.default_rng(form[0])
+    number, width, inner = 20, 256, 256
+    shapes = ((inner, width), (inner, width), (width, inner))
+    experts = moe.Experts(*(weights(rng, (number, *shape), form)[0] for shape in shapes))
+    shared = moe.Experts(*(weights(rng, shape, form)[0] for shape in shapes)) if has_shared else None
+    x, logits = tokens(rng, 200, width), 2 * tokens(rng, 200, number + 1)
+    logits[::2, 7] = 20.0
+    routing = moe.Routing(number, 4, True)
+    together = moe.mix(routing, experts, shared, x, logits)
+    for first, last in ((0, 1), (3, 19), (20, 37), (100, 200)):
+        fewer = moe.mix(routing, experts, shared, x[first:last], logits[first:last])
+        assert mx.array_equal(fewer, together[first:last])
+
+
 def shaped(num_features: int, num_inputs: int, form: tuple[int, int]) -> Weights:
     bits, group = form
     if bits == 16:
@@ -85,9 +122,9 @@ def shaped(num_features: int, num_inputs: int, form: tuple[int, int]) -> Weights
 
 @pytest.mark.parametrize("form", [*FORMS, (8, 128)])
 @pytest.mark.parametrize("num_features", [257, 2560, 18432])
-def test_a_block_has_room_for_most_tokens_and_the_same_warps_for_any(form: tuple[int, int], num_features: int) -> None:
+def test_a_block_has_room_for_its_tokens_and_the_same_warps_for_any(form: tuple[int, int], num_features: int) -> None:
     held = shaped(num_features, 2560, form)
-    cuts = {n: matmul.cut_of(held, n) for n in range(1, matmul.most_tokens(held) + 1)}
+    cuts = {n: matmul.cut_of(held, n) for n in range(1, matmul.most_together(held) + 1)}
     assert len({cut.warps for cut in cuts.values()}) == 1
     for n, cut in cuts.items():
         assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= matmul.LARGEST_BLOCK

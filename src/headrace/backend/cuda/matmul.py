@@ -1,4 +1,4 @@
-"""Products of a few tokens with large weights on NVIDIA GPUs, dense or quantised: weights are read once."""
+"""Products of a few tokens with large weights on NVIDIA GPUs, dense or quantised; of many with quantised ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda.kernel import CudaKernel
+from headrace.backend.cuda import ops
+from headrace.backend.cuda.kernel import CudaKernel, or_ops
+
+MOST_TOKENS = 96
+"""For which quantised weights go through `skinny`, 16 tokens a block. With 4-bit weights of 12,352 × 2,560 an H200
+takes 0.019 ms for 16, half of it with idle processors: 96 should take 0.09 ms. The dense product takes 0.05 ms, and
+making the weights dense writes 63 MB, 0.02 ms at least. Reckoned, not timed."""
 
 LARGEST_BLOCK = 227 << 10
 """Bytes of shared memory that a block can have."""
@@ -82,17 +88,16 @@ def step_of(weights: Weights) -> int:
     return 64 if weights.scales is None else max(128, 2 * weights.group_size)
 
 
-def most_tokens(weights: Weights) -> int:
-    """That a launch takes: as many as the shared memory holds beside the largest cut, 16 at most.
-
-    Larger numbers were not timed against MLX's own products.
-    """
+def most_together(weights: Weights) -> int:
+    """Tokens that a block takes: as many as the shared memory holds beside the largest cut, 16 at most."""
     largest = Cut(2, 8, 2)
     return next(n for n in (16, 8) if shared_bytes(weights, largest, token_tiles(n)) <= LARGEST_BLOCK)
 
 
 def cut_of(weights: Weights, num_tokens: int) -> Cut:
-    """Which warp adds what doesn't depend on the number of tokens: a token's result is the same in any company."""
+    """Of a block with so many tokens.
+
+    Which warp adds what doesn't depend on the number of tokens: a token's result is the same in any company."""
     many = -(-weights.num_features // 32) >= _WIDE_BLOCKS
     wanted = Cut(2, 4, 3) if many else Cut(1, 8, 4 if num_tokens <= 8 else 3)
     return fitted(weights, wanted, token_tiles(num_tokens))
@@ -132,12 +137,14 @@ def _skinny(bits: int, group: int, tiles: int, tokens: int, stages: int, shared:
     return CudaKernel(name, sources, inputs, ("out",), body, shared)
 
 
+@or_ops(ops.product)
 def skinny(x: mx.array, weights: Weights) -> mx.array:
-    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32; … are at most `most_tokens`."""
+    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32."""
     *rows, num_inputs = x.shape
     num_tokens = x.size // num_inputs
-    num_tiles = token_tiles(num_tokens)
-    cut = cut_of(weights, num_tokens)
+    together = min(num_tokens, most_together(weights))
+    num_tiles = token_tiles(together)
+    cut = cut_of(weights, together)
     kernel = _skinny(
         weights.bits,
         weights.group_size,
@@ -149,8 +156,34 @@ def skinny(x: mx.array, weights: Weights) -> mx.array:
     (out,) = kernel(
         (x, *weights.arrays),
         {"T": x.dtype},
-        (-(-weights.num_features // (16 * cut.tiles)), 1, 1),
+        (-(-num_tokens // together), -(-weights.num_features // (16 * cut.tiles)), 1),
         32 * cut.warps,
         (((*rows, weights.num_features), x.dtype),),
     )
     return out
+
+
+@cache
+def _dense(bits: int, group: int) -> CudaKernel:
+    size = f"static_cast<long>(weight_shape[0]) * weight_shape[1] * {32 // bits}"
+    body = f"dense<T, {bits}, {group}>(weight, scales, biases, {size}, out);"
+    return CudaKernel(f"dense_{bits}_{group}", ("dense.cuh",), ("weight", "scales", "biases"), ("out",), body)
+
+
+@or_ops(ops.dense)
+def dense(weights: Weights) -> mx.array:
+    """Quantised weights of a linear as numbers `[N, K]`, in the activations' type."""
+    shape = weights.num_features, weights.num_inputs
+    (out,) = _dense(weights.bits, weights.group_size)(
+        weights.arrays,
+        {"T": weights.activations},
+        (-(-shape[0] * shape[1] // (8 * 256)), 1, 1),
+        256,
+        ((shape, weights.activations),),
+    )
+    return out
+
+
+def quantized(x: mx.array, weights: Weights) -> mx.array:
+    """`x […, K]` times the transposed quantised weights; for many tokens these are rounded to the type of x before."""
+    return skinny(x, weights) if x.size // x.shape[-1] <= MOST_TOKENS else x @ dense(weights).T

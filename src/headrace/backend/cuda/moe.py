@@ -1,8 +1,11 @@
-"""Mixtures of experts for a few tokens on NVIDIA GPUs, in three launches: routing, gates and values, the sum."""
+"""Mixtures of experts on NVIDIA GPUs.
+
+A few tokens take three launches: routing, gates and values, the weighted sum. Many take five, in which an expert is
+read once for up to 16 of its tokens. What becomes of a token is the same, bit by bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,8 +19,15 @@ MOST_PER_TOKEN = 16
 """Experts of a token, a shared one included: each is a warp."""
 MOST_EXPERTS = 1024
 
-_SOURCES = ("numbers.cuh", "mma.cuh", "stream.cuh", "moe.cuh")
-_GATE_UP = Cut(2, 4, 3)
+FEW_TOKENS = 16
+"""Each of them reads its experts anew. Of 16 tokens with 8 of 256 experts each, drawn evenly, 1.26 read the same one on
+average; where two more launches pay was not timed."""
+
+_SOURCES = ("numbers.cuh", "mma.cuh", "stream.cuh", "pairs.cuh", "moe.cuh")
+_CUT = Cut(2, 4, 3)
+"""Of gates and values, whose warps share K, and of the sums for many tokens, whose warps don't."""
+_PIECE = 16
+"""Pairs of a token and an expert that a block takes at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,45 +104,91 @@ def mix(
 
     logits `[T, num_experts (+ 1)]`: the router's, and for a shared expert that of the sigmoid which is its weight.
     """
-    chosen, weights = route(routing, logits)
-    each = routing.per_token + (shared is not None)
+    form = _Form(routing, experts.gate.bits, experts.gate.group_size, shared is not None)
     num_tokens, width = x.shape
-    inner = experts.gate.num_features
-    form = (experts.gate.bits, experts.gate.group_size, routing.per_token, shared is not None)
-    firsts = [experts.gate, experts.up, *(() if shared is None else (shared.gate, shared.up))]
-    (hidden,) = _gate_up(*form, matmul.shared_bytes(experts.gate, _GATE_UP, 1))(
-        (x, chosen, *_arrays(firsts)),
+    inner, num_pairs, is_few = experts.gate.num_features, num_tokens * form.each, num_tokens <= FEW_TOKENS
+    own = (None, None, None) if shared is None else shared.all
+    chosen, weights = route(routing, logits)
+    work, num_blocks = ([chosen], num_pairs) if is_few else _sorted(form, chosen)
+    tiles = 1 if is_few else _PIECE // 8
+    cut = matmul.fitted(experts.gate, _CUT, tiles)
+    (hidden,) = _gate_up(form, tiles, cut.stages, matmul.shared_bytes(experts.gate, cut, tiles))(
+        (x, *work, *_arrays(experts.gate, own[0]), *_arrays(experts.up, own[1])),
         {"T": x.dtype},
-        (-(-inner // 16), num_tokens * each, 1),
-        32 * _GATE_UP.warps,
-        (((num_tokens, each, inner), x.dtype),),
+        (-(-inner // 16), num_blocks, 1),
+        32 * cut.warps,
+        (((num_pairs, inner), x.dtype),),
     )
-    seconds = [experts.down, *(() if shared is None else (shared.down,))]
-    cut = _down_cut(experts.down, routing, shared)
-    room = matmul.shared_bytes(experts.down, cut, 1)
-    (y,) = _down_sum(*form, routing.num_experts, cut.stages, room)(
-        (hidden, chosen, weights, logits, *_arrays(seconds)),
-        {"T": x.dtype},
-        (-(-width // 16), num_tokens, 1),
-        32 * each,
-        ((x.shape, x.dtype),),
-    )
+    given = (hidden, *work, weights, logits, *_arrays(experts.down, own[2]))
+    if is_few:
+        cut = _down_cut(experts.down, routing, shared)
+        blocks, output = (-(-width // 16), num_tokens, 1), (x.shape, x.dtype)
+    else:
+        cut = matmul.fitted(experts.down, _CUT, tiles)
+        blocks, output = (-(-width // (32 * cut.warps)), num_blocks, 1), ((num_pairs, width), mx.float32)
+    room = matmul.shared_bytes(experts.down, cut, tiles)
+    (y,) = _down(form, tiles, cut.stages, room)(given, {"T": x.dtype}, blocks, 32 * cut.warps, (output,))
+    return y if is_few else _added(form, y, x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What kernels are built for."""
+
+    routing: Routing
+    bits: int
+    group_size: int
+    has_shared: bool
+
+    @property
+    def each(self) -> int:
+        """Experts of a token."""
+        return self.routing.per_token + self.has_shared
+
+    @property
+    def counts(self) -> str:
+        """Template arguments that tell what a pair is."""
+        return f"{self.routing.per_token}, {str(self.has_shared).lower()}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits}_{self.group_size}_{self.routing.num_experts}_{self.counts.replace(', ', '_')}"
+
+    def names(self, matrix: str) -> list[str]:
+        """Arguments for the experts' matrices, and for the shared one."""
+        owners = (matrix, *[f"own_{matrix}"] * self.has_shared)
+        return [f"{owner}_{kind}" for owner in owners for kind in ("wsb" if self.bits < 16 else "w")]
+
+    def experts(self, matrix: str) -> str:
+        """`Experts` made of these."""
+        given, every = self.names(matrix), [f"{owner}_{kind}" for owner in (matrix, f"own_{matrix}") for kind in "wsb"]
+        return f"Experts<T>{{{', '.join(name if name in given else 'nullptr' for name in every)}}}"
+
+    def pairs(self, tiles: int) -> tuple[tuple[str, ...], str]:
+        """Arguments for the pairs that a block makes, one or a piece of many, and `Pairs` made of them."""
+        if tiles > 1:
+            piece = ", ".join(f"pieces[blockIdx.y * 3 + {i}]" for i in range(3))
+            return ("order", "pieces"), f"Pairs{{{piece}, order}}"
+        expert = f"expert_of<{self.counts}>(chosen, {self.routing.num_experts}, blockIdx.y)"
+        return ("chosen",), f"Pairs{{{expert}, static_cast<int>(blockIdx.y), 1, nullptr}}"
+
+
+def _arrays(experts: Weights, shared: Weights | None) -> tuple[mx.array, ...]:
+    return experts.arrays if shared is None else (*experts.arrays, *shared.arrays)
+
+
+def _sorted(form: _Form, chosen: mx.array) -> tuple[list[mx.array], int]:
+    """Pairs by expert and their pieces, and how many of these there may be: of each expert the last is not full."""
+    num_pairs = chosen.shape[0] * form.each
+    # as in sort_pairs
+    num_pieces = min(num_pairs, num_pairs // _PIECE + form.routing.num_experts + form.has_shared)
+    outputs = ((num_pairs,), mx.int32), ((num_pieces, 3), mx.int32)
+    return _sort(form)((chosen,), {}, (1, 1, 1), 1024, outputs), num_pieces
+
+
+def _added(form: _Form, made: mx.array, x: mx.array) -> mx.array:
+    (y,) = _add(form.each)((made,), {"T": x.dtype}, (-(-x.size // 256), 1, 1), 256, ((x.shape, x.dtype),))
     return y
-
-
-def _arrays(every: Sequence[Weights]) -> list[mx.array]:
-    return [array for weights in every for array in weights.arrays]
-
-
-def _named(prefixes: Sequence[str], quantised: bool) -> tuple[list[str], list[str]]:
-    """Arguments, and what makes `Experts` of them, for each prefix."""
-    kinds = ("w", "s", "b") if quantised else ("w",)
-    names = [f"{prefix}_{kind}" for prefix in prefixes for kind in kinds]
-    made = [
-        f"Experts<T>{{{', '.join(f'{prefix}_{kind}' if kind in kinds else 'nullptr' for kind in 'wsb')}}}"
-        for prefix in prefixes
-    ]
-    return names, made
 
 
 @cache
@@ -147,32 +203,40 @@ def _route(routing: Routing) -> CudaKernel:
 
 
 @cache
-def _gate_up(bits: int, group: int, per_token: int, shared: bool, room: int) -> CudaKernel:
-    names, made = _named(["gate", "up", *["own_gate", "own_up"] * shared], bits < 16)
-    body = (
-        f"gate_up<T, {bits}, {group}, {per_token}, {_GATE_UP.stages}, {str(shared).lower()}>("
-        f"x, chosen, {', '.join(made if shared else made * 2)}, gate_w_shape[1], x_shape[1], hidden);"
-    )
-    return CudaKernel(
-        f"gate_up_{bits}_{group}_{per_token}{'_shared' * shared}",
-        _SOURCES,
-        ("x", "chosen", *names),
-        ("hidden",),
-        body,
-        room,
-    )
+def _sort(form: _Form) -> CudaKernel:
+    counts = f"{form.counts}, {form.routing.num_experts}, {_PIECE}"
+    body = f"sort_pairs<{counts}>(chosen, chosen_shape[0] * {form.each}, order, pieces);"
+    return CudaKernel(f"sort_pairs_{form.name}", ("pairs.cuh",), ("chosen",), ("order", "pieces"), body)
 
 
 @cache
-def _down_sum(
-    bits: int, group: int, per_token: int, shared: bool, num_experts: int, stages: int, room: int
-) -> CudaKernel:
-    names, made = _named(["down", *["own_down"] * shared], bits < 16)
+def _gate_up(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
+    inputs, pairs = form.pairs(tiles)
     body = (
-        f"down_sum<T, {bits}, {group}, {per_token}, {stages}, {str(shared).lower()}>("
-        f"hidden, chosen, weights, logits, {num_experts}, logits_shape[1], {', '.join(made if shared else made * 2)}, "
-        "down_w_shape[1], hidden_shape[2], y);"
+        f"gate_up<T, {form.bits}, {form.group_size}, {form.each}, {tiles}, {stages}>(x, {pairs}, "
+        f"{form.experts('gate')}, {form.experts('up')}, {form.routing.num_experts}, "
+        "gate_w_shape[1], x_shape[1], hidden);"
     )
-    inputs = ("hidden", "chosen", "weights", "logits", *names)
-    name = f"down_sum_{bits}_{group}_{per_token}_{num_experts}{'_shared' * shared}"
-    return CudaKernel(name, _SOURCES, inputs, ("y",), body, room)
+    names = ("x", *inputs, *form.names("gate"), *form.names("up"))
+    return CudaKernel(f"gate_up_{form.name}_{tiles}", _SOURCES, names, ("hidden",), body, room)
+
+
+@cache
+def _down(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
+    inputs, pairs = form.pairs(tiles)
+    kind = f"{form.bits}, {form.group_size}, {form.counts}"
+    call = f"down_sum<T, {kind}, {stages}>(hidden, chosen"
+    if tiles > 1:
+        call = f"down_pairs<T, {kind}, {tiles}, {stages}>(hidden, {pairs}"
+    body = (
+        f"{call}, weights, logits, {form.routing.num_experts}, logits_shape[1], {form.experts('down')}, "
+        "down_w_shape[1], hidden_shape[1], y);"
+    )
+    names = ("hidden", *inputs, "weights", "logits", *form.names("down"))
+    return CudaKernel(f"down_{form.name}_{tiles}", _SOURCES, names, ("y",), body, room)
+
+
+@cache
+def _add(each: int) -> CudaKernel:
+    body = f"add_pairs<T, {each}>(made, static_cast<long>(made_shape[0] / {each}) * made_shape[1], made_shape[1], y);"
+    return CudaKernel(f"add_pairs_{each}", ("pairs.cuh",), ("made",), ("y",), body)

@@ -35,6 +35,26 @@ def swiglu(projected: mx.array) -> mx.array:
     return (_rounded(_silu(gate), projected.dtype) * value).astype(projected.dtype)
 
 
+# Products
+
+
+def product(x: mx.array, weights: matmul.Weights) -> mx.array:
+    """With the transposed weights."""
+    return (x.astype(mx.float32) @ _numbers(weights).T).astype(x.dtype)
+
+
+def dense(weights: matmul.Weights) -> mx.array:
+    """Quantised weights as numbers."""
+    return _numbers(weights).astype(weights.activations)
+
+
+def _numbers(weights: matmul.Weights) -> mx.array:
+    if weights.scales is None or weights.biases is None:
+        return weights.weight.astype(mx.float32)
+    scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
+    return mx.dequantize(weights.weight, scales, biases, weights.group_size, weights.bits)
+
+
 # Mixtures of experts
 
 
@@ -59,19 +79,11 @@ def mix(
 
 def _expert(experts: moe.Experts, x: mx.array, chosen: mx.array | None) -> mx.array:
     """What each token's expert makes of it, `[T, K]` float32; all have the same if none is chosen."""
-    gate, up, down = (_dense(weights) if chosen is None else _dense(weights)[chosen] for weights in experts.all)
+    gate, up, down = (_numbers(weights) if chosen is None else _numbers(weights)[chosen] for weights in experts.all)
     column = x.astype(mx.float32)[..., None]
     gates, values = (_rounded(weights @ column, x.dtype) for weights in (gate, up))
     hidden = _rounded(_rounded(_silu(gates), x.dtype) * values, x.dtype)
     return (down @ hidden)[..., 0]
-
-
-def _dense(weights: matmul.Weights) -> mx.array:
-    """As numbers."""
-    if weights.scales is None or weights.biases is None:
-        return weights.weight.astype(mx.float32)
-    scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
-    return mx.dequantize(weights.weight, scales, biases, weights.group_size, weights.bits)
 
 
 # Gated delta layers

@@ -41,10 +41,11 @@ struct Stream {
   static constexpr int STAGE = WEIGHTS + INPUTS + TILES * 16 * 2 * GROUPS * 2 / 16;
   static constexpr int WARP = STAGES * STAGE;
 
-  // sum += the steps first, first + stride, … of rows rows[i] … + 15 of matrices[i]. tokens: x, num_tokens rows of
-  // K. memory: this warp's, of WARP; nothing is under way there after it.
+  // sum += the steps first, first + stride, … of rows rows[i] … + 15 of matrices[i]. x(i): where token i of num_tokens has
+  // its K inputs. memory: this warp's, of WARP; nothing is under way there after it.
+  template <typename Tokens>
   static __device__ void run(float (&sum)[TILES][TOKENS][4], const Matrix<T> (&matrices)[TILES], const int (&rows)[TILES],
-                             const T* x, int num_tokens, int K, int first, int stride, uint4* memory) {
+                             const Tokens& x, int num_tokens, int K, int first, int stride, uint4* memory) {
     const int lane = threadIdx.x % 32, r = lane / 4, t = lane % 4, num_steps = K / STEP;
     const int swizzle = QUANTISED ? r / 2 % 4 : 0;  // threads of other rows then read from other banks
     const char* from[TILES][2];
@@ -62,7 +63,7 @@ struct Stream {
                          static_cast<long>(min(rows[i] + lane % 16, last)) * (K / (QUANTISED ? GROUP : 1));
     }
 #pragma unroll
-    for (int j = 0; j < TOKENS; j++) tokens_from[j] = x + static_cast<long>(j * 8 + r) * K + t * 8;
+    for (int j = 0; j < TOKENS; j++) tokens_from[j] = x(min(j * 8 + r, num_tokens - 1)) + t * 8;
 
     auto fetch = [&](int step, int stage) {
       if (step < num_steps) {

@@ -1,4 +1,4 @@
-"""Mixtures of experts on NVIDIA GPUs: a product and three launches for a few tokens."""
+"""Mixtures of experts on NVIDIA GPUs: a product for the router, and the kernels of `backend/cuda/moe.py`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from headrace.backend.cuda import moe
 from headrace.models.fused import FusedLinear, can_fuse, weights_of
 from headrace.models.mixers.cuda_mlp import CudaMLP
 
-MOST_TOKENS = 16
-"""Each token reads its experts anew. Of 16 tokens with 8 of 256 experts each, drawn evenly, 1.26 read the same one on
-average; more tokens go through the library's products, which read each expert once."""
+LAYER = qwen3_next.Qwen3NextSparseMoeBlock
+"""Whose forward is what is written here."""
+
+Parts = tuple[moe.Routing, moe.Experts, moe.Experts]
+"""Routing, experts and shared expert of a layer."""
 
 
-def parts_of(inner: Any) -> tuple[moe.Routing, moe.Experts, moe.Experts] | None:
-    """Routing, experts and shared expert of a layer that the kernels can do; None for others."""
-    if not isinstance(inner, qwen3_next.Qwen3NextSparseMoeBlock):
-        return None
+def parts_of(inner: Any) -> Parts | None:
+    """Of a LAYER that the kernels can do; None for others."""
     shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
     switch = inner.switch_mlp
     linears = [inner.gate, inner.shared_expert_gate, shared.gate_proj, shared.up_proj, shared.down_proj]
@@ -40,20 +40,13 @@ def parts_of(inner: Any) -> tuple[moe.Routing, moe.Experts, moe.Experts] | None:
 class CudaMoE(nn.Module):
     """Stands where a sparse MoE block of mlx-lm stood."""
 
-    def __init__(self, inner: Any) -> None:
-        """inner: one that `parts_of` knows."""
+    def __init__(self, inner: Any, parts: Parts) -> None:
         super().__init__()
-        parts = parts_of(inner)
-        assert parts is not None
         self.inner = inner
         self._parts = parts
         self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: `[1, T, hidden]`."""
-        num_tokens = x.size // x.shape[-1]
-        if num_tokens > MOST_TOKENS:
-            output: mx.array = self.inner(x)
-            return output
-        tokens, logits = x.reshape(num_tokens, -1), self._router(x).reshape(num_tokens, -1)
-        return moe.mix(*self._parts, tokens, logits).reshape(x.shape)
+        tokens = x.reshape(-1, x.shape[-1])
+        return moe.mix(*self._parts, tokens, self._router(tokens)).reshape(x.shape)

@@ -1,0 +1,42 @@
+"""Products with quantised weights: by which road they go for how many tokens, and their sums in float64."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from headrace.models.fused import FusedLinear
+from headrace.perf.operations import operations
+from headrace.perf.references import double
+
+DTYPE = mx.bfloat16 if mx.cuda.is_available() else mx.float32
+NUM_TOKENS = (1, 16, 17, 96, 97, 255, 256)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "bits", "mode", "library"),
+    [
+        (64, 4, "affine", ()),
+        (32, 8, "affine", ()),
+        (64, 6, "affine", (1, 16, 17, 96, 97, 255)),
+        (32, 4, "mxfp4", (1, 16, 17, 96, 97, 255)),
+    ],
+)
+def test_the_librarys_quantised_product_is_left_to_what_nothing_else_does(
+    group_size: int, bits: int, mode: str, library: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(bits)
+    held = [nn.Linear(256, width, bias=True) for width in (24, 40)]
+    for one in held:
+        one.set_dtype(DTYPE)
+    parts = [one.to_quantized(group_size, bits, mode) for one in held]
+    stored = [(part.weight, part.scales, part.get("biases"), group_size, bits, mode) for part in parts]
+    weights = np.concatenate([double(mx.dequantize(*one)) for one in stored])
+    bias = np.concatenate([double(part.bias) for part in parts])
+    product = FusedLinear(parts)
+    for number in NUM_TOKENS:
+        x = mx.array(rng.standard_normal((1, number, 256))).astype(DTYPE)
+        got = product(x)
+        assert ("QuantizedMatmul" in operations([got])) is (number in library), number
+        want = double(x) @ weights.T + bias
+        np.testing.assert_allclose(double(got), want, rtol=0, atol=1e-2 * np.abs(want).max())
