@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import mlx.core as mx
+import numpy as np
 
 MOST_NUMBERS = 1024
 """That go as parameters. CUDA 12.1 and later take eight times as many, but building such a kernel takes seconds."""
@@ -21,9 +22,11 @@ _FEWEST = 16
 
 
 def to_device(numbers: Sequence[int] | Sequence[float], dtype: mx.Dtype) -> mx.array:
-    """An array `[n]` of Python's numbers. dtype: int32, or float32, which must be given floats."""
+    """An array `[n]` of Python's numbers. dtype: int32 or float32."""
     if not mx.cuda.is_available() or not 0 < len(numbers) <= MOST_NUMBERS:
         return mx.array(list(numbers), dtype=dtype)
+    # by their bits: the binding takes no floats, whatever it says of them (MLX 0.32.4)
+    words = numbers if dtype == mx.int32 else np.array(numbers, np.float32).view(np.int32).tolist()
     # few sizes, so that few kernels are built
     room = max(_FEWEST, 1 << (len(numbers) - 1).bit_length())
     (held,) = mx.fast.precompiled_cuda_kernel(
@@ -32,7 +35,7 @@ def to_device(numbers: Sequence[int] | Sequence[float], dtype: mx.Dtype) -> mx.a
         inputs=[],
         output_shapes=[(room,)],
         output_dtypes=[dtype],
-        scalars=[*numbers, *[0] * (room - len(numbers))],
+        scalars=[*words, *[0] * (room - len(numbers))],
         grid=(1, 1, 1),
         threadgroup=(1, 1, 1),
     )

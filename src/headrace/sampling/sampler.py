@@ -143,7 +143,7 @@ def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.ar
     logits = logits.astype(mx.float32)
     num_tokens = logits.shape[-1]
     highest = mx.max(logits, axis=-1, keepdims=True)
-    temperature = to_device([float(min(row.params.temperature, _HOTTEST)) for row in rows], mx.float32)[:, None]
+    temperature = to_device([min(row.params.temperature, _HOTTEST) for row in rows], mx.float32)[:, None]
     if any(row.params.min_p > 0 for row in rows):
         floors = [math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf for row in rows]
         least = to_device(floors, mx.float32)[:, None]
