@@ -15,6 +15,7 @@ from models.tiny_head import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.models.fused import FusedHead
 from headrace.models.install import choose_levels
 from headrace.models.media import entry_at
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
@@ -256,14 +257,18 @@ def test_entries_of_a_prompt_with_gaps_stand_where_their_hidden_rows_do(name: st
 
 @tiny_fused.only_operations
 def test_a_head_of_kernels_computes_what_it_does_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys and values begin at token 1: there are none at 0."""
+    """Its keys and values begin at token 1: there are none at 0. What its inputs go through is quantised."""
     monkeypatch.setattr(tiny_head, "HEAD_DIM", tiny_fused.HEAD_DIM)
     name = tiny_fused.widen("qwen3_5", monkeypatch)
-    tensors, found = tiny_head.draw(name), []
+    tensors: dict[str, np.ndarray | mx.array] = {**tiny_head.draw(name)}
+    packed = mx.quantize(mx.array(tensors["fc.weight"]), 32, 8)
+    tensors |= zip(("fc.weight", "fc.scales", "fc.biases"), packed, strict=True)
+    found = []
     for kernels in (EXACT, tiny_fused.KERNELS):
         trunk = trunk_of(name, kernels)
-        head = load(trunk, name, tmp_path, tensors)
+        head = load(trunk, name, tmp_path, tensors, dtype="stored")
         assert isinstance(head.module.layers[0].self_attn, CudaAttentionMixer) is kernels.fuses_layers
+        assert isinstance(head.module.fc, FusedHead) is kernels.fuses_layers
         found.append(run(trunk, head, TEXTS, CUTS))
     for plain, fused in zip(*found, strict=True):
         assert plain.keys() == fused.keys()

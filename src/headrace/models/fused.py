@@ -99,7 +99,7 @@ def can_be_head(module: Any) -> bool:
 
 
 class FusedHead(nn.Module):
-    """Stands where an output matrix stood, or an embedding that may be one, too."""
+    """Stands where a linear stood that is joined with no other, or an embedding that may be an output matrix, too."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class FusedHead(nn.Module):
         self._product = FusedLinear([inner])
 
     def __call__(self, x: mx.array) -> mx.array:
-        """An embedding's rows `[…, hidden]` of ids `[…]`, or else logits of hidden rows."""
+        """An embedding's rows `[…, hidden]` of ids `[…]`, or the linear's product."""
         if isinstance(self.inner, nn.QuantizedLinear):
             return self._product(x)
         rows: mx.array = self.inner(x)

@@ -48,6 +48,10 @@ FINAL_NORMS = (
 """Names that mlx-lm's models give the norm before their head."""
 
 
+LONE_LINEARS = ("lm_head", "fc")
+"""Names of linears that no layer has: an output matrix, and what a prediction head puts its inputs through."""
+
+
 class Level(StrEnum):
     """How a class of modules takes part in a packed step, best first."""
 
@@ -211,7 +215,7 @@ class Installation:
             self.fused.clear()
         if kernels.fuses_layers:
             for place in _places_where(can_be_head, model):
-                if place.name == "lm_head" or isinstance(place.module, nn.QuantizedEmbedding):
+                if place.name in LONE_LINEARS or isinstance(place.module, nn.QuantizedEmbedding):
                     self._replace(place, FusedHead(place.module))
             for place in _places_where(lambda module: mlp_parts(module) is not None, model):
                 self._replace(place, CudaMLP(place.module))
