@@ -33,6 +33,7 @@ from headrace.state.slabs import SlabPool
 HYBRIDS = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen3", "qwen3_moe", *HYBRIDS]
 PLAIN = ["gemma", "llama", "phi3", "qwen2", "qwen3_yarn", "smollm3"]
+WINDOWED = ["gemma3_text", "gpt_oss", "llama_sliding", "mellum", "ministral3"]
 # fmt: off
 OTHERS = [
     "Klear", "apertus", "bailing_moe", "deepseek", "dots1", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
@@ -40,7 +41,11 @@ OTHERS = [
 ]
 # fmt: on
 """Families that attend as those do, with biases or without norms, by scaled ropes, their parts under other names."""
-OTHER_MLPS = {"apertus", "gemma", "granitemoe", "mixtral", "nemotron", "phimoe", "starcoder2"}
+OTHER_MLPS = {"apertus", "gemma", "granitemoe", "mixtral", "nemotron", "phimoe", "starcoder2"} | {
+    "gemma3_text",
+    "gpt_oss",
+    "mellum",
+}
 VOCAB = 97
 LENGTH = 48
 TOLERANCE = 3e-4 if tiny_fused.DTYPE == "float32" else 0.5
@@ -57,7 +62,7 @@ SENTENCES = (ids_of(0, LENGTH), ids_of(1, LENGTH))
 def fast_blas() -> Iterator[None]:
     blas.install("fast")
     with pytest.MonkeyPatch.context() as patched:
-        for name in [*FAMILIES, *PLAIN, *OTHERS]:
+        for name in [*FAMILIES, *PLAIN, *WINDOWED, *OTHERS]:
             tiny_fused.widen(name, patched)
         yield
     blas.uninstall()
@@ -95,7 +100,7 @@ def classes(model: nn.Module) -> list[type]:
     return [type(module) for _, module in model.named_modules()]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
+@pytest.mark.parametrize("name", [*FAMILIES, *PLAIN, *WINDOWED])
 def test_fused_layers_are_in_place_and_agree_in_mixed_steps(name: str) -> None:
     model, packed = fused(name).model, fused(name).packed
     found = classes(model)
@@ -136,7 +141,7 @@ def test_undo_leaves_the_untouched_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(LENGTH,), (1,), (8,), (9, 3), (16, 17, 2)], ids=str)
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "phi3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "phi3", "gpt_oss"])
 def test_it_is_all_one_how_tokens_are_cut(name: str, cuts: tuple[int, ...]) -> None:
     state, step = SequenceState(SlabPool()), 0
     while state.length < LENGTH:
@@ -237,7 +242,7 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe", "llama", "gpt_oss", "gemma3_text"])
 def test_random_programs_give_the_untouched_models_logits(name: str, seed: int) -> None:
     program = Program(fused(name), np.random.default_rng(seed))
     program.run(20)

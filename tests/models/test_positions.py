@@ -167,7 +167,7 @@ def test_a_prompt_that_is_kept_whole_gives_the_very_logits_of_one_without_positi
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="on CUDA these layers take half precision only")
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gpt_oss", "ministral3"])
 def test_chosen_positions_reach_layers_that_are_kernels_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny.FAMILIES, name, tiny.with_wide_heads(name))
     assert compare(name, "fast", "cuda") <= FAST_TOLERANCE

@@ -86,6 +86,36 @@ def test_a_record_may_be_restored_any_number_of_times_while_slots_are_written_in
         overwrite(state)
 
 
+@pytest.mark.parametrize("num_tokens", [2, 5, 9, 10, 40])
+def test_what_is_taken_of_a_sliding_buffer_is_not_written_in_place(num_tokens: int) -> None:
+    window = 5
+    state, first = SlidingAttentionState(window), max(0, num_tokens - window + 1)
+    state.write(0, *tokens(0, num_tokens))
+    state.note(num_tokens)
+    kept = state.checkpoint(num_tokens)
+    records = [state.noted[num_tokens], kept]
+    mx.eval(state.arrays(), [record.arrays for record in records])
+    for _ in range(2):
+        for array in state.arrays():
+            np.array(array, copy=False)[...] = 7
+        assert float(state.read(num_tokens - 1, num_tokens)[0].max()) == 7
+        for record in records:
+            assert all(mx.array_equal(*pair) for pair in zip(record.arrays, tokens(first, num_tokens), strict=True))
+        state.restore(kept, num_tokens)
+        mx.eval(state.arrays())
+        assert mx.array_equal(state.read(first, num_tokens)[0], tokens(first, num_tokens)[0])
+
+
+def test_tokens_given_for_a_whole_sliding_buffer_stay_the_givers() -> None:
+    state = SlidingAttentionState(2)
+    given = tuple(mx.contiguous(one) for one in tokens(0, 40))
+    state.write(0, *given)
+    mx.eval(given, state.arrays())
+    for array in state.arrays():
+        np.array(array, copy=False)[...] = 7
+    assert all(mx.array_equal(*pair) for pair in zip(given, tokens(0, 40), strict=True))
+
+
 @pytest.mark.parametrize("num_tokens", [1025, 1500, 2049, 5000, 8192])
 def test_a_long_row_takes_at_most_twice_its_tokens(num_tokens: int) -> None:
     pool = SlabPool()

@@ -57,7 +57,7 @@ class CompiledSteps:
             return None
         helds: list[Held] = []
         for layer, mixer in self._mixers.items():
-            held = mixer.held(View(step, layer, None))
+            held = mixer.held(View(step, layer, self._windows[layer[0]]))
             if held is None:
                 return None
             helds.append(held)

@@ -202,9 +202,8 @@ class Installation:
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
         places = mixers_of(model)
-        fuses = kernels.fuses_layers and not any(windows_of(model))
         for place in places:
-            if fuses and (mixer := _fused(place.module, sections)) is not None:
+            if kernels.fuses_layers and (mixer := _fused(place.module, sections)) is not None:
                 self.fused[len(self.fused),] = mixer
                 self.replaced[type(place.module)] += 1
                 self.writes_in_place |= isinstance(mixer, CudaAttentionMixer)

@@ -117,30 +117,32 @@ class SlidingAttentionState:
         self.window = window
         self.noted: dict[int, LayerRecord] = {}
         self.base = 0
+        self.capacity = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put `[1, num_kv_heads, n, head_dim]` at token `start`, behind what is committed."""
-        end = start + keys.shape[2]
-        if self.keys is None or self.values is None or end - self.base > self.keys.shape[2]:
-            self._make_room(start, end, keys, values)
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, start - self.base : end - self.base] = keys
-        self.values[:, :, start - self.base : end - self.base] = values
+        _, num_heads, num_tokens, head_dim = keys.shape
+        self.prepare(start, num_tokens, num_heads, (head_dim, values.shape[3]), keys.dtype)
+        for buffer, new in zip(self.arrays(), (keys, values), strict=True):
+            # what fills a buffer whole would become the buffer, and be written in place
+            part = copy_of(new) if new.shape == buffer.shape else new
+            buffer[:, :, start - self.base : start - self.base + num_tokens] = part
 
-    def _make_room(self, start: int, end: int, keys: mx.array, values: mx.array) -> None:
+    def prepare(self, start: int, num_tokens: int, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
+        """Let `num_tokens` fit behind what is committed, which is all before `start`."""
+        if start + num_tokens - self.base <= self.capacity:
+            return
         oldest = max(self.base, start - self.window + 1)
         # twice the window, so that a move happens once in a window of tokens
-        capacity = max(2 * self.window, end - oldest, 0 if self.keys is None else self.keys.shape[2])
-        moved = []
-        for old, new in ((self.keys, keys), (self.values, values)):
-            buffer = mx.zeros((1, new.shape[1], capacity, new.shape[3]), new.dtype)
-            if old is not None and start > oldest:
+        capacity = max(2 * self.window, start + num_tokens - oldest, self.capacity)
+        moved = [mx.zeros((1, num_heads, capacity, head_dim), dtype) for head_dim in head_dims]
+        if start > oldest:
+            for buffer, old in zip(moved, self.arrays(), strict=False):
                 buffer[:, :, : start - oldest] = old[:, :, oldest - self.base : start - self.base]
-            moved.append(buffer)
         self.keys, self.values = moved
-        self.base = oldest
+        self.base, self.capacity = oldest, capacity
 
     def note(self, length: int) -> None:
         """Record the state at `length`, inside what was just written."""
@@ -161,11 +163,11 @@ class SlidingAttentionState:
             return KVRecord(length, None, None)
         start = max(self.base, length - self.window + 1)
         keys, values = self.read(start, length)
-        return KVRecord(start, mx.contiguous(keys), mx.contiguous(values))
+        return KVRecord(start, copy_of(keys), copy_of(values))
 
     def restore(self, record: KVRecord, length: int) -> None:
         """Start anew from the record."""
-        self.base, self.keys, self.values = record.start, None, None
+        self.base, self.capacity, self.keys, self.values = record.start, 0, None, None
         if record.keys is not None and record.values is not None:
             self.write(record.start, record.keys, record.values)
 

@@ -8,10 +8,10 @@ The in-place contract (a broken one costs a copy of one slab, which a test of pe
 per layer and step all rows write before any row reads; a read takes the newest version; no view of a slab
 survives a step; a slab's arrays have one Python owner, `Slab.keys` and `Slab.values`.
 
-Kernels of ours write a slab's memory behind MLX's back (backend/cuda/attention.py): no array changes, so nothing that
-MLX knows makes a reader wait. So within a layer, readers also read the queries that the writing kernel gives; a step is
-launched before anything else is done with its rows; and what is to outlive it is a `copy_of` a view, for an array that
-shared a slab's memory would change with it.
+Kernels of ours write a slab's memory, and a sliding buffer's, behind MLX's back (backend/cuda/attention.py): no array
+changes, so nothing that MLX knows makes a reader wait. So within a layer, readers also read the queries that the
+writing kernel gives; a step is launched before anything else is done with its rows; and what is to outlive it is a
+`copy_of` a view, for an array that shared a slab's memory would change with it.
 """
 
 from __future__ import annotations

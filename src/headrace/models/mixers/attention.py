@@ -35,7 +35,7 @@ def attend(
     Gives `[1, num_heads, T, value_dim]`.
     """
     spans = view.step.spans
-    states = [_state(view, span, window) for span in spans]
+    states = [state_of(view, span, window) for span in spans]
     if new is not None:
         # all writes before any read: see the in-place contract in state/slabs.py
         keys, values = new
@@ -66,7 +66,7 @@ def read_row(
     outputs = []
     for lo, hi, two_way in _parts(span, window is not None, kernels.goes_token_by_token):
         start, end = span.start + lo - span.lo, span.start + hi - span.lo
-        first, positions = _reach(span, start, end, window)
+        first, positions = reach(span, start, end, window)
         read, part = state.read(first, end), queries[:, :, lo:hi]
         if fold:
             outputs.append(_folded(part, *read, scale, window, positions, two_way=two_way))
@@ -94,7 +94,7 @@ def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[
     return parts
 
 
-def _reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
+def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
     """The first token that any of the tokens `start` to `end` sees, and positions from there on if they have gaps."""
     if window is None:
         return 0, None
@@ -108,7 +108,8 @@ def _reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int
     return first + hidden, mx.array(positions[hidden:])
 
 
-def _state(view: View, span: RowSpan, window: int | None) -> FullAttentionState | SlidingAttentionState:
+def state_of(view: View, span: RowSpan, window: int | None) -> FullAttentionState | SlidingAttentionState:
+    """What a row has computed in the layer."""
     if window is None:
         return span.state.full_attention(view.layer)
     return span.state.layer(view.layer, partial(SlidingAttentionState, window))

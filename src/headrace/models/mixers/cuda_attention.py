@@ -1,4 +1,4 @@
-"""Full attention layers on NVIDIA GPUs: two launches between the projections, whatever rows there are."""
+"""Attention layers on NVIDIA GPUs: two launches between the projections, whatever rows there are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from headrace.backend.cuda import attention as kernels
 from headrace.models.fused import FusedLinear
-from headrace.models.mixers.attention import read_row
+from headrace.models.mixers.attention import reach, read_row, state_of
 from headrace.models.mixers.fused import Feed, Held, Table
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
-from headrace.models.step import PackedStep, RowSpan, View
-from headrace.state.attention import FullAttentionState
+from headrace.models.step import PackedStep, RowSpan, View, WindowMask
+from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.slabs import Slot
 
 LONGEST_WINDOW = 16
@@ -28,9 +28,9 @@ LONGEST_WINDOW = 16
 class _Places:
     """Where a step's rows have their keys and values.
 
-    slots: one of each slab. plans: see `_held_of`. constants: the most keys that rows of a few tokens may have (their
-    slots' capacities, as lengths are others in each step) and the most tokens; none without such rows.
-    all_short: whether all rows are of a few tokens.
+    slots: one of each slab; none in layers with a window. plans: see `_held_of`. constants: the most keys that tokens
+    of short rows may see (their slots' capacities, as lengths are others in each step) and the most tokens of such a
+    row; none without such rows. all_short: whether all rows are of a few tokens.
     """
 
     slots: tuple[Slot, ...]
@@ -48,12 +48,34 @@ def _places(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
         slab, _ = slabs.setdefault(id(slot.slab), (len(slabs), slot))
         row = (span.lo, num_tokens, span.start, slab, slot.index, slot.capacity, 0, state.first)
         rows.append(row)
-        if _is_short(span):
+        if _is_short(span, None):
             together.append(row)
             longest, most = max(longest, slot.capacity), max(most, num_tokens)
     plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
     slots = tuple([slot for _, slot in slabs.values()])
     return _Places(slots, plans, (longest, most) if together else (), len(together) == len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where rows have their keys and values in a layer with a window: the base and capacity of each row's own buffer.
+
+    To the kernels it is a slab with one slot, whose first token is the base. Called, it gives the step's places.
+    """
+
+    window: int
+    of_rows: tuple[tuple[int, int], ...]
+
+    def __call__(self, step: PackedStep, _: None) -> _Places:
+        rows, together = [], []
+        for slab, (span, (base, capacity)) in enumerate(zip(step.spans, self.of_rows, strict=True)):
+            row = (span.lo, span.num_tokens, span.start - base, slab, 0, capacity, self.window, 0)
+            rows.append(row)
+            if _is_short(span, self.window):
+                together.append(row)
+        most = max([row[1] for row in together], default=0)
+        plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
+        return _Places((), plans, (self.window + most, most) if together else (), len(together) == len(rows))
 
 
 class CudaAttentionMixer(nn.Module):
@@ -74,27 +96,35 @@ class CudaAttentionMixer(nn.Module):
         self._scale = mx.array([parts.scale])
         mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale)
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: View | None = None) -> mx.array:
-        """x: `[1, T, hidden]`; the mask is ours and always None."""
-        assert cache is not None
+    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
+        """x: `[1, T, hidden]`; the rest as in `Names.arguments`. The mask tells no more than the cache's window."""
+        arguments = {**dict(zip(self._parts.arguments, given, strict=False)), **named}
+        mask, factor = arguments.get("mask"), arguments.get("attn_scale")
+        cache: View = arguments["cache"]
+        if isinstance(mask, WindowMask) and mask.window != cache.window:
+            raise ValueError(f"a mask of {mask.window} tokens at a layer whose window is {cache.window}")
         step = cache.step
         if step.exchange is not None:
-            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, step.exchange.feeds[cache.layer])
+            feed = step.exchange.feeds[cache.layer]
+            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, factor)
             return output
         states = self._states(cache)
-        held = self._held_of(cache, states)
-        together = [span for span in step.spans if _is_short(span)]
+        held, _ = self._held_of(cache, states)
+        together = [span for span in step.spans if _is_short(span, cache.window)]
         feed = Feed([step.shared(table) for table in held.tables], held.arrays, held.constants)
         projected = self._project(x)
-        queries = self._turned(projected, step.positions, feed)
+        queries = self._turned(projected, step.positions, feed, factor)
+        for span, state in zip(step.spans, states, strict=True):
+            for mark in span.state.marks:
+                state.note(mark)
         for span in together:
-            if span.watch is not None and span.picks:
+            if span.watch is not None and span.picks and cache.window is None:
                 span.watch.note(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self._parts.scale, None)
         found = self._window(queries, projected, feed) if together else None
         if found is None or len(together) < len(states):
             parts = []
             for span, state in zip(step.spans, states, strict=True):
-                if found is not None and _is_short(span):
+                if found is not None and _is_short(span, cache.window):
                     parts.append(found[:, span.lo : span.hi])
                 else:
                     parts.append(self._chunk(cache, span, state, queries, projected))
@@ -103,32 +133,44 @@ class CudaAttentionMixer(nn.Module):
 
     def held(self, view: View) -> Held | None:
         """See `FusedMixer`."""
-        states = self._states(view)
-        return self._held_of(view, states) if view.step.once(_places, states).all_short else None
+        held, all_short = self._held_of(view, self._states(view))
+        return held if all_short else None
 
-    def compute(self, x: mx.array, positions: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
-        """See `FusedMixer`."""
+    def compute(
+        self, x: mx.array, positions: mx.array, feed: Feed, factor: mx.array | None = None
+    ) -> tuple[mx.array, Sequence[mx.array]]:
+        """See `FusedMixer`. factor: on queries, `[T, 1]`."""
         projected = self._project(x)
-        queries = self._turned(projected, positions, feed)
+        queries = self._turned(projected, positions, feed, factor)
         return self._out(self._window(queries, projected, feed)), ()
 
     def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
         """See `FusedMixer`: keys and values are written in place."""
 
-    def _states(self, view: View) -> list[FullAttentionState]:
-        return [span.state.full_attention(view.layer) for span in view.step.spans]
+    def _states(self, view: View) -> list[Any]:
+        return [state_of(view, span, view.window) for span in view.step.spans]
 
-    def _held_of(self, view: View, states: Sequence[FullAttentionState]) -> Held:
-        """Tables: the plans of all rows, and of those that go together. Constants: see `_window`."""
-        shape, layer = self._parts.shape, view.layer
-        places = view.step.once(_places, states)
-        arrays = []
-        for slot in places.slots:
-            slot.prepare(layer, shape.num_kv_heads, (shape.head_dim, shape.head_dim), self._parts.dtype)
-            arrays += [slot.slab.keys[layer], slot.slab.values[layer]]
-        return Held(places.plans, tuple(arrays), places.constants)
+    def _held_of(self, view: View, states: Sequence[Any]) -> tuple[Held, bool]:
+        """Tables: the plans of all rows, and of those that go together. Constants: see `_window`.
 
-    def _turned(self, projected: mx.array, positions: mx.array, feed: Feed) -> mx.array:
+        And whether all rows are of a few tokens.
+        """
+        parts, layer, arrays = self._parts, view.layer, []
+        like = parts.shape.num_kv_heads, (parts.shape.head_dim, parts.shape.head_dim), parts.dtype
+        if view.window is None:
+            places = view.step.once(_places, states)
+            for slot in places.slots:
+                slot.prepare(layer, *like)
+                arrays += [slot.slab.keys[layer], slot.slab.values[layer]]
+        else:
+            for span, state in zip(view.step.spans, states, strict=True):
+                state.prepare(span.start, span.num_tokens, *like)
+                arrays += state.arrays()
+            buffers = _Buffers(view.window, tuple([(state.base, state.capacity) for state in states]))
+            places = view.step.once(buffers, None)
+        return Held(places.plans, tuple(arrays), places.constants), places.all_short
+
+    def _turned(self, projected: mx.array, positions: mx.array, feed: Feed, factor: mx.array | None) -> mx.array:
         """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
         has_axes = positions.ndim == 2
         if has_axes and self._axes is None:
@@ -136,9 +178,10 @@ class CudaAttentionMixer(nn.Module):
         axes = self._axes if has_axes and self._axes is not None else self._one_axis
         parts, frequencies = self._parts, (self._frequencies, axes)
         places = positions if has_axes else positions[None]
-        return kernels.rope_append(
+        queries = kernels.rope_append(
             parts.shape, parts.layout, feed.tables[0], places, projected, frequencies, _pairs(feed), self._norms
         )
+        return queries if factor is None else queries * factor[..., None]
 
     def _window(self, queries: mx.array, projected: mx.array, feed: Feed) -> mx.array:
         """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere."""
@@ -146,15 +189,28 @@ class CudaAttentionMixer(nn.Module):
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
         return kernels.attend(
-            self._parts.shape, feed.tables[1], (longest, most), queries, _pairs(feed), self._scale, None, gates
+            self._parts.shape,
+            feed.tables[1],
+            (longest, most),
+            queries,
+            _pairs(feed),
+            self._scale,
+            self._parts.sinks,
+            gates,
         )
 
     def _chunk(
-        self, view: View, span: RowSpan, state: FullAttentionState, queries: mx.array, projected: mx.array
+        self,
+        view: View,
+        span: RowSpan,
+        state: FullAttentionState | SlidingAttentionState,
+        queries: mx.array,
+        projected: mx.array,
     ) -> mx.array:
         """What one row finds, `[1, n, num_heads · head_dim]`."""
         shape, gate = self._parts.shape, self._parts.gate
-        found = read_row(view, span, state, queries.swapaxes(0, 1)[None], self._parts.scale, None, None)
+        parts = self._parts
+        found = read_row(view, span, state, queries.swapaxes(0, 1)[None], parts.scale, parts.sinks, view.window)
         found = found.swapaxes(1, 2)
         if gate is not None:
             heads = projected[:, span.lo : span.hi, : shape.num_heads * gate.stride]
@@ -168,5 +224,9 @@ def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
     return list(zip(feed.arrays[::2], feed.arrays[1::2], strict=True))
 
 
-def _is_short(span: RowSpan) -> bool:
-    return span.num_tokens <= LONGEST_WINDOW and not span.two_way.full
+def _is_short(span: RowSpan, window: int | None) -> bool:
+    """Whether the kernels can do it: a window of theirs goes by places, which positions with gaps are not."""
+    if window is None:
+        return span.num_tokens <= LONGEST_WINDOW and not span.two_way.full
+    is_short = span.num_tokens <= LONGEST_WINDOW and not span.two_way.windowed
+    return is_short and reach(span, span.start, span.end, window)[1] is None

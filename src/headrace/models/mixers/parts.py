@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import rope_utils, smollm3
+from mlx_lm.models import gemma3_text, rope_utils, smollm3
 
 from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
@@ -21,14 +21,19 @@ class Names:
     """What a class of attention layers calls its parts.
 
     inputs: projections of the input, whose outputs side by side are all query heads, all key heads, all value heads.
-    norms: of queries and keys, by head, where a layer has them. is_gated: whether a gate follows each query head.
+    norms: of queries and keys, by head, where a layer has them. sinks: what each head attends to besides; None if to
+    nothing. is_gated: whether a gate follows each query head. arguments: of its forward, after the input; `attn_scale`
+    is a factor on each token's queries, `[T, 1]`.
     """
 
     heads: tuple[str, str] = ("n_heads", "n_kv_heads")
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     norms: tuple[str, str] | None = None
+    scale: str = "scale"
+    sinks: str | None = None
     is_gated: bool = False
+    arguments: tuple[str, ...] = ("mask", "cache")
 
 
 _LONG = ("num_attention_heads", "num_key_value_heads")
@@ -43,13 +48,17 @@ ATTENTIONS = {
     "deepseek.DeepseekAttention": Names(("num_attention_heads", "num_kv_heads")),
     "dots1.Dots1Attention": Names(norms=_NORMS),
     "gemma.Attention": Names(),
+    "gemma3_text.Attention": Names(norms=_NORMS),
     "glm4_moe.Attention": Names(norms=_NORMS),
+    "gpt_oss.AttentionBlock": Names(_LONG, scale="sm_scale", sinks="sinks"),
     "granite.Attention": Names(),
     "granitemoe.GraniteMoeAttention": Names(),
     "lfm2.Attention": Names(output="out_proj", norms=("q_layernorm", "k_layernorm")),
     "lfm2_moe.Attention": Names(output="out_proj", norms=("q_layernorm", "k_layernorm")),
     "llama.Attention": Names(),
+    "mellum.Attention": Names(norms=_NORMS),
     "mimo.Attention": Names(),
+    "ministral3.Attention": Names(arguments=("attn_scale", "mask", "cache")),
     "mixtral.MixtralAttention": Names(("num_heads", "num_key_value_heads")),
     "nemotron.Attention": Names(),
     "phi3.Attention": Names(inputs=("qkv_proj",)),
@@ -78,6 +87,7 @@ MLPS = {
     "lfm2_moe.MLP": _APART,
     "llama.MLP": _APART,
     "mimo.MLP": _APART,
+    "ministral3.MLP": _APART,
     "phi3.MLP": _JOINED,
     "qwen2.MLP": _APART,
     "qwen2_moe.MLP": _APART,
@@ -97,12 +107,17 @@ _SCALED_ROPES: dict[type[nn.Module], str | None] = {
 """Ropes that hold the positions a radian of each pair, and what they call the factor on all that they turn."""
 
 
+_NORM_CENTRES: dict[type[nn.Module], float] = {nn.RMSNorm: 0.0, gemma3_text.RMSNorm: 1.0}
+"""What norms of a kind add to their weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
     """A layer as the kernels see it.
 
     gate: of the heads' outputs. norms: weights of queries and keys `[head_dim]`, eps float32 `[1]`.
-    frequencies: radians a position, by pair of channels. scale: of the scores.
+    frequencies: radians a position, by pair of channels. scale: of the scores. sinks: `[num_heads]`.
+    arguments: see `Names`.
     """
 
     shape: HeadShape
@@ -113,7 +128,9 @@ class AttentionParts:
     norms: tuple[mx.array, mx.array, mx.array] | None
     frequencies: np.ndarray
     scale: float
+    sinks: mx.array | None
     dtype: mx.Dtype
+    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +164,8 @@ def attention_parts(inner: Any) -> AttentionParts | None:
     width = sum(part.weight.shape[0] for part in inputs)
     head_dim = width // (num_heads * (1 + names.is_gated) + 2 * num_kv_heads)
     norms = [inner[name] for name in names.norms or () if name in inner]
+    if any(type(norm) not in _NORM_CENTRES for norm in norms):
+        return None
     dtype = norms[0].weight.dtype if norms else inputs[0].get("scales", inputs[0].weight).dtype
     shape, turns = HeadShape(num_heads, num_kv_heads, head_dim), _turns(inner.rope, head_dim)
     if turns is None or not mx.issubdtype(dtype, mx.floating) or kernels.refusal(shape, dtype) is not None:
@@ -160,12 +179,20 @@ def attention_parts(inner: Any) -> AttentionParts | None:
         Gate(width, head_dim, q_stride) if names.is_gated else None,
         inputs,
         inner[names.output],
-        None if not norms else (norms[0].weight, norms[1].weight, mx.array([norms[0].eps])),
+        None if not norms else (_weight(norms[0]), _weight(norms[1]), mx.array([norms[0].eps])),
         frequencies,
         # longer queries and keys make larger scores, and nothing else of them is seen
-        inner.scale * factor**2,
+        getattr(inner, names.scale) * factor**2,
+        None if names.sinks is None else inner[names.sinks].astype(dtype),
         dtype,
+        names.arguments,
     )
+
+
+def _weight(norm: Any) -> mx.array:
+    """What it multiplies by."""
+    weight: mx.array = norm.weight + _NORM_CENTRES[type(norm)]
+    return weight
 
 
 def _turns(rope: Any, head_dim: int) -> tuple[np.ndarray, float] | None:
