@@ -118,6 +118,11 @@ def stand_in(
     return mx.depends(made, list(inputs))
 
 
+def placed(scalars: Sequence[int], output_dtypes: Sequence[mx.Dtype], **others: Any) -> list[mx.array]:
+    """What `to_device` launches, which has no inputs to wait for."""
+    return [mx.array(scalars).view(output_dtypes[0])]
+
+
 FUSED = {"Depends": 3, "Matmul": 4}
 """Of a layer. Kernels: two of the mixer, one of the MLP; products: before and behind each."""
 COMPILED_NORM = 4
@@ -132,6 +137,7 @@ def test_a_layer_of_kernels_is_seven_launches_two_norms_and_two_sums(
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(CudaKernel, "__call__", stand_in)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", placed)
     heads = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
     config = {**config_of("tiny-qwen3.5", 8), **heads}
     model = random_model(config, dtype="bfloat16")

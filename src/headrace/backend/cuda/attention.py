@@ -41,9 +41,7 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int) -> CudaKern
     name = f"attend_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}"
     tile_bytes = 2 * _TILE * head_dim * 2
     shared = _STAGES[head_dim] * (_THREADS // 32) * tile_bytes
-    return CudaKernel(
-        name, ("numbers.cuh", "mma.cuh", "rows.cuh", "attention.cuh"), inputs, ("out", "partial"), body, shared
-    )
+    return CudaKernel(name, ("mma.cuh", "rows.cuh", "attention.cuh"), inputs, ("out", "partial"), body, shared)
 
 
 @cache
@@ -60,7 +58,7 @@ def _rope_append(num_slabs: int, normed: bool) -> CudaKernel:
     )
     return CudaKernel(
         f"rope_append_{num_slabs}{'_normed' * normed}",
-        ("numbers.cuh", "rows.cuh", "rope_append.cuh"),
+        ("rows.cuh", "rope_append.cuh"),
         inputs,
         ("queries",),
         body,

@@ -20,14 +20,14 @@ _NORM_THREADS = 256
 
 _SCAN = CudaKernel(
     "delta_scan",
-    ("numbers.cuh", "delta.cuh", "delta_scan.cuh"),
+    ("delta.cuh", "delta_scan.cuh"),
     ("q", "k", "v", "g", "beta", "state", "keep"),
     ("y", "end_state", "kept_state"),
     "delta_scan<T, HK, HV, DK, DV, N>(q, k, v, g, beta, state, keep[0], q_shape[1], y, end_state, kept_state);",
 )
 _PREPARE = CudaKernel(
     "delta_prepare",
-    ("numbers.cuh", "delta.cuh", "delta_prepare.cuh"),
+    ("delta.cuh", "delta_prepare.cuh"),
     ("projected", "context", "weight", "a_log", "dt_bias"),
     ("q", "k", "v", "g", "beta"),
     "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS>("
@@ -35,7 +35,7 @@ _PREPARE = CudaKernel(
 )
 _WINDOW = CudaKernel(
     "delta_window",
-    ("numbers.cuh", "delta.cuh", "delta_window.cuh"),
+    ("delta.cuh", "delta_window.cuh"),
     ("plan", "projected", "weight", "a_log", "dt_bias", "old_window", "old_k", "old_v", "old_g", "old_beta", "state"),
     ("y", "new_state", "window", "k", "v", "g", "beta"),
     "delta_window<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT>("
@@ -44,7 +44,7 @@ _WINDOW = CudaKernel(
 )
 _NORM = CudaKernel(
     "gated_norm",
-    ("numbers.cuh", "gated_norm.cuh"),
+    ("gated_norm.cuh"),
     ("y", "projected", "weight", "eps"),
     ("out",),
     "gated_norm<T, HV, DV, WIDTH, Z_AT>(y, projected, weight, eps[0], y_shape[0], out);",

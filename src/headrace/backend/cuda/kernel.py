@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.resources import files
+from itertools import compress
 from typing import Any, ParamSpec, TypeVar
 
 import mlx.core as mx
+
+from headrace.backend.cuda.nvrtc import built
 
 Template = Mapping[str, Any]
 """Constants and types of a kernel, by their names in the source."""
@@ -16,7 +19,13 @@ Template = Mapping[str, Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_COMMENT = re.compile(r"\s*//.*")
+_TYPES = {
+    mx.bfloat16: "bfloat16",
+    mx.float16: "float16",
+    mx.float32: "float",
+    mx.int32: "int",
+    mx.uint32: "unsigned",
+}
 
 
 def or_ops(form: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -33,16 +42,16 @@ def or_ops(form: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @cache
-def _source(file: str) -> str:
-    """A file of this folder without its comments: MLX hashes a kernel's source at every call."""
-    text = files(__package__).joinpath(file).read_text()
-    return "\n".join(line for each in text.splitlines() if (line := _COMMENT.sub("", each).strip())) + "\n"
+def source_of(file: str) -> str:
+    """A file of this folder."""
+    return files(__package__).joinpath(file).read_text()
 
 
 class CudaKernel:
     """A kernel of the given name: sources, the names of its arguments, and the statement that is its body.
 
-    In the body an input is a pointer by its name, `NAME_shape` its shape, and the template's names are constants.
+    In the body an input is a pointer by its name, `NAME_shape` its shape of `NAME_ndim` numbers, and the template's
+    names are constants. What numbers.cuh has is always there.
     """
 
     def __init__(
@@ -56,12 +65,13 @@ class CudaKernel:
     ) -> None:
         """shared_bytes: dynamic shared memory of a block."""
         self._name = name
-        self._sources = tuple(sources)
+        self._sources = ("numbers.cuh", *sources)
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
         self._body = body
+        self._shaped = [re.search(rf"\b{name}_shape\b", body) is not None for name in inputs]
         self._shared_bytes = shared_bytes
-        self._built: Any = None
+        self._built: dict[Any, bytes] = {}
 
     def __call__(
         self,
@@ -72,22 +82,38 @@ class CudaKernel:
         outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
     ) -> list[mx.array]:
         """Launch `blocks` of `threads`; outputs: shape and type of each."""
-        if self._built is None:
-            header = "".join(_source(file) for file in self._sources)
-            self._built = mx.fast.cuda_kernel(
-                self._name,
-                list(self._inputs),
-                list(self._outputs),
-                self._body,
-                header,
-                shared_memory=self._shared_bytes,
-            )
-        found: list[mx.array] = self._built(
+        dtypes = [dtype for _, dtype in outputs]
+        form = tuple([(array.dtype, array.ndim) for array in inputs]), tuple(template.items()), tuple(dtypes)
+        if form not in self._built:
+            self._built[form] = built(self.source(inputs, template, dtypes))
+        found: list[mx.array] = mx.fast.precompiled_cuda_kernel(
+            name=self._name,
+            compiled_source=self._built[form],
             inputs=list(inputs),
-            template=list(template.items()),
+            output_shapes=[tuple(shape) for shape, _ in outputs],
+            output_dtypes=dtypes,
+            scalars=[size for array in compress(inputs, self._shaped) for size in array.shape],
             grid=(blocks[0] * threads, blocks[1], blocks[2]),
             threadgroup=(threads, 1, 1),
-            output_shapes=[tuple(shape) for shape, _ in outputs],
-            output_dtypes=[dtype for _, dtype in outputs],
+            shared_memory=self._shared_bytes,
+            ensure_row_contiguous=True,
         )
         return found
+
+    def source(self, inputs: Sequence[mx.array], template: Template, outputs: Sequence[mx.Dtype]) -> str:
+        """All of it, for inputs and outputs of these types."""
+        parameters = [f"const {_TYPES[array.dtype]}* {name}" for name, array in zip(self._inputs, inputs, strict=True)]
+        parameters += [f"{_TYPES[dtype]}* {name}" for name, dtype in zip(self._outputs, outputs, strict=True)]
+        constants = []
+        for name, array, is_shaped in zip(self._inputs, inputs, self._shaped, strict=True):
+            if is_shaped:
+                sizes = [f"{name}_{axis}" for axis in range(array.ndim)]
+                parameters += [f"int {size}" for size in sizes]
+                constants.append(f"const int {name}_shape[] = {{{', '.join(sizes)}}};")
+                constants.append(f"constexpr int {name}_ndim = {array.ndim};")
+        for name, value in template.items():
+            is_type = isinstance(value, mx.Dtype)
+            constants.append(f"using {name} = {_TYPES[value]};" if is_type else f"constexpr int {name} = {value:d};")
+        head = f'extern "C" __global__ void {self._name}({", ".join(parameters)})'
+        code = "".join(source_of(file) for file in self._sources)
+        return f"{code}\n{head} {{\n{' '.join(constants)}\n{self._body}\n}}\n"

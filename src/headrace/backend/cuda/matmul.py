@@ -133,7 +133,7 @@ def _skinny(bits: int, group: int, tiles: int, tokens: int, stages: int, shared:
         f"{'scales, biases' if bits < 16 else f'{none}, {none}'}, out);"
     )
     name = f"skinny_{bits}_{group}_{tiles}_{tokens}_{stages}"
-    sources = ("numbers.cuh", "mma.cuh", "stream.cuh", "skinny.cuh")
+    sources = ("mma.cuh", "stream.cuh", "skinny.cuh")
     return CudaKernel(name, sources, inputs, ("out",), body, shared)
 
 

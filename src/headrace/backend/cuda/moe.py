@@ -23,7 +23,7 @@ FEW_TOKENS = 16
 """Each of them reads its experts anew. Of 16 tokens with 8 of 256 experts each, drawn evenly, 1.26 read the same one on
 average; where two more launches pay was not timed."""
 
-_SOURCES = ("numbers.cuh", "mma.cuh", "stream.cuh", "pairs.cuh", "moe.cuh")
+_SOURCES = ("mma.cuh", "stream.cuh", "pairs.cuh", "moe.cuh")
 _CUT = Cut(2, 4, 3)
 """Of gates and values, whose warps share K, and of the sums for many tokens, whose warps don't."""
 _PIECE = 16
@@ -199,7 +199,7 @@ def _route(routing: Routing) -> CudaKernel:
         f"logits, logits_shape[0], {routing.num_experts}, logits_shape[1], chosen, weights);"
     )
     name = f"route_{routing.num_experts}_{routing.per_token}{'_normed' * routing.normed}"
-    return CudaKernel(name, ("numbers.cuh", "route.cuh"), ("logits",), ("chosen", "weights"), body)
+    return CudaKernel(name, ("route.cuh"), ("logits",), ("chosen", "weights"), body)
 
 
 @cache

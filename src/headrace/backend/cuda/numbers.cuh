@@ -1,4 +1,24 @@
-// Small functions that the kernels share.
+// Types and small functions that the kernels share. No header of CUDA's is included: reading them takes a second.
+
+#define INFINITY __int_as_float(0x7f800000)
+
+struct bfloat16 {
+  unsigned short bits;
+  bfloat16() = default;
+  __device__ explicit bfloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ operator float() const { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
+};
+
+struct float16 {
+  unsigned short bits;
+  float16() = default;
+  __device__ explicit float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
 
 template <typename T>
 __device__ float rounded(float x) {

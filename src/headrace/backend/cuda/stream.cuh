@@ -13,22 +13,24 @@ struct Matrix {
 };
 
 // Two weights q of BITS == 4 at bits 0 and 16 of each word as exact numbers: q is put into the mantissa of a large one.
-__device__ unsigned four_bits(unsigned q, __nv_bfloat16) {
-  const unsigned large = (q & 0x000f000f) | 0x43004300, subtract = 0x43004300;  // 128 + q
-  __nv_bfloat162 found = __hsub2(reinterpret_cast<const __nv_bfloat162&>(large), reinterpret_cast<const __nv_bfloat162&>(subtract));
-  return reinterpret_cast<unsigned&>(found);
+__device__ unsigned four_bits(unsigned q, bfloat16) {
+  const unsigned large = (q & 0x000f000f) | 0x43004300;  // 128 + q; times 1, minus 128
+  unsigned found;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(large), "r"(0x3f803f80), "r"(0xc300c300));
+  return found;
 }
 
-__device__ unsigned four_bits(unsigned q, __half) {
-  const unsigned large = (q & 0x000f000f) | 0x64006400, subtract = 0x64006400;  // 1024 + q
-  __half2 found = __hsub2(reinterpret_cast<const __half2&>(large), reinterpret_cast<const __half2&>(subtract));
-  return reinterpret_cast<unsigned&>(found);
+__device__ unsigned four_bits(unsigned q, float16) {
+  const unsigned large = (q & 0x000f000f) | 0x64006400;  // 1024 + q; times 1, minus 1024
+  unsigned found;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(large), "r"(0x3c003c00), "r"(0xe400e400));
+  return found;
 }
 
 __device__ float byte_of(unsigned q, int i) { return __uint_as_float(__byte_perm(q, 0x4b000000, 0x7540 + i)) - 8388608.0f; }
 
-__device__ unsigned two_ones(__nv_bfloat16) { return 0x3f803f80; }
-__device__ unsigned two_ones(__half) { return 0x3c003c00; }
+__device__ unsigned two_ones(bfloat16) { return 0x3f803f80; }
+__device__ unsigned two_ones(float16) { return 0x3c003c00; }
 
 // TILES of 16 rows times TOKENS of 8 tokens, in a float32 sum; STAGES steps of K are under way. BITS 16: not quantised.
 template <typename T, int BITS, int GROUP, int TILES, int TOKENS, int STAGES>

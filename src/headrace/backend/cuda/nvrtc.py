@@ -1,0 +1,95 @@
+"""CUDA's run-time compiler, which comes with MLX's CUDA build, and a folder of what it has built."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+BUILT = Path("~/.cache/headrace/kernels")
+"""Where built kernels are kept from one start to the next, by what they were built of."""
+
+_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_OPTIONS = ("--device-as-default-execution-space", "--std=c++17")
+
+
+def built(source: str, folder: Path = BUILT) -> bytes:
+    """The machine code of a CUDA source for this GPU. Raises RuntimeError with the compiler's words if it refuses."""
+    architecture = _architecture()
+    version = ".".join(map(str, _version()))
+    digest = hashlib.sha256("\0".join((source, architecture, version, *_OPTIONS)).encode()).hexdigest()
+    path = folder.expanduser() / f"{digest}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code = compiled(source, architecture)
+    with suppress(OSError):  # without the folder it is built again at each start
+        _keep(path, code)
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Another process may be writing the same, or reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(number, "wb") as file:
+        file.write(code)
+    Path(name).replace(path)
+
+
+def compiled(source: str, architecture: str) -> bytes:
+    """Machine code for an architecture as NVRTC names them, sm_90a for one. Raises RuntimeError like `built`."""
+    library, program = _library(), ctypes.c_void_p()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None))
+    try:
+        given = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture={architecture}")]
+        if library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given)):
+            log = _text(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+            raise RuntimeError(f"a kernel can't be built for {architecture}: {log.decode(errors='replace')}")
+        return _text(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(size_of: ctypes._NamedFuncPointer, get: ctypes._NamedFuncPointer, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(get(program, buffer))
+    return buffer.raw
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"CUDA's run-time compiler failed with code {result}")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The one that MLX itself has loaded, which its name finds."""
+    for name in _LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError(f"CUDA's run-time compiler is not here: none of {', '.join(_LIBRARIES)} can be loaded")
+
+
+@cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+@cache
+def _architecture() -> str:
+    info = mx.device_info(mx.gpu)
+    major, minor = int(info["compute_capability_major"]), int(info["compute_capability_minor"])
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

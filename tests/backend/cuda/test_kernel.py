@@ -1,0 +1,82 @@
+"""What is built of a kernel's parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from headrace.backend.cuda import nvrtc
+from headrace.backend.cuda.kernel import CudaKernel
+
+only_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="NVRTC comes with MLX's CUDA build")
+SCALED = CudaKernel(
+    "scaled",
+    (),
+    ("x", "by", "times"),
+    ("out",),
+    "const int i = blockIdx.x * blockDim.x + threadIdx.x; int size = 1; for (int n : x_shape) size *= n;"
+    "if (i < size) out[i] = static_cast<T>(static_cast<float>(x[i]) * by[0] * TIMES * x_ndim);",
+)
+
+
+def scaled(shape: tuple[int, ...], dtype: mx.Dtype, times: int) -> mx.array:
+    x = mx.arange(int(mx.prod(mx.array(shape)).item())).reshape(shape).astype(dtype)
+    (out,) = SCALED((x, mx.array([0.5]), mx.array([1])), {"T": dtype, "TIMES": times}, (4, 1, 1), 32, ((shape, dtype),))
+    return out
+
+
+def test_the_signature_has_inputs_outputs_and_the_shapes_that_the_body_asks_for() -> None:
+    inputs = (mx.zeros((2, 3), mx.bfloat16), mx.zeros(1), mx.zeros(1, mx.int32))
+    source = SCALED.source(inputs, {"T": mx.bfloat16, "TIMES": 3}, [mx.bfloat16])
+    head = source[source.index('extern "C"') :].splitlines()
+    assert head[0] == (
+        'extern "C" __global__ void scaled(const bfloat16* x, const float* by, const int* times, bfloat16* out, '
+        "int x_0, int x_1) {"
+    )
+    assert "const int x_shape[] = {x_0, x_1};" in head[1] and "constexpr int x_ndim = 2;" in head[1]
+    assert "using T = bfloat16;" in head[1] and "constexpr int TIMES = 3;" in head[1]
+
+
+def test_a_name_within_a_longer_one_asks_for_no_shape() -> None:
+    kernel = CudaKernel("one", (), ("k", "old_k"), ("y",), "y[0] = old_k_shape[0];")
+    source = kernel.source((mx.zeros(3), mx.zeros(3)), {}, [mx.float32])
+    assert "(const float* k, const float* old_k, float* y, int old_k_0)" in source
+
+
+@only_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_each_form_of_a_kernel_is_its_own(dtype: mx.Dtype) -> None:
+    assert scaled((7,), dtype, 2).tolist() == [float(i) for i in range(7)]
+    assert scaled((2, 3), dtype, 2).flatten().tolist() == [2.0 * i for i in range(6)]
+    assert scaled((2, 3), dtype, 6).flatten().tolist() == [6.0 * i for i in range(6)]
+
+
+@only_cuda
+def test_what_was_built_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = 'extern "C" __global__ void nothing(int* out) { out[0] = 1; }'
+    code = nvrtc.built(source, tmp_path / "kernels")
+    (path,) = (tmp_path / "kernels").iterdir()
+    assert path.read_bytes() == code
+    monkeypatch.setattr(nvrtc, "compiled", lambda *_: pytest.fail("it was built already"))
+    assert nvrtc.built(source, tmp_path / "kernels") == code
+
+
+@only_cuda
+def test_a_folder_that_can_not_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert nvrtc.built('extern "C" __global__ void nothing() {}', tmp_path / "file" / "kernels")
+
+
+@only_cuda
+def test_the_compilers_words_are_handed_on() -> None:
+    with pytest.raises(RuntimeError, match="no_such_name"):
+        nvrtc.compiled('extern "C" __global__ void wrong() { no_such_name(); }', "sm_90a")
+
+
+def test_a_machine_without_the_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_LIBRARIES", ("libno-such-compiler.so.1",))
+    nvrtc._library.cache_clear()
+    with pytest.raises(RuntimeError, match=r"libno-such-compiler\.so\.1"):
+        nvrtc._library()
