@@ -20,8 +20,9 @@ from headrace.models.step import PackedStep, RowSpan, View, WindowMask
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.slabs import Slot
 
-LONGEST_WINDOW = 16
-"""Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone."""
+LONGEST_WINDOW = 80
+"""Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone. What a
+prediction head has left unread (speculate/speculator.py) is shorter: the library took 40 ms and more for a row of that."""
 
 
 @dataclass(frozen=True, slots=True)
