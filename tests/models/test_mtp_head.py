@@ -192,14 +192,15 @@ def read(
     kept: TokenPositions | None = None,
 ) -> None:
     """Let the head read what is known, up to the token behind the last computed one. kept: positions of all of them."""
-    entries = []
+    entries, before = [], []
     for _, one in readings:
         hidden, end = head.hidden_of(one.state), one.state.length + 1
         start = hidden.num_folded
         one.state.reserve(1)
         media = None if kept is None else entry_at(kept, start, end)
-        entries.append(HeadEntries(one.state, start, one.ids[start:end], hidden.part(start - 1, end - 1), media))
-    got = head.read(entries)
+        entries.append(HeadEntries(one.state, start, one.ids[start:end], media))
+        before.append(hidden.part(start - 1, end - 1))
+    got = head.read(entries, mx.concatenate(before, axis=1)).rows
     mx.eval(got, [one.state.arrays() for _, one in readings])
     for (number, one), row in zip(readings, got, strict=True):
         head.hidden_of(one.state).fold(one.state.length + 1)
@@ -291,13 +292,13 @@ def test_further_drafts_go_on_from_the_heads_own_output(tmp_path: Path) -> None:
     mx.eval(trunk.forward([Row(state, ids[:6])], [0]), state.arrays())
     state.commit(6)
     hidden = hidden_of(trunk, ids[:6])
-    output = head.read([HeadEntries(state, 1, ids[1:], head.hidden_of(state).part(0, 6))])
+    output = head.read([HeadEntries(state, 1, ids[1:])], head.hidden_of(state).part(0, 6)).rows
     known = [*ids[1:]]
     for place, token in enumerate(chained, start=1):
         hidden = np.concatenate([hidden, np.array(output)])
         known.append(token)
         # as in a draft, the token is on the device only
-        output = head.read([HeadEntries(state, 6 + place, (0,), output[None])], mx.array([token]))
+        output = head.read([HeadEntries(state, 6 + place, (0,))], output[None], mx.array([token])).rows
         expected = Reference(tensors)(embeddings_of(trunk, known), hidden)[-1]
         assert np.abs(np.array(output[0]) - expected).max() < 2e-5
 

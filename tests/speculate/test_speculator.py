@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from headrace.models.mtp_head import HeadEntries
+from headrace.models.mtp_head import HeadEntries, HeadOutputs
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
@@ -38,11 +38,11 @@ class ReadingHead(BrokenHead):
     def __init__(self) -> None:
         self.given: list[list[int]] = []
 
-    def read(self, entries: Sequence[HeadEntries], ids: mx.array | None = None) -> mx.array:
-        for one in entries:
-            assert one.hidden.shape[1] == len(one.token_ids)
+    def read(self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None) -> HeadOutputs:
+        assert hidden.shape[1] == sum(len(one.token_ids) for one in entries)
         self.given.append([len(one.token_ids) for one in entries])
-        return mx.zeros((len(entries), 4))
+        rows = mx.zeros((len(entries), 4))
+        return HeadOutputs(rows, rows, mx.argmax(rows, axis=-1))
 
 
 def compute(state: SequenceState, num_tokens: int) -> None:

@@ -7,7 +7,7 @@ Python is the larger part. Such steps have the same operations again and again: 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,6 @@ import mlx.core as mx
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.models.mixers.fused import Exchange, Feed, FusedMixer, Held, Table
-from headrace.models.seams import Tap, views_of
 from headrace.models.step import PackedStep, View, Windows
 from headrace.state.layer import LayerKey
 
@@ -27,37 +26,43 @@ MOST_FORMS = 64
 MOST_TOKENS = 8
 """Of a row, in such a step: a longer one is a prompt's chunk, whose work the host doesn't bound."""
 
+Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.array]]
+"""What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays."""
+
 _Layout = tuple[tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]], ...]
 """Per layer: which tables it reads with the numbers in a row of each, how many arrays, and its constants."""
 
 
 class CompiledSteps:
-    """For a model whose mixers are all kernels of ours."""
+    """For a model, or a prediction head, whose mixers are all kernels of ours."""
 
-    def __init__(
-        self, model: Any, mixers: Mapping[LayerKey, FusedMixer], tap: Tap, windows: Windows, kernels: Kernels
-    ) -> None:
-        self._model = model
+    def __init__(self, body: Body, mixers: Mapping[LayerKey, FusedMixer], windows: Windows, kernels: Kernels) -> None:
+        """windows: of the mixers, in their order."""
+        self._body = body
         self._kernels = kernels
         self._mixers = mixers
-        self._tap = tap
         self._windows = windows
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 
-    def forward(self, step: PackedStep, ids: Sequence[int] | mx.array, picks: Sequence[int]) -> mx.array | None:
-        """Logits of the picked tokens, with the rows' states advanced; None for a step that needs another way.
+    def run(
+        self,
+        step: PackedStep,
+        ids: Sequence[int] | mx.array,
+        picks: Sequence[int],
+        others: Sequence[mx.array] = (),
+        variant: Hashable = None,
+    ) -> list[mx.array] | None:
+        """What the body gives, with the rows' states advanced; None for a step that needs another way.
 
-        ids: the tokens; on the device where the host doesn't know them yet.
-
-        What the final norm's tap is asked for it leaves there.
+        ids: the tokens; on the device where the host doesn't know them yet. variant: whatever else the body depends on.
         """
         if any(span.state.marks or span.watch is not None for span in step.spans):
             return None
         if max(num_tokens for _, num_tokens, _ in step.counts) > MOST_TOKENS:
             return None
         helds: list[Held] = []
-        for layer, mixer in self._mixers.items():
-            held = mixer.held(View(step, layer, self._windows[layer[0]]))
+        for (layer, mixer), window in zip(self._mixers.items(), self._windows, strict=True):
+            held = mixer.held(View(step, layer, window))
             if held is None:
                 return None
             helds.append(held)
@@ -79,16 +84,15 @@ class CompiledSteps:
         known += [[number for row in table for number in row] for table in places]
         numbers = to_device([number for part in known for number in part], mx.int32)
         widths = tuple([len(part) for part in known])
-        form = self._form((layout, widths, step.placed.ndim, self._tap.keeps_hidden, self._tap.is_normed))
+        form = self._form((layout, widths, step.placed.ndim, variant))
         arrays = [array for held in helds for array in held.arrays]
-        logits, hidden, given = form(numbers, arrays, [ids] if isinstance(ids, mx.array) else [])
-        self._tap.hidden = hidden[0] if hidden else None
+        found, given = form(numbers, arrays, [ids] if isinstance(ids, mx.array) else [], list(others))
         for mixer, held, own in zip(self._mixers.values(), helds, given, strict=True):
             mixer.take_over(step, held, own)
-        found: mx.array = logits
-        return found
+        outputs: list[mx.array] = found
+        return outputs
 
-    def _form(self, key: tuple[_Layout, tuple[int, ...], int, bool, bool]) -> Callable[..., Any]:
+    def _form(self, key: tuple[_Layout, tuple[int, ...], int, Hashable]) -> Callable[..., Any]:
         if key not in self._forms:
             run = partial(self._trace, *key[:3])
             # without CUDA what the kernels write in place is a change of the arrays' objects, which a trace would lose
@@ -106,8 +110,9 @@ class CompiledSteps:
         numbers: mx.array,
         arrays: Sequence[mx.array],
         given_ids: Sequence[mx.array],
-    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
-        """The step with placeholders for all that changes: logits, hidden rows if kept, and what each layer gives.
+        others: Sequence[mx.array],
+    ) -> tuple[list[mx.array], list[list[mx.array]]]:
+        """The step with placeholders for all that changes: what the body gives, and what each layer does.
 
         widths: of what `numbers` holds, which is the picks, the positions, the ids if they are not given, the tables.
         """
@@ -122,12 +127,5 @@ class CompiledSteps:
             feeds[layer] = Feed(plans, arrays[start : start + num_arrays], constants)
             start += num_arrays
         exchange = Exchange(feeds)
-        step = PackedStep((), positions, self._kernels, exchange)
-        self._tap.picks = picks
-        try:
-            logits = self._model(ids[None], cache=views_of(step, self._windows))[0]
-        finally:
-            self._tap.picks = None
-        hidden, self._tap.hidden = self._tap.hidden, None
-        given = [list(exchange.given[layer]) for layer in self._mixers]
-        return logits, [] if hidden is None else [hidden], given
+        outputs = self._body(PackedStep((), positions, self._kernels, exchange), ids, picks, others)
+        return outputs, [list(exchange.given[layer]) for layer in self._mixers]

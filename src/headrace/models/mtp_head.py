@@ -20,6 +20,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
+from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Installation, choose_levels
 from headrace.models.media import RowMedia, packed_positions, step_media
 from headrace.models.mrope import find_sections
@@ -55,17 +56,26 @@ class HeadModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class HeadEntries:
-    """What the head is to read of one sequence: tokens `start` and following, each with the hidden row before it.
+    """What the head is to read of one sequence: tokens `start` and following.
 
-    hidden: `[1, n, hidden]`. media: embeddings among these tokens, and the positions of the hidden rows; None in a
-    sequence without media.
+    media: embeddings among these tokens, and the positions of the hidden rows before them; None in a sequence without
+    media.
     """
 
     state: SequenceState
     start: int
     token_ids: Sequence[int]
-    hidden: mx.array
     media: RowMedia | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutputs:
+    """Of each row's last entry, not evaluated: what goes on as the next entry's hidden row, `[R, hidden]`, logits
+    `[R, vocab_size]` by the trunk's output matrix, and the first likeliest ids, int32 `[R]`."""
+
+    rows: mx.array
+    logits: mx.array
+    likeliest: mx.array
 
 
 class MtpHead:
@@ -80,14 +90,17 @@ class MtpHead:
         self._trunk = trunk
         self._kernels = trunk.kernels
         self._installation = Installation(module, choose_levels(module), trunk.kernels, find_sections(trunk.model))
+        fused = dict(zip([trunk.head_key], self._installation.fused.values(), strict=False))
+        self._compiled = CompiledSteps(self._body, fused, (None,), trunk.kernels) if fused else None
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
         """The hidden rows of a sequence that the head has not read."""
         return state.layer(self._trunk.hidden_key, HiddenState)
 
-    def read(self, entries: Sequence[HeadEntries], ids: mx.array | None = None) -> mx.array:
-        """Read the entries of all rows in one packed step; gives the output `[R, hidden]` of each row's last one.
+    def read(self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None) -> HeadOutputs:
+        """Read the entries of all rows in one packed step.
 
+        hidden: the trunk's row before each token, `[1, T, hidden]`.
         ids: the tokens `[T]` where they are on the device only; then the rows' `token_ids` tell no more than how many.
         """
         spans: list[RowSpan] = []
@@ -99,25 +112,37 @@ class MtpHead:
         # an entry is turned by the position of its hidden row
         positions = packed_positions([(one.start - 1, len(one.token_ids), one.media) for one in entries])
         step = PackedStep(tuple(spans), positions, self._kernels)
-        if ids is None:
-            ids = to_device([token for one in entries for token in one.token_ids], mx.int32)
-        tap = self._installation.tap
-        tap.picks = to_device([span.hi - 1 for span in spans], mx.int32)
-        hidden = [one.hidden for one in entries]
-        packed = hidden[0] if len(hidden) == 1 else mx.concatenate(hidden, axis=1)
-        embeddings = self._trunk.embed(ids[None])
+        tokens = [token for one in entries for token in one.token_ids]
+        picks = [span.hi - 1 for span in spans]
         media = step_media([(len(one.token_ids), one.media) for one in entries])
-        if media is not None:
-            embeddings = media.embeddings(embeddings)
-        output: mx.array = self.module(embeddings, packed, View(step, self._trunk.head_key, None))[0]
+        found = None
+        if media is None and self._compiled is not None:
+            found = self._compiled.run(step, tokens if ids is None else ids, picks, (hidden,))
+        if found is None:
+            ids = to_device(tokens, mx.int32) if ids is None else ids
+            embeddings = self._trunk.embed(ids[None])
+            embeddings = embeddings if media is None else media.embeddings(embeddings)
+            found = self._outputs(step, embeddings, to_device(picks, mx.int32), hidden)
+        outputs = HeadOutputs(*found)
         if self._installation.writes_in_place:
             # the head's keys and values are wanted also where its output is not
-            mx.async_eval(output)
-        return output
+            mx.async_eval(outputs.rows)
+        return outputs
 
-    def logits(self, outputs: mx.array) -> mx.array:
-        """Outputs `[R, hidden]` to logits `[R, vocab_size]` by the trunk's head."""
-        return self._trunk.project(outputs[None])[0]
+    def _body(self, step: PackedStep, ids: mx.array, picks: mx.array, others: Sequence[mx.array]) -> list[mx.array]:
+        (hidden,) = others
+        return self._outputs(step, self._trunk.embed(ids[None]), picks, hidden)
+
+    def _outputs(self, step: PackedStep, embeddings: mx.array, picks: mx.array, hidden: mx.array) -> list[mx.array]:
+        """As `HeadOutputs` has them."""
+        tap = self._installation.tap
+        tap.picks = picks
+        try:
+            rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None))[0]
+        finally:
+            tap.picks = None
+        logits = self._trunk.project(rows[None])[0]
+        return [rows, logits, mx.argmax(logits, axis=-1).astype(mx.int32)]
 
 
 def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str, memory_bytes: int) -> MtpHead:

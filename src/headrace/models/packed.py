@@ -61,7 +61,7 @@ class PackedModel:
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
         fused = self._installation.fused
-        self._compiled = CompiledSteps(model, fused, self._installation.tap, self._windows, kernels) if fused else None
+        self._compiled = CompiledSteps(self._body, fused, self._windows, kernels) if fused else None
         self._brings_states = False
         """Whether evaluating the last forward's logits evaluates all states, too, as compiled steps do."""
 
@@ -134,7 +134,24 @@ class PackedModel:
     ) -> mx.array | None:
         if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
             return None
-        return self._compiled.forward(step, ids, picks)
+        tap = self._installation.tap
+        found = self._compiled.run(step, ids, picks, variant=(tap.keeps_hidden, tap.is_normed))
+        if found is None:
+            return None
+        logits, *hidden = found
+        tap.hidden = hidden[0] if hidden else None
+        return logits
+
+    def _body(self, step: PackedStep, ids: mx.array, picks: mx.array, others: Sequence[mx.array]) -> list[mx.array]:
+        """Logits, and the hidden rows if they are kept, of a step that is being compiled."""
+        tap = self._installation.tap
+        tap.picks = picks
+        try:
+            logits = self.model(ids[None], cache=views_of(step, self._windows))[0]
+        finally:
+            tap.picks = None
+        hidden, tap.hidden = tap.hidden, None
+        return [logits] if hidden is None else [logits, hidden]
 
     def _pack(self, rows: Sequence[Row], picks: Sequence[int]) -> PackedStep:
         spans: list[RowSpan] = []

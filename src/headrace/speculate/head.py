@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from headrace.backend.transfer import to_device
 from headrace.models.media import RowMedia
-from headrace.models.mtp_head import HeadEntries, MtpHead
+from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
 from headrace.sampling.rows import pick
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head_drafts import draw_drafts
@@ -69,46 +69,41 @@ class HeadDrafter:
         for row in rows:
             row.state.reserve(row.num_drafts)
         outputs = self._read([(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows])
-        guesses = [self._guess(outputs, rows, 0)]
+        guesses, hidden = [_guess(outputs, rows, 0)], outputs.rows
         for place in range(1, max(row.num_drafts for row in rows)):
             numbers = [number for number, row in enumerate(rows) if row.num_drafts > place]
             going_on = [rows[number] for number in numbers]
-            entries = [
-                _entries(row.state, row.state.length + place, (0,), outputs[number][None, None], row.media)
-                for number, row in zip(numbers, going_on, strict=True)
-            ]
-            step = self._head.read(entries, pick(guesses[-1], numbers))
+            entries = [_entries(row.state, row.state.length + place, (0,), row.media) for row in going_on]
+            outputs = self._head.read(entries, pick(hidden, numbers)[None], pick(guesses[-1], numbers))
             # rows that have enough keep their last guess and output: nobody reads on from them
-            guesses.append(_with_rows(guesses[-1], numbers, self._guess(step, going_on, place)))
-            outputs = _with_rows(outputs, numbers, step)
+            guesses.append(_with_rows(guesses[-1], numbers, _guess(outputs, going_on, place)))
+            hidden = _with_rows(hidden, numbers, outputs.rows)
         return mx.stack(guesses, axis=1)
 
-    def _guess(self, outputs: mx.array, rows: Sequence[HeadRow], place: int) -> mx.array:
-        """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
-        settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
-        return draw_drafts(self._head.logits(outputs), settings)
-
-    def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]]) -> mx.array:
-        """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media.
-
-        Gives the outputs `[R, hidden]` for each row's last token.
-        """
-        entries = []
+    def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]]) -> HeadOutputs:
+        """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media."""
+        entries, before = [], []
         for state, token_ids, end, media in rows:
             hidden = self._head.hidden_of(state)
             start = hidden.num_folded
-            entries.append(_entries(state, start, token_ids[start:end], hidden.part(start - 1, end - 1), media))
-        outputs = self._head.read(entries)
+            entries.append(_entries(state, start, token_ids[start:end], media))
+            before.append(hidden.part(start - 1, end - 1))
+        outputs = self._head.read(entries, before[0] if len(before) == 1 else mx.concatenate(before, axis=1))
         for state, _, end, _ in rows:
             self._head.hidden_of(state).fold(end)
         return outputs
 
 
-def _entries(
-    state: SequenceState, start: int, token_ids: Sequence[int], hidden: mx.array, media: EntryMedia | None
-) -> HeadEntries:
-    of_media = None if media is None else media(start, start + len(token_ids))
-    return HeadEntries(state, start, token_ids, hidden, of_media)
+def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: EntryMedia | None) -> HeadEntries:
+    return HeadEntries(state, start, token_ids, None if media is None else media(start, start + len(token_ids)))
+
+
+def _guess(outputs: HeadOutputs, rows: Sequence[HeadRow], place: int) -> mx.array:
+    """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
+    if all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows):
+        return outputs.likeliest
+    settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
+    return draw_drafts(outputs.logits, settings)
 
 
 def _with_rows(all_rows: mx.array, numbers: Sequence[int], rows: mx.array) -> mx.array:

@@ -20,6 +20,4 @@ def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     overlap. A row whose logits are not fit to be drawn from gets any token: a guess like any other.
     Raises ValueError like `sample`.
     """
-    if all(row.is_greedy and not row.is_adjusted for row in rows):
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
     return mx.maximum(sample(logits, rows), 0)

@@ -14,7 +14,14 @@ from headrace.perf.references import double
 
 SLABS = ((4, 256), (1, 1024), (1, 2048), (1, 512))
 """Slots and capacity of each."""
-PLAN = ((0, 1, 0, 0, 1), (1, 4, 900, 1, 0), (5, 2, 1100, 2, 0), (7, 16, 77, 0, 3), (23, 1, 255, 0, 2), (24, 80, 300, 3, 0))
+PLAN = (
+    (0, 1, 0, 0, 1),
+    (1, 4, 900, 1, 0),
+    (5, 2, 1100, 2, 0),
+    (7, 16, 77, 0, 3),
+    (23, 1, 255, 0, 2),
+    (24, 80, 300, 3, 0),
+)
 """Per row: its first token, its tokens, its length before them, its slab and its slot there."""
 NUM_TOKENS = 104
 

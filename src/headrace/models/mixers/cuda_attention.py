@@ -21,8 +21,8 @@ from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.slabs import Slot
 
 LONGEST_WINDOW = 80
-"""Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone. What a
-prediction head has left unread (speculate/speculator.py) is shorter: the library took 40 ms and more for a row of that."""
+"""Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone. A prediction
+head leaves fewer unread (speculate/speculator.py), of which the library took 40 ms and more for each row."""
 
 
 @dataclass(frozen=True, slots=True)
