@@ -120,7 +120,6 @@ def test_layers_of_other_families_are_in_place_and_pass_the_check(name: str) -> 
     checked = check(model, tiny_fused.KERNELS, VOCAB, tiny_fused.DTYPE)
     found = classes(model)
     assert not checked.lowered
-    assert checked.margin is not None and checked.margin.difference < TOLERANCE
     num_convolutions = sum("conv" in layer for layer in model.layers)
     assert found.count(CudaAttentionMixer) == len(model.layers) - num_convolutions
     assert (CudaMLP in found) is (name not in OTHER_MLPS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from models import tiny_gemma3
 from models.embedding import embed
 from models.tiny_gemma3 import HIDDEN, TinyGemma3
 from models.tiny_gemma4 import TinyGemma4
@@ -139,6 +141,30 @@ def test_pictures_that_see_otherwise_than_their_model_wants_would_be_noticed(
         state.begin(len(ids))
         row = Row(state, ids, row_media(PromptMedia(media.inputs, two_way=two_way), 0, len(ids), rows))
         assert np.abs(np.array(model.forward([row], range(len(ids)))) - expected).max() > 10 * TOLERANCE
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="on CUDA these layers take half precision only")
+def test_layers_that_are_kernels_for_cuda_let_pictures_see_as_their_model_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny_gemma3.TEXT, "head_dim", 64)
+    reference = TinyGemma3()
+    files, pictures = read_files("tiny", reference.save(tmp_path)), [reference.picture(seed) for seed in (1, 2)]
+    as_on_cuda = replace(device.current(), kind="cuda")
+    model = load(files, dtype="float32", numerics="fast", self_check=True, device=as_on_cuda).packed
+    assert "Attention: kernels" in model.layer_lines[0]
+    tower = load_tower(files, dtype="float32", device=device.current(), has_axes=False)
+    assert tower is not None
+    ids, media = reference.prompt(pictures, tmp_path)
+    rows, state, logits = embedded(tower[0], media), SequenceState(SlabPool()), []
+    edges = [edge for one in media.inputs for edge in (one.start, one.end)]  # so that pictures are rows of few tokens
+    for start, end in itertools.pairwise((0, *edges, len(ids))):
+        state.begin(end - start)
+        row = Row(state, ids[start:end], row_media(media, start, end, rows))
+        logits.append(model.forward([row], range(end - start)))
+        mx.eval(logits[-1], state.arrays())
+        state.commit(end - start)
+    assert np.abs(np.array(mx.concatenate(logits)) - reference.logits(ids, pictures)).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("make", "part"), [(TinyGemma3, "mlp.fc2"), (MODELS["gemma4"], "mlp.up_proj")])
