@@ -20,6 +20,7 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.fused import FusedHead
 from headrace.models.media import RowMedia
+from headrace.models.mixers import cuda_attention
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
@@ -64,6 +65,8 @@ def fast_blas() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for name in [*FAMILIES, *PLAIN, *WINDOWED, *OTHERS]:
             tiny_fused.widen(name, patched)
+        # so that a short sentence has chunks of both kinds
+        patched.setattr(cuda_attention, "LONGEST_WINDOW", 16)
         yield
     blas.uninstall()
     fused.cache_clear()

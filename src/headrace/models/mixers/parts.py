@@ -13,7 +13,7 @@ from mlx_lm.models import gemma3_text, rope_utils, smollm3
 
 from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
-from headrace.models.fused import can_fuse
+from headrace.models.fused import can_fuse, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def attention_parts(inner: Any) -> AttentionParts | None:
     norms = [inner[name] for name in names.norms or () if name in inner]
     if any(type(norm) not in _NORM_CENTRES for norm in norms):
         return None
-    dtype = norms[0].weight.dtype if norms else inputs[0].get("scales", inputs[0].weight).dtype
+    dtype = norms[0].weight.dtype if norms else weights_of(inputs[0]).activations
     shape, turns = HeadShape(num_heads, num_kv_heads, head_dim), _turns(inner.rope, head_dim)
     if turns is None or not mx.issubdtype(dtype, mx.floating) or kernels.refusal(shape, dtype) is not None:
         return None
