@@ -38,7 +38,7 @@ WINDOWED = ["gemma3_text", "gpt_oss", "llama_sliding", "mellum", "ministral3"]
 # fmt: off
 OTHERS = [
     "Klear", "apertus", "bailing_moe", "deepseek", "dots1", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
-    "mimo", "mixtral", "nemotron", "phimoe", "qwen2_moe", "seed_oss", "starcoder2", "telechat3",
+    "mimo", "mixtral", "nemotron", "phimoe", "qwen2_moe", "qwen2_vl", "seed_oss", "starcoder2", "telechat3",
 ]
 # fmt: on
 """Families that attend as those do, with biases or without norms, by scaled ropes, their parts under other names."""
@@ -264,12 +264,13 @@ def test_a_quantised_output_matrix_is_replaced() -> None:
     assert mx.abs(logits - expected).max() < TOLERANCE
 
 
-def test_axes_turn_what_they_turn_without_kernels() -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen2_vl"])
+def test_axes_turn_what_they_turn_without_kernels(name: str) -> None:
     """Beside layers as the library has them, whose positions have references of their own."""
     positions = np.cumsum(np.random.default_rng(3).integers(0, 3, (3, 24)), axis=1).astype(np.int32)
     ids, found = SENTENCES[0], []
     for kernels in (tiny_fused.KERNELS, tiny_fused.KERNELS.without_fusion()):
-        model = build("qwen3_5")
+        model = build(name)
         packed, pool = pack(model, kernels), SlabPool()
         assert (CudaAttentionMixer in classes(model)) is kernels.fuses
         state, beside = SequenceState(pool), SequenceState(pool)
@@ -284,7 +285,7 @@ def test_axes_turn_what_they_turn_without_kernels() -> None:
             beside.commit(1)
         found.append(mx.concatenate(parts))
     assert mx.abs(found[0] - found[1]).max() < TOLERANCE
-    assert fused("qwen3_5").off(0, 0, found[0][:19]) > 1.5 * TOLERANCE
+    assert fused(name).off(0, 0, found[0][:19]) > 1.5 * TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [3, 30])

@@ -35,6 +35,8 @@ def widen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if name in SIZED_BY_WIDTH:
         text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 2 * HEAD_DIM}
         text |= {"block_dim": 2 * HEAD_DIM} if "block_dim" in text else {}
+    if name == "qwen2_vl":
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": [8, 12, 12]}
     scaling = text.get("rope_scaling") or {}
     for factors in ("short_factor", "long_factor"):
         if factors in scaling:  # one for each pair of channels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ def attend(
     Gives `[1, num_heads, T, value_dim]`.
     """
     spans = view.step.spans
-    states = [state_of(view, span, window) for span in spans]
+    states = states_of(view, window)
     if new is not None:
         # all writes before any read: see the in-place contract in state/slabs.py
         keys, values = new
@@ -108,11 +109,13 @@ def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int,
     return first + hidden, mx.array(positions[hidden:])
 
 
-def state_of(view: View, span: RowSpan, window: int | None) -> FullAttentionState | SlidingAttentionState:
-    """What a row has computed in the layer."""
+def states_of(view: View, window: int | None) -> Sequence[FullAttentionState | SlidingAttentionState]:
+    """What the rows have computed in the layer."""
+    layer, spans = view.layer, view.step.spans
     if window is None:
-        return span.state.full_attention(view.layer)
-    return span.state.layer(view.layer, partial(SlidingAttentionState, window))
+        return [span.state.full_attention(layer) for span in spans]
+    make = partial(SlidingAttentionState, window)
+    return [span.state.layer(layer, make) for span in spans]
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.array | None) -> mx.array:

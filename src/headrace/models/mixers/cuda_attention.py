@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.backend.cuda import attention as kernels
 from headrace.models.fused import FusedLinear
-from headrace.models.mixers.attention import reach, read_row, state_of
+from headrace.models.mixers.attention import reach, read_row, states_of
 from headrace.models.mixers.fused import Feed, Held, Table
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
@@ -148,8 +148,8 @@ class CudaAttentionMixer(nn.Module):
     def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
         """See `FusedMixer`: keys and values are written in place."""
 
-    def _states(self, view: View) -> list[Any]:
-        return [state_of(view, span, view.window) for span in view.step.spans]
+    def _states(self, view: View) -> Sequence[Any]:
+        return states_of(view, view.window)
 
     def _held_of(self, view: View, states: Sequence[Any]) -> tuple[Held, bool]:
         """Tables: the plans of all rows, and of those that go together. Constants: see `_window`.
@@ -166,7 +166,7 @@ class CudaAttentionMixer(nn.Module):
         else:
             for span, state in zip(view.step.spans, states, strict=True):
                 state.prepare(span.start, span.num_tokens, *like)
-                arrays += state.arrays()
+                arrays += state.keys, state.values
             buffers = _Buffers(view.window, tuple([(state.base, state.capacity) for state in states]))
             places = view.step.once(buffers, None)
         return Held(places.plans, tuple(arrays), places.constants), places.all_short
