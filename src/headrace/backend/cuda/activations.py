@@ -11,7 +11,7 @@ _THREADS = 256
 
 _SWIGLU = CudaKernel(
     "swiglu",
-    ("swiglu.cuh"),
+    ("swiglu.cuh",),
     ("projected",),
     ("out",),
     "swiglu<T, WIDTH>(projected, out);",

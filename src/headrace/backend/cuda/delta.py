@@ -44,7 +44,7 @@ _WINDOW = CudaKernel(
 )
 _NORM = CudaKernel(
     "gated_norm",
-    ("gated_norm.cuh"),
+    ("gated_norm.cuh",),
     ("y", "projected", "weight", "eps"),
     ("out",),
     "gated_norm<T, HV, DV, WIDTH, Z_AT>(y, projected, weight, eps[0], y_shape[0], out);",

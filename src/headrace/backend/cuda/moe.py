@@ -199,7 +199,7 @@ def _route(routing: Routing) -> CudaKernel:
         f"logits, logits_shape[0], {routing.num_experts}, logits_shape[1], chosen, weights);"
     )
     name = f"route_{routing.num_experts}_{routing.per_token}{'_normed' * routing.normed}"
-    return CudaKernel(name, ("route.cuh"), ("logits",), ("chosen", "weights"), body)
+    return CudaKernel(name, ("route.cuh",), ("logits",), ("chosen", "weights"), body)
 
 
 @cache
