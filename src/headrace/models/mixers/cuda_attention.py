@@ -13,7 +13,7 @@ import numpy as np
 from headrace.backend.cuda import attention as kernels
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
-from headrace.models.mixers.fused import Feed, Held, Table
+from headrace.models.mixers.fused import Feed, Held, Table, coarse
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
@@ -54,7 +54,7 @@ def _places(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
             longest, most = max(longest, slot.capacity), max(most, num_tokens)
     plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
     slots = tuple([slot for _, slot in slabs.values()])
-    return _Places(slots, plans, (longest, most) if together else (), len(together) == len(rows))
+    return _Places(slots, plans, (longest, coarse(most)) if together else (), len(together) == len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Buffers:
             rows.append(row)
             if _is_short(span, self.window):
                 together.append(row)
-        most = max([row[1] for row in together], default=0)
+        most = coarse(max([row[1] for row in together], default=1))
         plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
         return _Places((), plans, (self.window + most, most) if together else (), len(together) == len(rows))
 

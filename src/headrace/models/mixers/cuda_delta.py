@@ -13,7 +13,7 @@ from mlx_lm.models import qwen3_5
 from headrace.backend.cuda import delta, shapes
 from headrace.backend.gated_delta import scan
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held
+from headrace.models.mixers.fused import Feed, Held, coarse
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash, gather
 
@@ -116,7 +116,7 @@ class CudaDeltaMixer(nn.Module):
 
     def _held_of(self, counts: Sequence[tuple[int, int, int]], states: Sequence[RecurrentState]) -> Held:
         """counts: of each row, see `PackedStep.counts`."""
-        longest = max(num_tokens for _, num_tokens, _ in counts)
+        longest = coarse(max(num_tokens for _, num_tokens, _ in counts))
         olds, memory, raw, stash = self._united(states)
         plan = tuple(
             [(*count, state.num_replay, *old, longest) for count, state, old in zip(counts, states, olds, strict=True)]

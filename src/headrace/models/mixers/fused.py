@@ -44,6 +44,11 @@ class Exchange:
     given: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
 
 
+def coarse(num_tokens: int) -> int:
+    """The next power of two: steps whose rows' most tokens differ a little have one form."""
+    return 1 << (num_tokens - 1).bit_length()
+
+
 class FusedMixer(Protocol):
     """A mixer whose work on rows of a few tokens is a function of arrays."""
 
