@@ -132,11 +132,12 @@ class SlidingAttentionState:
 
     def prepare(self, start: int, num_tokens: int, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
         """Let `num_tokens` fit behind what is committed, which is all before `start`."""
-        if start + num_tokens - self.base <= self.capacity:
-            return
         oldest = max(self.base, start - self.window + 1)
-        # twice the window, so that a move happens once in a window of tokens
-        capacity = max(2 * self.window, start + num_tokens - oldest, self.capacity)
+        # twice the window, so that a move happens once in a window of tokens; after a longer chunk that again, since a
+        # compiled step is compiled for the sizes of its rows' buffers
+        capacity = max(2 * self.window, start + num_tokens - oldest)
+        if start + num_tokens - self.base <= self.capacity <= capacity:
+            return
         moved = [mx.zeros((1, num_heads, capacity, head_dim), dtype) for head_dim in head_dims]
         if start > oldest:
             for buffer, old in zip(moved, self.arrays(), strict=False):
@@ -176,7 +177,7 @@ class SlidingAttentionState:
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def cost(self) -> LayerCost:
-        """A buffer of two windows; a long chunk makes it longer, by its own length."""
+        """A buffer of two windows; a long chunk makes it longer, by its own length, until the next one."""
         if self.keys is None or self.values is None:
             return LayerCost()
         per_token = (self.keys.nbytes + self.values.nbytes) // self.keys.shape[2]
