@@ -95,7 +95,7 @@ class CudaAttentionMixer(nn.Module):
         self._axes = None if sections is None else mx.array(sections.axes()[:num_pairs], mx.int32)
         self._norms = parts.norms
         self._scale = mx.array([parts.scale])
-        mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale)
+        mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale, parts.sinks)
 
     def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
         """x: `[1, T, hidden]`; the rest as in `Names.arguments`. The mask tells no more than the cache's window."""
