@@ -63,7 +63,7 @@ class PackedModel:
         fused = self._installation.fused
         self._compiled = CompiledSteps(self._body, fused, self._windows, kernels) if fused else None
         self._brings_states = False
-        """Whether evaluating the last forward's logits evaluates all states, too, as compiled steps do."""
+        """Whether the last forward was launched whole, its states too, which a compiled step's logits bring along."""
 
     @property
     def layer_lines(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class PackedModel:
         tokens = [token for row in rows for token in row.token_ids]
         tap = self._installation.tap
         logits = self._compiled_logits(step, rows, tokens if ids is None else ids, picks)
-        self._brings_states = logits is not None
+        self._brings_states = logits is not None and self._installation.writes_in_place
         if logits is None:
             ids = (to_device(tokens, mx.int32) if ids is None else ids)[None]
             wanted = to_device(picks, mx.int32)
