@@ -38,14 +38,15 @@ class Draws:
         """logits: `[n, vocab_size]`."""
         self._places = places
         own = pick(logits, [place.row for place in places])
-        self._tokens = sample(own, [place.settings for place in places])
-        self._fetched = Fetched(self._tokens)
+        self.tokens = sample(own, [place.settings for place in places])
+        """Ids `[n]`, on the device."""
+        self._fetched = Fetched(self.tokens)
         self._scored = [index for index, place in enumerate(places) if place.num_top is not None]
         self._scores: LogprobRows | None = None
         if self._scored:
             rows = to_device(self._scored, mx.int32)
             # a row without a token has no log-probability either, but the lookup needs an id
-            ids = mx.maximum(self._tokens[rows], 0)
+            ids = mx.maximum(self.tokens[rows], 0)
             self._scores = token_logprobs(own[rows], ids, max(places[index].num_top or 0 for index in self._scored))
 
     def arrays(self) -> list[object]:

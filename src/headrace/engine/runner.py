@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.engine.draws import Drawn, Draws, Place
+from headrace.engine.ahead import computed, launch_next
+from headrace.engine.draws import Drawn, Draws
 from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
-from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
+from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice, places_of
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
@@ -57,12 +58,16 @@ class Runner:
         features: FeatureCache | None = None,
         *,
         watches: bool = False,
+        ahead: bool = False,
     ) -> None:
         """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint.
 
         speculator: None if nothing is drafted. features: None for a model that sees nothing. watches: whether what
-        sequences ask of their prompts is noted, see `watched`.
+        sequences ask of their prompts is noted, see `watched`. ahead: whether steps are launched ahead, see
+        `launch_next`.
         """
+        assert not (ahead and (watches or speculator is not None)), "what is drafted or noted waits for its tokens"
+
         self._model = model
         self._vocab_size = vocab_size
         self._prefixes = prefixes
@@ -70,6 +75,7 @@ class Runner:
         self._speculator = speculator
         self._features = features
         self._watches = watches
+        self._runs_ahead = ahead
         self._pool = SlabPool()
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
@@ -156,17 +162,12 @@ class Runner:
     ) -> list[Window]:
         """Open each chunk's window; a row that can't (no memory for a larger slot, say) fails alone."""
         windows: list[Window] = []
-        lo = 0
         for chunk in chunks:
             try:
-                one = self._begin(chunk, requests[chunk.request_id])
+                windows.append(self._begin(chunk, requests[chunk.request_id]))
             except Exception as error:  # a row's outer wall
                 logger.exception("the row of %s failed", chunk.sequence_id)
                 failures += _failures(chunk, error)
-                continue
-            one.lo = lo
-            windows.append(one)
-            lo += one.num_logits
         return windows
 
     def _begin(self, chunk: Chunk, request: GenerationRequest) -> Window:
@@ -179,9 +180,13 @@ class Runner:
             raise GenerationFailed("its state was lost when it made room for others")
         if live.record is not None:
             self._resume(live, live.record)
-        if live.state.length != chunk.start:
+        ahead, live.ahead = live.ahead, None
+        num_ahead = int(ahead is not None)
+        if live.state.length - num_ahead != chunk.start or (num_ahead and len(chunk.token_ids) != 1):
             raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
         window = open_window(chunk, live)
+        if ahead is not None:
+            return replace(window, ahead=ahead, is_committed=True)
         num_certain = len(chunk.token_ids)
         marks = tuple([mark for mark in self._marks(chunk) if mark < chunk.start + num_certain])
         live.state.begin(window.num_tokens, num_certain, marks)
@@ -217,25 +222,24 @@ class Runner:
         return self._prefixes.marks(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
     def _compute(self, windows: Sequence[Window]) -> list[_Outcome]:
-        """One forward and one wait for the device."""
-        picks: list[int] = []
-        num_tokens = 0
-        for one in windows:
-            num_tokens += one.num_tokens
-            picks += range(num_tokens - one.num_logits, num_tokens)
-        ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
-        # logits that nobody wants are never computed: only what is evaluated below is
-        logits = self._model.forward([one.row for one in windows], picks or [num_tokens - 1], ids)
+        """One forward at most and one wait for the device."""
+        new = [one for one in windows if one.ahead is None]
+        parts = computed(windows)
+        if new:
+            parts.append(self._forward(new, sum(part.shape[0] for part in parts)))
+        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         if any(one.is_limited for one in windows):
             # The device computes while masks are made for it.
             mx.async_eval(logits)
-        errors, places = _places(windows)
+        errors, places = places_of(windows)
         draws = Draws(logits, [place for of_one in places for place in of_one])
+        if self._runs_ahead and not errors and all(one.is_plain for one in windows):
+            launch_next(self._model, windows, draws)
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
             draws.arrays(),
             [found.arrays() for found in scores.values()],
-            self._model.unevaluated([one.row for one in windows]),
+            self._model.unevaluated([one.row for one in new]) if not any(one.live.ahead for one in new) else (),
             [one.guesses.batch for one in windows if one.guesses.batch is not None],
             [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )
@@ -251,6 +255,18 @@ class Runner:
                 outcomes.append(_Outcome(one.gained(own[:num_own]), own[num_own:], told))
         return outcomes
 
+    def _forward(self, windows: Sequence[Window], lo: int) -> mx.array:
+        """Logits of windows that nobody has computed; the first of them is row `lo` of the step's."""
+        picks: list[int] = []
+        num_tokens = 0
+        for one in windows:
+            one.lo = lo + len(picks)
+            num_tokens += one.num_tokens
+            picks += range(num_tokens - one.num_logits, num_tokens)
+        ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
+        # logits that nobody wants are never computed: only what is evaluated is
+        return self._model.forward([one.row for one in windows], picks or [num_tokens - 1], ids)
+
     def _take_over(self, window: Window, outcome: _Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
         if outcome.error is not None:
@@ -258,7 +274,8 @@ class Runner:
         chunk, live, gained = window.chunk, window.live, outcome.gained
         num_committed = len(chunk.token_ids) + max(0, len(gained) - 1)
         snapshots = live.state.take_snapshots()
-        live.state.commit(num_committed)
+        if not window.is_committed:
+            live.state.commit(num_committed)
         if chunk.output_index == 0:
             self._keep_prompt(chunk, live, snapshots)
         results = []
@@ -270,6 +287,8 @@ class Runner:
             results += self._fork(window, outcome.forks, failures)
         if all(one.token_id != NO_TOKEN for one in gained):
             live.grow([one.token_id for one in gained])
+        elif live.ahead is not None:
+            live.is_sound = False  # the state has gone on from a token that there isn't
         return results
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
@@ -348,19 +367,6 @@ class Runner:
             if live.record is None:
                 live.state.release()
         self._live.clear()
-
-
-def _places(windows: Sequence[Window]) -> tuple[dict[int, Exception], list[list[Place]]]:
-    """What is drawn for each window; nothing for one that it can't be said of, by its index why."""
-    errors: dict[int, Exception] = {}
-    places: list[list[Place]] = []
-    for at, one in enumerate(windows):
-        try:
-            places.append(one.limited().places())
-        except Exception as error:  # a row's outer wall
-            errors[at] = error
-            places.append([])
-    return errors, places
 
 
 def _failures(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:

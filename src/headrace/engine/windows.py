@@ -26,6 +26,14 @@ from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.step import Chunk
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A row of logits `[n, vocab_size]`: what follows a sequence's last known token, computed before it was known."""
+
+    logits: mx.array
+    row: int
+
+
 @dataclass(slots=True)
 class LiveSequence:
     """What the runner holds of a sequence.
@@ -44,6 +52,8 @@ class LiveSequence:
     drafted: DraftedRow | None = None
     positions: TokenPositions | None = None
     watch: QueryWatch | None = None
+    ahead: Ahead | None = None
+    """Then the state has committed all known tokens, and not one fewer."""
     is_sound: bool = True
     """Whether the state is what the tokens say; not so after a failure."""
     record: SequenceRecord | None = None
@@ -94,7 +104,8 @@ class Window:
     lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
     device knows them. masks: what may come at each place; None if anything may, or before `limited`. media: among the
     window's tokens, None in a sequence without. following: prompt tokens whose log-probabilities are due: those that
-    the chunk's own predict; then each of these needs logits.
+    the chunk's own predict; then each of these needs logits. ahead: its logits, if they are computed already.
+    is_committed: whether the state has taken its token over, which then is certain.
     """
 
     chunk: Chunk
@@ -105,6 +116,23 @@ class Window:
     media: RowMedia | None = None
     following: tuple[int, ...] = ()
     lo: int = 0
+    ahead: Ahead | None = None
+    is_committed: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one token of an answer and nothing else."""
+        return self.chunk.output_index > 0 and len(self.chunk.token_ids) == 1 and not self.num_drafts
+
+    @property
+    def next_row(self) -> Row | None:
+        """The row of the token that is being drawn, if another one will surely follow it and there is room for it."""
+        live = self.live
+        if live.num_output + 1 >= live.request.max_tokens or not live.state.has_room(1):
+            return None
+        start = self.chunk.start + 1
+        media = None if live.media is None else live.media.row(start, start + 1)
+        return Row(live.state, (0,), media, live.positions)
 
     @property
     def num_drafts(self) -> int:
@@ -197,6 +225,19 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
     if live.media is None:
         return window
     return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))
+
+
+def places_of(windows: Sequence[Window]) -> tuple[dict[int, Exception], list[list[Place]]]:
+    """What is drawn for each window; nothing for one that it can't be said of, by its index why."""
+    errors: dict[int, Exception] = {}
+    places: list[list[Place]] = []
+    for at, one in enumerate(windows):
+        try:
+            places.append(one.limited().places())
+        except Exception as error:  # a row's outer wall
+            errors[at] = error
+            places.append([])
+    return errors, places
 
 
 def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:

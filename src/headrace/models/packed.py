@@ -189,6 +189,11 @@ class PackedModel:
         return max((part for part in parts if part is not None), default=0)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether steps of a few tokens run as compiled functions."""
+        return self._compiled is not None
+
+    @property
     def takes_media(self) -> bool:
         """Whether rows may hold media: positions and spans of their tokens reach every layer, or need not."""
         return isinstance(self.model, SeeingModel) or not {Level.ROWS, Level.WHOLE} & set(self.levels.values())

@@ -28,11 +28,12 @@ _LONGEST = 2**30
 class OurSteps:
     """Steps of a model that runs packed ones."""
 
-    def __init__(self, packed: PackedModel, vocab_size: int, chunk_tokens: int) -> None:
-        """chunk_tokens: of prompts, at most so many in a step."""
+    def __init__(self, packed: PackedModel, vocab_size: int, chunk_tokens: int, *, runs_ahead: bool = False) -> None:
+        """chunk_tokens: of prompts, at most so many in a step. runs_ahead: see `engine/ahead.py`."""
         self._packed = packed
         self._vocab_size = vocab_size
         self._chunk_tokens = chunk_tokens
+        self._runs_ahead = runs_ahead
         self._random = np.random.default_rng(0)
 
     def prefill(self, num_tokens: int, num_repeats: int) -> Figure:
@@ -77,7 +78,8 @@ class OurSteps:
 
     def _engine(self, num_rows: int) -> _Engine:
         scheduler = Scheduler(num_rows, self._chunk_tokens, _LONGEST, memory=_AMPLE)
-        return _Engine(Runner(self._packed, self._vocab_size), scheduler)
+        runner = Runner(self._packed, self._vocab_size, ahead=self._runs_ahead)
+        return _Engine(runner, scheduler)
 
     def _first_token(self, num_tokens: int) -> None:
         engine = self._engine(1)

@@ -131,6 +131,10 @@ class SequenceState:
             raise ValueError(f"marks {marks} do not lie inside {self.num_certain} tokens after {self.length}")
         self.marks = marks
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many tokens fit behind the committed ones as things are."""
+        return self.length + num_tokens <= self._slot.capacity
+
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` behind the committed ones."""
         needed = self.length + num_tokens

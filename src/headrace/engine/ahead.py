@@ -1,0 +1,60 @@
+"""Steps that are launched before the last one's tokens are known, so that the device has work while those are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from headrace.engine.draws import Draws
+from headrace.engine.windows import Ahead, Window
+from headrace.models.packed import PackedModel
+from headrace.sampling.rows import pick
+from headrace.speculate.speculator import Speculator
+from headrace.state.sequence import StateCost
+
+
+def runs_ahead(model: PackedModel, speculator: Speculator | None, cost: StateCost) -> bool:
+    """Whether it is done: where the host is what a step waits for, nothing is drafted, and states are sliceable."""
+    return model.is_compiled and speculator is None and not cost.needs_snapshots
+
+
+def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws) -> None:
+    """Launch the next token of the rows that go on. All windows are plain, and their draws are one each.
+
+    Who joins and who leaves in that step is no matter: each row's logits wait for its next chunk. A state has then seen
+    every token of its sequence; so its layers must be sliceable, for an answer may end with this one.
+    """
+    mx.async_eval(draws.arrays())
+    for one in windows:
+        if not one.is_committed:
+            one.live.state.commit(1)
+            one.is_committed = True
+    going = [(at, one.live, row) for at, one in enumerate(windows) if (row := one.next_row) is not None]
+    if not going:
+        return
+    for _, live, _ in going:
+        live.state.begin(1)
+    rows = [row for _, _, row in going]
+    logits = model.forward(rows, range(len(rows)), pick(draws.tokens, [at for at, _, _ in going]))
+    mx.async_eval(logits, model.unevaluated(rows))
+    for at, (_, live, _) in enumerate(going):
+        live.state.commit(1)
+        live.ahead = Ahead(logits, at)
+
+
+def computed(windows: Sequence[Window]) -> list[mx.array]:
+    """Logits that were computed ahead, with each window's `lo` its row among them."""
+    launched: dict[int, list[Window]] = {}
+    for one in windows:
+        if one.ahead is not None:
+            launched.setdefault(id(one.ahead.logits), []).append(one)
+    parts: list[mx.array] = []
+    lo = 0
+    for together in launched.values():
+        found = [one.ahead for one in together if one.ahead is not None]
+        parts.append(pick(found[0].logits, [ahead.row for ahead in found]))
+        for place, one in enumerate(together):
+            one.lo = lo + place
+        lo += len(together)
+    return parts

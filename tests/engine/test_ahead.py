@@ -1,0 +1,194 @@
+"""Steps launched ahead change nothing that anybody is told, whoever joins, leaves, stops or makes room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models import tiny
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine import ahead
+from headrace.engine import engine as engine_module
+from headrace.engine.engine import Engine
+from headrace.models.packed import PackedModel, Row
+from headrace.scheduler import preemption
+from headrace.types.events import TokenLogprobs
+from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.status import Phase
+
+pytestmark = pytest.mark.anyio
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+WARM = replace(GREEDY, temperature=1.0, seed=5)
+PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, bad_words=((7, 8),))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+def launch(folder: Path, *, runs: bool, **knobs: int) -> Engine:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_module, "runs_ahead", lambda *_: runs)
+        engine = EngineConfig(**{"prefill_chunk": 32, **knobs})
+        return Engine.launch(Config(str(folder), ModelConfig(numerics="exact", self_check=False), engine))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Engine]:
+    engine = launch(folder, runs=False)
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Engine]:
+    engine = launch(folder, runs=True)
+    yield engine
+    engine.stop()
+
+
+def tokens(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
+
+
+def requests() -> list[GenerationRequest]:
+    made = [
+        GenerationRequest("greedy", tokens(1, 40), GREEDY, 24),
+        GenerationRequest("warm", tokens(2, 7), WARM, 30, num_logprobs=3),
+        GenerationRequest("penalised", tokens(3, 90), PENALISED, 17),
+        GenerationRequest("several", tokens(4, 33), WARM, 12, num_choices=3),
+        GenerationRequest("one token", tokens(5, 20), GREEDY, 1),
+        GenerationRequest("two tokens", tokens(6, 20), WARM, 2),
+        # longer than the slot that the prompt begins in
+        GenerationRequest("growing", tokens(7, 250), GREEDY, 12, num_prompt_logprobs=1),
+    ]
+    # ends at a token that it is sure to say
+    return [*made, GenerationRequest("stopped", tokens(8, 30), WARM, 40, stop_token_ids=tuple(range(0, 160, 4)))]
+
+
+Answer = dict[int, tuple[list[int], list[TokenLogprobs]]]
+
+
+async def ask(engine: Engine, wanted: GenerationRequest, delay: int = 0) -> Answer:
+    """Tokens and scores of each choice. delay: turns of the event loop before it is asked."""
+    for _ in range(delay):
+        await engine.status()
+    answer: Answer = {}
+    async for output in await engine.submit(wanted):
+        told = answer.setdefault(output.choice, ([], []))
+        told[0].extend(output.token_ids)
+        told[1].extend(output.logprobs)
+    return answer
+
+
+async def test_each_request_gets_what_it_gets_from_steps_that_wait(plain: Engine, running: Engine) -> None:
+    expected = [await ask(plain, one) for one in requests()]
+    alone = [await ask(running, replace(one, request_id=f"alone {one.request_id}")) for one in requests()]
+    assert alone == expected
+    assert len(expected[-1][0][0]) < 40
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+async def test_rows_join_and_leave_at_any_step(delay: int, plain: Engine, running: Engine) -> None:
+    expected = [await ask(plain, replace(one, request_id=f"{delay} {one.request_id}")) for one in requests()]
+    asked = [ask(running, one, delay * number) for number, one in enumerate(requests())]
+    assert list(await asyncio.gather(*asked)) == expected
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_what_an_answer_leaves_in_the_prefix_cache_is_right(stops: bool, plain: Engine, running: Engine) -> None:
+    first = GenerationRequest(f"turn 1 {stops}", tokens(11 + stops, 60), WARM, 20)
+    (said, _) = (await ask(plain, first))[0]
+    text = (*first.prompt, *said)
+    if stops:
+        end = said.index(said[9])
+        first, text = replace(first, stop_token_ids=(said[9],)), (*first.prompt, *said[: end + 1])
+        said = said[:end]
+    assert (await ask(running, first))[0][0] == said
+    turn = GenerationRequest(f"turn 2 {stops}", (*text, *tokens(20, 9)), WARM, 15)
+    found = [output async for output in await running.submit(turn)]
+    cold = replace(turn, cache_salt="another")
+    assert [token for output in found for token in output.token_ids] == (await ask(plain, cold))[0][0]
+    # nobody knew that a token would end it; that there would be no more than 20 was known
+    assert found[0].num_cached_tokens == len(text) - (not stops)
+
+
+async def test_a_client_that_goes_away_disturbs_nobody(plain: Engine, running: Engine) -> None:
+    expected = await ask(plain, replace(requests()[0], request_id="stays"))
+
+    async def leave(number: int) -> None:
+        stream = await running.submit(GenerationRequest(f"leaves {number}", tokens(20 + number, 50), WARM, 60))
+        for _ in range(1 + number):
+            await anext(stream)
+        await stream.aclose()
+
+    found, *_ = await asyncio.gather(ask(running, replace(requests()[0], request_id="stays")), *map(leave, range(4)))
+    assert found == expected
+    assert (await running.status()).num_running == 0
+
+
+@pytest.mark.slow
+async def test_rows_that_make_room_go_on_where_they_were(
+    folder: Path, plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = [GenerationRequest(f"low {n}", tokens(30 + n, 40), WARM, 24, priority=1, num_logprobs=2) for n in range(3)]
+    shorts = [GenerationRequest(f"high {n}", tokens(40 + n, 20), GREEDY, 3) for n in range(8)]
+    expected = [await ask(plain, one) for one in low]
+    monkeypatch.setattr(preemption, "SLICE_TOKENS", 3)
+    engine = launch(folder, runs=True, max_num_seqs=3)
+    waiting = [asyncio.create_task(ask(engine, one)) for one in low]
+    while sum(one.phase is Phase.DECODE for one in (await engine.status()).requests) < 3:
+        pass
+    for one in shorts:
+        await ask(engine, one)
+    assert [await task for task in waiting] == expected
+    told = await engine.status()
+    engine.stop()
+    assert told.counters.num_preemptions >= 3
+
+
+async def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[mx.array | None] = []
+    forward = PackedModel.forward
+
+    def noted(self: PackedModel, rows: list[Row], picks: list[int], given: mx.array | None = None) -> mx.array:
+        ids.append(given)
+        return forward(self, rows, picks, given)
+
+    engine = launch(folder, runs=True)
+    monkeypatch.setattr(PackedModel, "forward", noted)
+    await ask(engine, GenerationRequest("one", tokens(1, 10), GREEDY, 6))
+    engine.stop()
+    # the prompt, its first token's step, and from then on tokens that only the device knows; nothing behind the last
+    assert [one is not None for one in ids] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "has_drafts", "needs_snapshots", "runs"),
+    [(True, False, False, True), (False, False, False, False), (True, True, False, False), (True, False, True, False)],
+)
+def test_it_is_done_where_it_can_be(is_compiled: bool, has_drafts: bool, needs_snapshots: bool, runs: bool) -> None:
+    class Model:
+        pass
+
+    class Cost:
+        pass
+
+    model, cost = Model(), Cost()
+    model.is_compiled, cost.needs_snapshots = is_compiled, needs_snapshots
+    assert ahead.runs_ahead(model, object() if has_drafts else None, cost) is runs
