@@ -222,8 +222,8 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     made: list[Runner] = []
     init = Runner.__init__
 
-    def remember(self: Runner, *arguments) -> None:
-        init(self, *arguments)
+    def remember(self: Runner, *arguments, **options) -> None:
+        init(self, *arguments, **options)
         made.append(self)
 
     monkeypatch.setattr(Runner, "__init__", remember)
