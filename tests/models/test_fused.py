@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.models import compiled
 from headrace.models.fused import FusedHead
 from headrace.models.media import RowMedia
 from headrace.models.mixers import cuda_attention
@@ -126,6 +128,36 @@ def test_layers_of_other_families_are_in_place_and_pass_the_check(name: str) -> 
     num_convolutions = sum("conv" in layer for layer in model.layers)
     assert found.count(CudaAttentionMixer) == len(model.layers) - num_convolutions
     assert (CudaMLP in found) is (name not in OTHER_MLPS)
+
+
+@pytest.mark.parametrize(("few_forms", "num_compiled"), [(32, 6), (0, 3)])
+def test_beside_many_forms_one_is_compiled_once_it_comes_back(
+    few_forms: int, num_compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = pack(build("qwen3"), tiny_fused.KERNELS)
+    state, ids = SequenceState(SlabPool(), LENGTH), SENTENCES[0]
+    state.begin(20)
+    mx.eval(packed.forward([Row(state, ids[:20])], [19]), state.arrays())
+    state.commit(20)
+    monkeypatch.setattr(compiled, "FEW_FORMS", few_forms)
+    traces = 0
+    trace = compiled.CompiledSteps._trace
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return trace(*arguments)
+
+    monkeypatch.setattr(compiled.CompiledSteps, "_trace", counted)
+    got = []
+    for at in range(20, 26):
+        state.begin(1)
+        got.append(packed.forward([Row(state, ids[at : at + 1])], [0]))
+        mx.eval(got[-1], state.arrays())
+        state.commit(1)
+    assert fused("qwen3").off(0, 20, mx.concatenate(got)) < TOLERANCE
+    # without CUDA a compiled form is traced at each use
+    assert traces == (min(num_compiled, 1) if mx.cuda.is_available() else num_compiled)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])

@@ -23,6 +23,11 @@ from headrace.state.layer import LayerKey
 MOST_FORMS = 256
 """Compiled functions kept, of those that were used last: with drafts a step of eight rows has 8 to 40 tokens."""
 
+FEW_FORMS = 32
+FEWEST_USES = 4
+"""Of a form before it is compiled, beside more than FEW_FORMS others: it takes the host as long as ten or twenty steps
+that are not, and where many rows join, leave and grow most forms are soon gone."""
+
 MOST_TOKENS = 8
 """Of a row, in such a step: a longer one is a prompt's chunk, whose work the host doesn't bound."""
 
@@ -42,7 +47,8 @@ class CompiledSteps:
         self._kernels = kernels
         self._mixers = mixers
         self._windows = windows
-        self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self._forms: OrderedDict[Any, Callable[..., Any] | int] = OrderedDict()
+        """By what a step's operations depend on; a number says how often one was asked for that is not compiled."""
 
     def run(
         self,
@@ -85,6 +91,8 @@ class CompiledSteps:
         numbers = to_device([number for part in known for number in part], mx.int32)
         widths = tuple([len(part) for part in known])
         form = self._form((layout, widths, step.placed.ndim, variant))
+        if form is None:
+            return None
         arrays = [array for held in helds for array in held.arrays]
         found, given = form(numbers, arrays, [ids] if isinstance(ids, mx.array) else [], list(others))
         for mixer, held, own in zip(self._mixers.values(), helds, given, strict=True):
@@ -92,15 +100,19 @@ class CompiledSteps:
         outputs: list[mx.array] = found
         return outputs
 
-    def _form(self, key: tuple[_Layout, tuple[int, ...], int, Hashable]) -> Callable[..., Any]:
-        if key not in self._forms:
-            run = partial(self._trace, *key[:3])
-            # without CUDA what the kernels write in place is a change of the arrays' objects, which a trace would lose
-            self._forms[key] = mx.compile(run) if mx.cuda.is_available() else run
-            if len(self._forms) > MOST_FORMS:
-                self._forms.popitem(last=False)
-        self._forms.move_to_end(key)
-        return self._forms[key]
+    def _form(self, key: tuple[_Layout, tuple[int, ...], int, Hashable]) -> Callable[..., Any] | None:
+        """None for one that was seldom asked for."""
+        form = self._forms.pop(key, 0)
+        if isinstance(form, int):
+            form += 1
+            if form == FEWEST_USES or len(self._forms) < FEW_FORMS:
+                run = partial(self._trace, *key[:3])
+                # without CUDA what the kernels write in place is a change of the arrays' objects, lost in a trace
+                form = mx.compile(run) if mx.cuda.is_available() else run
+        self._forms[key] = form
+        if len(self._forms) > MOST_FORMS:
+            self._forms.popitem(last=False)
+        return None if isinstance(form, int) else form
 
     def _trace(
         self,

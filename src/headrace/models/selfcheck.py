@@ -73,14 +73,15 @@ class Checked:
 
 
 def run_reference(model: Any, vocab_size: int, has_long_chunk: bool = False) -> Reference:
-    """Two rows of random tokens through the untouched model."""
+    """Two rows of random tokens through the untouched model, a long chunk at once, as it would be served."""
     random = np.random.default_rng(0)
     lengths = LENGTH + LONG_CHUNK * has_long_chunk, LENGTH
     rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, length)) for length in lengths)
     logits = []
     for row in rows:
         cache = make_prompt_cache(model)
-        logits.append(mx.concatenate([model(mx.array([[token]]), cache=cache)[0] for token in row]))
+        parts = [*((token,) for token in row[:LENGTH]), row[LENGTH:]]
+        logits.append(mx.concatenate([model(mx.array([part]), cache=cache)[0] for part in parts if part]))
     mx.eval(logits)
     return Reference(rows, tuple(logits))
 

@@ -53,20 +53,60 @@ def test_each_form_of_a_kernel_is_its_own(dtype: mx.Dtype) -> None:
     assert scaled((2, 3), dtype, 6).flatten().tolist() == [6.0 * i for i in range(6)]
 
 
-@only_cuda
-def test_what_was_built_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = 'extern "C" __global__ void nothing(int* out) { out[0] = 1; }'
-    code = nvrtc.built(source, tmp_path / "kernels")
-    (path,) = (tmp_path / "kernels").iterdir()
-    assert path.read_bytes() == code
-    monkeypatch.setattr(nvrtc, "compiled", lambda *_: pytest.fail("it was built already"))
-    assert nvrtc.built(source, tmp_path / "kernels") == code
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is built from here on, by a compiler that makes code of a source's letters."""
+    built: list[str] = []
+
+    def compiled(source: str, architecture: str) -> bytes:
+        built.append(f"{source} for {architecture}")
+        return source.upper().encode()
+
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    monkeypatch.setattr(nvrtc, "_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "_architecture", lambda: "sm_90a")
+    return built
 
 
-@only_cuda
-def test_a_folder_that_can_not_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_what_was_built_is_kept_and_read_again(builds: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "kernels"
+    assert [nvrtc.built(source, folder) for source in ("one", "two", "one", "two")] == [b"ONE", b"TWO", b"ONE", b"TWO"]
+    assert builds == ["one for sm_90a", "two for sm_90a"]
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_another_compiler_or_gpu_builds_anew(
+    builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc.built("one", tmp_path)
+    monkeypatch.setattr(nvrtc, "_version", lambda: (13, 1))
+    nvrtc.built("one", tmp_path)
+    monkeypatch.setattr(nvrtc, "_architecture", lambda: "sm_100a")
+    nvrtc.built("one", tmp_path)
+    assert builds == ["one for sm_90a", "one for sm_90a", "one for sm_100a"]
+
+
+@pytest.mark.parametrize("left", [0, 5, 32, 34])
+def test_a_file_that_a_crash_has_cut_is_built_again(left: int, builds: list[str], tmp_path: Path) -> None:
+    nvrtc.built("one", tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:left])
+    assert [nvrtc.built("one", tmp_path) for _ in range(2)] == [b"ONE", b"ONE"]
+    assert len(builds) == 2
+
+
+def test_a_folder_that_can_not_be_made_stops_nothing(builds: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    assert nvrtc.built('extern "C" __global__ void nothing() {}', tmp_path / "file" / "kernels")
+    assert [nvrtc.built("one", tmp_path / "file" / "kernels") for _ in range(2)] == [b"ONE", b"ONE"]
+    assert len(builds) == 2
+
+
+def test_a_user_without_a_home_has_kernels(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert nvrtc.built("one") == b"ONE"
 
 
 @only_cuda

@@ -102,6 +102,8 @@ def attend(
     num_rows = plan.shape[0]
     tiles = -(-longest[1] * (shape.num_heads // shape.num_kv_heads) // _TILE)
     splits = num_splits(shape, num_rows, tiles, longest[0])
+    # nobody writes parts where keys aren't split
+    parts = (num_rows, shape.num_kv_heads * tiles, splits, _TILE, shape.head_dim + 2) if splits > 1 else (1,)
     gate = Gate(0, 0, 0) if gates is None else gates[1]
     inputs = [plan, queries, scale, counters(), *held]
     inputs += ([] if sinks is None else [sinks]) + ([] if gates is None else [gates[0]])
@@ -121,7 +123,7 @@ def attend(
         _THREADS,
         (
             ((1, queries.shape[0], shape.num_heads * shape.head_dim), queries.dtype),
-            ((num_rows, shape.num_kv_heads * tiles, splits, _TILE, shape.head_dim + 2), mx.float32),
+            (parts, mx.float32),
         ),
     )
     return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -16,6 +15,7 @@ BUILT = Path("~/.cache/headrace/kernels")
 """Where built kernels are kept from one start to the next, by what they were built of."""
 
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_SUM = hashlib.sha256().digest_size
 _OPTIONS = ("--device-as-default-execution-space", "--std=c++17")
 
 
@@ -24,23 +24,29 @@ def built(source: str, folder: Path = BUILT) -> bytes:
     architecture = _architecture()
     version = ".".join(map(str, _version()))
     digest = hashlib.sha256("\0".join((source, architecture, version, *_OPTIONS)).encode()).hexdigest()
-    path = folder.expanduser() / f"{digest}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = compiled(source, architecture)
-    with suppress(OSError):  # without the folder it is built again at each start
-        _keep(path, code)
+    # OSError: without the folder it is built again at each start. RuntimeError: there is no home
+    with suppress(OSError, RuntimeError):
+        kept = (folder.expanduser() / digest).read_bytes()
+        # a crash may leave a file empty or short, which the driver would refuse at every start
+        if hashlib.sha256(kept[_SUM:]).digest() == kept[:_SUM]:
+            return kept[_SUM:]
+    code = compiled(source, architecture)
+    with suppress(OSError, RuntimeError):
+        _keep(folder.expanduser() / digest, code)
     return code
 
 
 def _keep(path: Path, code: bytes) -> None:
     """Another process may be writing the same, or reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(number, "wb") as file:
-        file.write(code)
-    Path(name).replace(path)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(hashlib.sha256(code).digest() + code)
+            file.flush()
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink()
+            raise
 
 
 def compiled(source: str, architecture: str) -> bytes:

@@ -29,9 +29,10 @@ head leaves fewer unread (speculate/speculator.py), of which the library took 40
 class _Places:
     """Where a step's rows have their keys and values.
 
-    slots: one of each slab; none in layers with a window. plans: see `_held_of`. constants: the most keys that tokens
-    of short rows may see (their slots' capacities, as lengths are others in each step) and the most tokens of such a
-    row; none without such rows. all_short: whether all rows are of a few tokens.
+    slots: one of each slab, by capacity, so that fewer forms of a step differ; none in layers with a window. plans: see
+    `_held_of`. constants: the most keys that tokens of short rows may see (their slots' capacities, as lengths are
+    others in each step), the most tokens of such a row, and all capacities, by which a form's arrays differ; none
+    without such rows. all_short: whether all rows are of a few tokens.
     """
 
     slots: tuple[Slot, ...]
@@ -41,20 +42,20 @@ class _Places:
 
 
 def _places(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
-    slabs: dict[int, tuple[int, Slot]] = {}
+    slots = sorted({id(state.slot.slab): state.slot for state in states}.values(), key=lambda slot: slot.capacity)
+    slabs = {id(slot.slab): number for number, slot in enumerate(slots)}
     rows, together = [], []
     longest = most = 0
     for span, state in zip(step.spans, states, strict=True):
         slot, num_tokens = state.slot, span.num_tokens
-        slab, _ = slabs.setdefault(id(slot.slab), (len(slabs), slot))
-        row = (span.lo, num_tokens, span.start, slab, slot.index, slot.capacity, 0, state.first)
+        row = (span.lo, num_tokens, span.start, slabs[id(slot.slab)], slot.index, slot.capacity, 0, state.first)
         rows.append(row)
         if _is_short(span, None):
             together.append(row)
             longest, most = max(longest, slot.capacity), max(most, num_tokens)
     plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
-    slots = tuple([slot for _, slot in slabs.values()])
-    return _Places(slots, plans, (longest, coarse(most)) if together else (), len(together) == len(rows))
+    constants = (longest, coarse(most), *[slot.capacity for slot in slots]) if together else ()
+    return _Places(tuple(slots), plans, constants, len(together) == len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class _Buffers:
                 together.append(row)
         most = coarse(max([row[1] for row in together], default=1))
         plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
-        return _Places((), plans, (self.window + most, most) if together else (), len(together) == len(rows))
+        constants = (self.window + most, most, *[capacity for _, capacity in self.of_rows]) if together else ()
+        return _Places((), plans, constants, len(together) == len(rows))
 
 
 class CudaAttentionMixer(nn.Module):
@@ -186,7 +188,7 @@ class CudaAttentionMixer(nn.Module):
 
     def _window(self, queries: mx.array, projected: mx.array, feed: Feed) -> mx.array:
         """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere."""
-        longest, most = feed.constants
+        longest, most, *_ = feed.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
         return kernels.attend(

@@ -121,11 +121,13 @@ class CudaDeltaMixer(nn.Module):
         plan = tuple(
             [(*count, state.num_replay, *old, longest) for count, state, old in zip(counts, states, olds, strict=True)]
         )
-        return Held((plan,), (memory, raw, *stash.arrays), (longest,), states)
+        # by what else the arrays' shapes differ while rows join and leave
+        shapes = (memory.shape[0], *raw.shape[:2], *stash.k.shape[:2])
+        return Held((plan,), (memory, raw, *stash.arrays), (longest, *shapes), states)
 
     def _window(self, projected: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
         """Rows of a few tokens in one launch: y `[T, Hv, Dv]`, undefined elsewhere, and the states' new arrays."""
-        (plan,), (state, raw, *stash), (longest,) = feed.tables, feed.arrays, feed.constants
+        (plan,), (state, raw, *stash), (longest, *_) = feed.tables, feed.arrays, feed.constants
         result = delta.window(self._shape, self._weights, plan, longest, projected, raw, shapes.Stash(*stash), state)
         return result.y, (result.state, result.raw, *result.stash)
 
