@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.backend.cuda import matmul, moe
+from headrace.backend.cuda import limits, matmul, moe
 from headrace.backend.cuda.matmul import Weights
 from headrace.perf.layer_references import Matrices, mixture
 from headrace.perf.references import double
@@ -127,7 +127,7 @@ def test_a_block_has_room_for_its_tokens_and_the_same_warps_for_any(form: tuple[
     cuts = {n: matmul.cut_of(held, n) for n in range(1, matmul.most_together(held) + 1)}
     assert len({cut.warps for cut in cuts.values()}) == 1
     for n, cut in cuts.items():
-        assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= matmul.LARGEST_BLOCK
+        assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= limits.largest_block()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import ops
+from headrace.backend.cuda import limits, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
 from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
 
@@ -22,7 +22,8 @@ MOST_TILES = 1 << 16
 _THREADS = 128
 _TILE = 16
 _STAGES = {64: 3, 128: 3, 256: 2}
-"""Tiles of keys and values under way in each warp, by head_dim: what the shared memory of a multiprocessor holds."""
+"""Tiles of keys and values under way in each warp, by head_dim: what a multiprocessor of an H100 holds for its blocks.
+Elsewhere there are as many of them as one block has room for."""
 
 
 @cache
@@ -32,15 +33,14 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int) -> CudaKern
     inputs += ["sinks"] * sinks + ["gates"] * gated
     body = (
         f"const T* keys[] = {{{', '.join(keys)}}}; const T* values[] = {{{', '.join(values)}}};"
-        f"attend<T, HQ, HKV, D, {_STAGES[head_dim]}, {str(sinks).lower()}, {str(gated).lower()}, "
+        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(sinks).lower()}, {str(gated).lower()}, "
         "GATE_WIDTH, GATE_STRIDE>("
         f"plan, queries, keys, values, {'sinks' if sinks else 'static_cast<const T*>(nullptr)'}, "
         f"{'gates + GATE_AT' if gated else 'nullptr'}, scale[0] * 1.44269504f, SHORTEST, out, partial, "
         "const_cast<unsigned*>(counters));"
     )
     name = f"attend_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}"
-    tile_bytes = 2 * _TILE * head_dim * 2
-    shared = _STAGES[head_dim] * (_THREADS // 32) * tile_bytes
+    shared = _stages(head_dim) * _stage_bytes(head_dim)
     return CudaKernel(name, ("mma.cuh", "rows.cuh", "attention.cuh"), inputs, ("out", "partial"), body, shared)
 
 
@@ -176,7 +176,18 @@ def refusal(shape: HeadShape, dtype: mx.Dtype) -> str | None:
         return f"activations in {dtype}"
     if shape.head_dim not in _STAGES:
         return f"a head of {shape.head_dim}"
-    return None
+    return None if _stages(shape.head_dim) else f"{limits.largest_block()} bytes of shared memory"
+
+
+def _stage_bytes(head_dim: int) -> int:
+    """Of keys and values, for all warps of a block."""
+    return (_THREADS // 32) * 2 * _TILE * head_dim * 2
+
+
+def _stages(head_dim: int) -> int:
+    """That a block has room for; 0 if there is none for one."""
+    own = _TILE * (head_dim + 1) * 4 + (head_dim * _TILE * 2 if head_dim > 128 else 0) + 1024  # see attention.cuh
+    return max(0, min(_STAGES[head_dim], (limits.largest_block() - own) // _stage_bytes(head_dim)))
 
 
 @cache

@@ -7,16 +7,13 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import ops
+from headrace.backend.cuda import limits, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
 
 MOST_TOKENS = 96
 """For which quantised weights go through `skinny`, 16 tokens a block. With 4-bit weights of 12,352 × 2,560 an H200
 takes 0.019 ms for 16, half of it with idle processors: 96 should take 0.09 ms. The dense product takes 0.05 ms, and
 making the weights dense writes 63 MB, 0.02 ms at least. Reckoned, not timed."""
-
-LARGEST_BLOCK = 227 << 10
-"""Bytes of shared memory that a block can have."""
 
 _WIDE_BLOCKS = 264
 """Blocks of 32 features from which on a block is that wide: two on each of the 132 multiprocessors of an H100."""
@@ -65,6 +62,9 @@ class Cut:
     stages: int
 
 
+_WIDE, _NARROW = Cut(2, 4, 3), Cut(1, 8, 4)
+
+
 def refusal(weights: Weights, dtype: mx.Dtype) -> str | None:
     """Why the kernels don't do products of activations of this type with such weights; None if they do.
 
@@ -80,7 +80,9 @@ def refusal(weights: Weights, dtype: mx.Dtype) -> str | None:
     elif weights.scales.dtype != dtype:
         return f"scales in {weights.scales.dtype} for activations in {dtype}"
     step = step_of(weights)
-    return f"{weights.num_inputs} inputs, no multiple of {step}" if weights.num_inputs % step else None
+    if weights.num_inputs % step:
+        return f"{weights.num_inputs} inputs, no multiple of {step}"
+    return None if most_together(weights) else f"{limits.largest_block()} bytes of shared memory"
 
 
 def step_of(weights: Weights) -> int:
@@ -89,9 +91,12 @@ def step_of(weights: Weights) -> int:
 
 
 def most_together(weights: Weights) -> int:
-    """Tokens that a block takes: as many as the shared memory holds beside the largest cut, 16 at most."""
-    largest = Cut(2, 8, 2)
-    return next(n for n in (16, 8) if shared_bytes(weights, largest, token_tiles(n)) <= LARGEST_BLOCK)
+    """Tokens that a block takes: as many as the shared memory holds beside either cut, 16 at most; 0 if not even 8."""
+
+    def needed(num_tokens: int) -> int:
+        return max(shared_bytes(weights, replace(cut, stages=2), token_tiles(num_tokens)) for cut in (_WIDE, _NARROW))
+
+    return next((n for n in (16, 8) if needed(n) <= limits.largest_block()), 0)
 
 
 def cut_of(weights: Weights, num_tokens: int) -> Cut:
@@ -99,7 +104,7 @@ def cut_of(weights: Weights, num_tokens: int) -> Cut:
 
     Which warp adds what doesn't depend on the number of tokens: a token's result is the same in any company."""
     many = -(-weights.num_features // 32) >= _WIDE_BLOCKS
-    wanted = Cut(2, 4, 3) if many else Cut(1, 8, 4 if num_tokens <= 8 else 3)
+    wanted = _WIDE if many else replace(_NARROW, stages=4 if num_tokens <= 8 else 3)
     return fitted(weights, wanted, token_tiles(num_tokens))
 
 
@@ -111,7 +116,7 @@ def token_tiles(num_tokens: int) -> int:
 def fitted(weights: Weights, cut: Cut, num_tiles: int) -> Cut:
     """With as many stages as a block's shared memory holds, two at least."""
     each = shared_bytes(weights, replace(cut, stages=1), num_tiles)
-    return replace(cut, stages=max(2, min(cut.stages, LARGEST_BLOCK // each)))
+    return replace(cut, stages=max(2, min(cut.stages, limits.largest_block() // each)))
 
 
 def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:

@@ -11,7 +11,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import matmul, ops
+from headrace.backend.cuda import limits, matmul, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
 from headrace.backend.cuda.matmul import Cut, Weights
 
@@ -59,7 +59,8 @@ def refusal(routing: Routing, experts: Experts, shared: Experts | None, dtype: m
         return f"{routing.num_experts} experts"
     if routing.per_token + (shared is not None) > MOST_PER_TOKEN:
         return f"{routing.per_token} experts a token"
-    if matmul.shared_bytes(experts.down, _down_cut(experts.down, routing, shared), 1) > matmul.LARGEST_BLOCK:
+    needed = matmul.shared_bytes(experts.down, _down_cut(experts.down, routing, shared), 1)
+    if needed > limits.largest_block():
         return (
             f"{routing.per_token} experts a token, of {experts.down.bits} bits in groups of {experts.down.group_size}"
         )

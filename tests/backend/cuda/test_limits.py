@@ -1,0 +1,76 @@
+"""Kernels ask for no more shared memory than a GPU's blocks can have."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from headrace.backend.cuda import attention, limits, matmul, moe
+from headrace.backend.cuda.matmul import Weights
+from headrace.backend.cuda.shapes import HeadShape
+
+DESKTOP, DATA_CENTRE = 99 << 10, 227 << 10
+"""Of compute capabilities 8.6, 8.9 and 12.0, and of 9.0 and 10.0, by CUDA's programming guide."""
+FORMS = [(16, 1), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
+
+
+@pytest.fixture(params=[DESKTOP, DATA_CENTRE])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(limits, "largest_block", lambda: request.param)
+    return request.param
+
+
+def weights(form: tuple[int, int], *shape: int) -> Weights:
+    bits, group = form
+    *rows, num_inputs = shape
+    if bits == 16:
+        return Weights(mx.zeros(shape, mx.bfloat16))
+    scales = mx.zeros((*rows, num_inputs // group), mx.bfloat16)
+    return Weights(mx.zeros((*rows, num_inputs * bits // 32), mx.uint32), scales, scales, bits, group)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_is_done_on_every_card(head_dim: int, room: int) -> None:
+    assert attention.refusal(HeadShape(8, 2, head_dim), mx.bfloat16) is None
+    stages = attention._stages(head_dim)
+    # what attention.cuh declares: sums, queries that don't fit into registers, maxima, weights, totals
+    declared = 16 * (head_dim + 1) * 4 + (head_dim // 16 * 32 * 16 if head_dim > 128 else 16) + 2 * 4 * 16 * 4 + 2 * 64
+    assert 1 <= stages <= 3
+    assert stages * 4 * 2 * 16 * head_dim * 2 + declared <= room
+
+
+def test_on_an_h100_two_blocks_share_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "largest_block", lambda: DATA_CENTRE)
+    assert [attention._stages(head_dim) for head_dim in (64, 128, 256)] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_features", [512, 18432])
+def test_products_fit(form: tuple[int, int], num_features: int, room: int) -> None:
+    held = weights(form, num_features, 2560)
+    if matmul.refusal(held, mx.bfloat16) is not None:
+        assert (form, room) == ((8, 128), DESKTOP)
+        return
+    for num_tokens in range(1, matmul.most_together(held) + 1):
+        cut = matmul.cut_of(held, num_tokens)
+        assert cut.stages >= 2
+        assert matmul.shared_bytes(held, cut, matmul.token_tiles(num_tokens)) <= room
+
+
+def test_what_no_block_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "largest_block", lambda: 24 << 10)
+    assert matmul.refusal(weights((4, 64), 512, 2560), mx.bfloat16) == "24576 bytes of shared memory"
+    assert attention.refusal(HeadShape(8, 2, 256), mx.bfloat16) == "24576 bytes of shared memory"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mixtures_that_are_done_fit(form: tuple[int, int], room: int) -> None:
+    gate, down = weights(form, 8, 512, 2048), weights(form, 8, 2048, 512)
+    experts, routing = moe.Experts(gate, gate, down), moe.Routing(8, 8, True)
+    if moe.refusal(routing, experts, None, mx.bfloat16) is not None:
+        assert room == DESKTOP
+        return
+    for tiles in (1, 2):
+        for held in (gate, down):
+            assert matmul.shared_bytes(held, matmul.fitted(held, moe._CUT, tiles), tiles) <= room
+    assert matmul.shared_bytes(down, moe._down_cut(down, routing, None), 1) <= room
