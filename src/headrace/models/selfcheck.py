@@ -41,7 +41,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Rows of token ids and the untouched model's logits `[n, vocab_size]` for each, token by token."""
+    """Rows of token ids and the untouched model's logits `[n, vocab_size]` for each: see `run_reference`."""
 
     rows: tuple[tuple[int, ...], ...]
     logits: tuple[mx.array, ...]
@@ -73,7 +73,7 @@ class Checked:
 
 
 def run_reference(model: Any, vocab_size: int, has_long_chunk: bool = False) -> Reference:
-    """Two rows of random tokens through the untouched model, a long chunk at once, as it would be served."""
+    """Two rows of random tokens through the untouched model, token by token but for a long chunk, which is one call."""
     random = np.random.default_rng(0)
     lengths = LENGTH + LONG_CHUNK * has_long_chunk, LENGTH
     rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, length)) for length in lengths)

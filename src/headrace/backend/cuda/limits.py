@@ -9,7 +9,7 @@ import mlx.core as mx
 
 H100_BLOCK = 227 << 10
 _EVERY_BLOCK = 48 << 10
-"""That every GPU gives a block without being asked."""
+"""That every GPU gives a block without being asked: what is reckoned with if the driver doesn't say."""
 _MOST_IF_ASKED = 97
 """CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN in cuda.h."""
 
