@@ -27,7 +27,7 @@ RULES: dict[str, set[str]] = {
     "grammar": {"types", "errors"},
     "text": {"types", "families", "errors"},
     "media": {"types", "families", "errors"},
-    "backend": set(),
+    "backend": {"config"},
     "state": {"types", "prefix", "backend"},
     "sampling": {"types", "backend"},
     "models": {"types", "families", "state", "backend", "errors"},

@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.errors import ConfigError
@@ -258,6 +259,14 @@ def quiet_libraries() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def built_kernels() -> Path:
+    """Where MLX's CUDA part looks for built kernels and puts its own: MLX_PTX_CACHE_DIR, set here unless it is already.
+
+    MLX's default is a folder for temporary files, which other users share and which the machine's next start empties.
+    """
+    return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", os.path.expanduser("~/.cache/headrace/ptx")))
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import mlx.core as mx
 
+from headrace.backend.cuda.named import named
 from headrace.backend.cuda.nvrtc import built
 
 Template = Mapping[str, Any]
@@ -85,7 +86,7 @@ class CudaKernel:
         dtypes = [dtype for _, dtype in outputs]
         form = tuple([(array.dtype, array.ndim) for array in inputs]), tuple(template.items()), tuple(dtypes)
         if form not in self._built:
-            self._built[form] = built(self.source(inputs, template, dtypes))
+            self._built[form] = named(self._name, built(self.source(inputs, template, dtypes)))
         found: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=self._name,
             compiled_source=self._built[form],

@@ -1,0 +1,93 @@
+"""Machine code under a short name.
+
+At each launch MLX 0.32 hashes the code that it was given, 5 µs for 30 KB: in a step of 400 launches that took as long
+as everything else together, see docs/benchmarks.md. It looks for what is built in a folder first, by the kernel's name
+and that hash. So code that lies there can be given as a few letters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from headrace.backend.transfer import place_source
+from headrace.config import built_kernels
+
+_PROBE = 16
+
+
+def named(kernel: str, code: bytes) -> bytes:
+    """What stands for the code of a kernel of this name: a short name, or the code itself where MLX finds none."""
+    return _put(kernel, code, built_kernels()) or code if _are_found() else code
+
+
+def _put(kernel: str, code: bytes, folder: Path) -> bytes | None:
+    """The short name under which the code lies in the folder now; None if it can't be written there."""
+    name = hashlib.sha256(code).hexdigest()[:16].encode()
+    module = f"{kernel}_{module_hash(name):x}"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        # the code last: MLX takes a module as complete once that is there
+        for path, content in (
+            (folder / f"{module}.txt", f"{kernel}\t{kernel}\n".encode()),
+            (folder / f"{module}.ptx", code),
+        ):
+            if not path.exists() or path.read_bytes() != content:
+                _write(path, content)
+        return name
+    return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: another process may be reading."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink()
+            raise
+
+
+@cache
+def _are_found() -> bool:
+    """Whether MLX finds a kernel by its short name: it is not promised to."""
+    kernel, numbers = f"place_{_PROBE}", list(range(_PROBE))
+    name = _put(kernel, place_source(_PROBE), built_kernels())
+    if name is None:
+        return False
+    try:
+        (found,) = mx.fast.precompiled_cuda_kernel(
+            name=kernel,
+            compiled_source=name,
+            inputs=[],
+            output_shapes=[(_PROBE,)],
+            output_dtypes=[mx.int32],
+            scalars=numbers,
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+        )
+        return bool(found.tolist() == numbers)
+    except RuntimeError:
+        return False
+
+
+def module_hash(text: bytes) -> int:
+    """std::hash of a string in libstdc++ on 64 bits, which is MurmurHash64A; MLX names modules with it."""
+    mask, multiplier = (1 << 64) - 1, 0xC6A4A7935BD1E995
+    whole = len(text) // 8 * 8
+    found = 0xC70F6907 ^ (len(text) * multiplier & mask)
+    for at in range(0, whole, 8):
+        word = int.from_bytes(text[at : at + 8], "little") * multiplier & mask
+        word = (word ^ word >> 47) * multiplier & mask
+        found = (found ^ word) * multiplier & mask
+    if text[whole:]:
+        found = (found ^ int.from_bytes(text[whole:], "little")) * multiplier & mask
+    found = (found ^ found >> 47) * multiplier & mask
+    return found ^ found >> 47
