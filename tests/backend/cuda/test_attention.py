@@ -122,6 +122,7 @@ LAYOUTS = {
         True,
     ),
     "no norms": (HeadShape(6, 3, 64), mx.float16, 64, False, 1, False),
+    "a part of a warp's channels": (HeadShape(4, 2, 64), mx.bfloat16, 32, True, 1, True),
     "single precision": (HeadShape(4, 2, 64), mx.float32, 32, True, 3, True),
 }
 

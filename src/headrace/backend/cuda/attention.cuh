@@ -8,6 +8,31 @@ constexpr int TILE = 16;  // query heads and tokens together that share a load o
 template <typename T>
 struct alignas(16) Eight { T of[8]; };
 
+template <typename T>
+struct alignas(8) Four { T of[4]; };
+
+// Sums of values by softmax weights, and of the weights, which are powers of two relative to a maximum.
+struct Mean {
+  float maximum, total = 0;
+  float4 sum = {};
+
+  __device__ explicit Mean(float maximum) : maximum(maximum) {}
+
+  __device__ static float relative(float top, float maximum) { return top == -INFINITY ? 0.0f : exp2f(top - maximum); }
+
+  __device__ void shift(float higher) {
+    const float by = relative(maximum, higher);
+    maximum = higher, total *= by;
+    sum.x *= by, sum.y *= by, sum.z *= by, sum.w *= by;
+  }
+
+  __device__ void add(float top, float weight, float4 of) {
+    const float by = relative(top, maximum);
+    total += weight * by;
+    sum.x += of.x * by, sum.y += of.y * by, sum.z += of.z * by, sum.w += of.w * by;
+  }
+};
+
 __device__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -76,7 +101,6 @@ __device__ void attend(const int* plan, const T* queries, const T* const* slab_k
 
   // fragments of queries: rows r and r + 8, dimensions as the keys are loaded
   __shared__ __align__(16) unsigned shared_q[Q_IN_REGISTERS ? 4 : STEPS * 32 * 4];
-  __shared__ float sums[TILE][D + 1];
   __shared__ float maxima[WARPS][TILE], weights[WARPS][TILE];
   unsigned q[Q_IN_REGISTERS ? STEPS : 1][4];
   auto query = [&](int m, int d) -> const T* {
@@ -170,98 +194,95 @@ __device__ void attend(const int* plan, const T* queries, const T* const* slab_k
     }
   }
 
-  // put the warps together
+  // put the warps together: each leaves what it has found where its keys and values were
   weight[0] = quad_sum(weight[0]), weight[1] = quad_sum(weight[1]);
   if (t == 0) {
     maxima[warp][r] = top[0], maxima[warp][r + 8] = top[1];
     weights[warp][r] = weight[0], weights[warp][r + 8] = weight[1];
   }
-  __syncthreads();
-  float highest[2] = {-INFINITY, -INFINITY};
+  __syncwarp();
+  constexpr int WARP_SUMS = STAGES * CHUNKS * 32 * 4;  // floats from one warp's to the next's
+  float* sums = reinterpret_cast<float*>(staged);
 #pragma unroll
-  for (int w = 0; w < WARPS; w++)
-    highest[0] = fmaxf(highest[0], maxima[w][r]), highest[1] = fmaxf(highest[1], maxima[w][r + 8]);
-  const float by[2] = {top[0] == -INFINITY ? 0.0f : exp2f(top[0] - highest[0]),
-                       top[1] == -INFINITY ? 0.0f : exp2f(top[1] - highest[1])};
-  for (int w = 0; w < WARPS; w++) {
-    if (w == warp) {
+  for (int half = 0; half < 2; half++) {
+    if (r + half * 8 >= num_rows) continue;
+    float4* to = reinterpret_cast<float4*>(sums + warp * WARP_SUMS + (r + half * 8) * D + t * 16);
 #pragma unroll
-      for (int i = 0; i < TILES; i++)
+    for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          float& sum = sums[r + j / 2 * 8][i / 8 * 64 + (2 * t + j % 2) * 8 + i % 8];
-          sum = (w ? sum : 0.0f) + o[i][j] * by[j / 2];
-        }
-    }
-    __syncthreads();
-  }
-  __shared__ float all_top[TILE], all_weight[TILE];
-  if (threadIdx.x < TILE) {
-    float m = -INFINITY, total = 0;
-    for (int w = 0; w < WARPS; w++) m = fmaxf(m, maxima[w][threadIdx.x]);
-    for (int w = 0; w < WARPS; w++)
-      if (maxima[w][threadIdx.x] != -INFINITY) total += weights[w][threadIdx.x] * exp2f(maxima[w][threadIdx.x] - m);
-    all_top[threadIdx.x] = m, all_weight[threadIdx.x] = total;
+      for (int j = 0; j < 4; j++) {
+        const int i = block * 8 + j % 2 * 4, c = half * 2 + j / 2;
+        to[block * 16 + j] = {o[i][c], o[i + 1][c], o[i + 2][c], o[i + 3][c]};
+      }
   }
   __syncthreads();
 
-  if (num_splits > 1) {
-    // put the splits together
-    const long tile = static_cast<long>(blockIdx.z) * gridDim.y + blockIdx.y;
-    constexpr int PART = TILE * (D + 2);
-    float* own = partial + (tile * gridDim.x + blockIdx.x) * PART;
-    for (int i = threadIdx.x; i < num_rows * D; i += blockDim.x) own[i] = sums[i / D][i % D];
-    if (threadIdx.x < num_rows) own[TILE * D + threadIdx.x] = all_top[threadIdx.x], own[TILE * (D + 1) + threadIdx.x] = all_weight[threadIdx.x];
-    __threadfence();
-    __syncthreads();
-    __shared__ bool comes_last;
-    if (threadIdx.x == 0) comes_last = atomicInc(&counters[tile], num_splits - 1) == num_splits - 1;
-    __syncthreads();
-    if (!comes_last) return;
-    __threadfence();
-    const float* parts = partial + tile * gridDim.x * PART;
-    // the stages are done with: their memory takes each part's factor, by split and row
-    float* factors = reinterpret_cast<float*>(staged);
-    float* totals = factors + num_splits * TILE;
-    for (int i = threadIdx.x; i < num_splits * TILE; i += blockDim.x) {
-      factors[i] = __ldcg(&parts[i / TILE * PART + TILE * D + i % TILE]);
-      totals[i] = __ldcg(&parts[i / TILE * PART + TILE * (D + 1) + i % TILE]);
-    }
-    __syncthreads();
-    if (threadIdx.x < num_rows) {
-      float m = -INFINITY, total = 0;
-      for (int i = 0; i < num_splits; i++) m = fmaxf(m, factors[i * TILE + threadIdx.x]);
-      for (int i = 0; i < num_splits; i++) {
-        const float top = factors[i * TILE + threadIdx.x], factor = top == -INFINITY ? 0.0f : exp2f(top - m);
-        factors[i * TILE + threadIdx.x] = factor;
-        total += totals[i * TILE + threadIdx.x] * factor;
-      }
-      all_top[threadIdx.x] = m, all_weight[threadIdx.x] = total;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x * 4; i < num_rows * D; i += blockDim.x * 4) {
-      float4 sum = {};
-#pragma unroll 8
-      for (int j = 0; j < num_splits; j++) {
-        const float4 part = __ldcg(reinterpret_cast<const float4*>(&parts[j * PART + i]));
-        const float factor = factors[j * TILE + i / D];
-        sum.x += part.x * factor, sum.y += part.y * factor, sum.z += part.z * factor, sum.w += part.w * factor;
-      }
-      sums[i / D][i % D] = sum.x, sums[i / D][i % D + 1] = sum.y;
-      sums[i / D][i % D + 2] = sum.z, sums[i / D][i % D + 3] = sum.w;
-    }
-    __syncthreads();
-  }
-  for (int i = threadIdx.x; i < num_rows * D; i += blockDim.x) {
+  // four neighbouring dimensions i of row m: their sums by softmax weights of this maximum and total
+  auto finish = [&](int i, float4 sum, float maximum, float total) {
     const int m = i / D, d = i % D, at = first_row + m, token = row.lo + at / GROUP, h = head * GROUP + at % GROUP;
-    float total = all_weight[m], sum = sums[m][d];
+    float scale_by = 1.0f;
     if (SINKS) {
-      const float sink = static_cast<float>(sinks[h]) * 1.44269504f, higher = fmaxf(sink, all_top[m]);
-      total = total * exp2f(all_top[m] - higher) + exp2f(sink - higher);
-      sum *= exp2f(all_top[m] - higher);
+      const float sink = static_cast<float>(sinks[h]) * 1.44269504f, higher = fmaxf(sink, maximum);
+      scale_by = exp2f(maximum - higher);
+      total = total * scale_by + exp2f(sink - higher);
     }
-    float value = sum / total;
-    if (GATED) value = rounded<T>(value) * rounded<T>(sigmoid(static_cast<float>(gates[static_cast<long>(token) * GATE_WIDTH + h * GATE_STRIDE + d])));
-    out[(static_cast<long>(token) * HQ + h) * D + d] = static_cast<T>(value);
+    const float by = scale_by / total, found[4] = {sum.x * by, sum.y * by, sum.z * by, sum.w * by};
+    Four<T> value;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float x = found[j];
+      if (GATED) x = rounded<T>(x) * rounded<T>(sigmoid(static_cast<float>(gates[static_cast<long>(token) * GATE_WIDTH + h * GATE_STRIDE + d + j])));
+      value.of[j] = static_cast<T>(x);
+    }
+    *reinterpret_cast<Four<T>*>(out + (static_cast<long>(token) * HQ + h) * D + d) = value;
+  };
+  constexpr int PART = TILE * (D + 2);
+  const long tile = static_cast<long>(blockIdx.z) * gridDim.y + blockIdx.y;
+  float* own = partial + (tile * gridDim.x + blockIdx.x) * PART;
+  for (int i = threadIdx.x * 4; i < num_rows * D; i += blockDim.x * 4) {
+    float maximum = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) maximum = fmaxf(maximum, maxima[w][i / D]);
+    Mean mean(maximum);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      mean.add(maxima[w][i / D], weights[w][i / D], *reinterpret_cast<const float4*>(sums + w * WARP_SUMS + i));
+    if (num_splits == 1) {
+      finish(i, mean.sum, maximum, mean.total);
+    } else {
+      *reinterpret_cast<float4*>(own + i) = mean.sum;
+      if (i % D == 0) own[TILE * D + i / D] = maximum, own[TILE * (D + 1) + i / D] = mean.total;
+    }
+  }
+  if (num_splits == 1) return;
+
+  // put the splits together
+  __threadfence();
+  __syncthreads();
+  __shared__ bool comes_last;
+  if (threadIdx.x == 0) comes_last = atomicInc(&counters[tile], num_splits - 1) == num_splits - 1;
+  __syncthreads();
+  if (!comes_last) return;
+  __threadfence();
+  const float* parts = partial + tile * gridDim.x * PART;
+  constexpr int TOGETHER = 8;  // parts under way at a time
+  for (int i = threadIdx.x * 4; i < num_rows * D; i += blockDim.x * 4) {
+    Mean mean(-INFINITY);
+    for (int first = 0; first < num_splits; first += TOGETHER) {
+      float tops[TOGETHER], totals[TOGETHER], maximum = mean.maximum;
+      float4 of[TOGETHER];
+#pragma unroll
+      for (int j = 0; j < TOGETHER; j++) {
+        const float* part = parts + min(first + j, num_splits - 1) * PART;
+        tops[j] = first + j < num_splits ? __ldcg(part + TILE * D + i / D) : -INFINITY;
+        totals[j] = __ldcg(part + TILE * (D + 1) + i / D);
+        of[j] = __ldcg(reinterpret_cast<const float4*>(part + i));
+        maximum = fmaxf(maximum, tops[j]);
+      }
+      mean.shift(maximum);
+#pragma unroll
+      for (int j = 0; j < TOGETHER; j++) mean.add(tops[j], totals[j], of[j]);
+    }
+    finish(i, mean.sum, mean.maximum, mean.total);
   }
 }

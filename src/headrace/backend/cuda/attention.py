@@ -186,7 +186,7 @@ def _stage_bytes(head_dim: int) -> int:
 
 def _stages(head_dim: int) -> int:
     """That a block has room for; 0 if there is none for one."""
-    own = _TILE * (head_dim + 1) * 4 + (head_dim * _TILE * 2 if head_dim > 128 else 0) + 1024  # see attention.cuh
+    own = (head_dim * _TILE * 2 if head_dim > 128 else 0) + 1024  # see attention.cuh
     return max(0, min(_STAGES[head_dim], (limits.largest_block() - own) // _stage_bytes(head_dim)))
 
 

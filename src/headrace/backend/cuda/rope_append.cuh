@@ -37,29 +37,43 @@ __device__ void rope_append(const int* plan, const int* positions, const T* proj
       for (int i = 0; i < PER_LANE; i++) x[i] = rounded<T>(x[i] * scale * static_cast<float>(weight[i * 32 + lane]));
     }
     // channel c < HALF turns with channel c + HALF
-    float turned[PER_LANE];
+    auto turn = [&](int f, float& sine, float& cosine) {
+      sincosf(static_cast<float>(positions[axes[f] * num_tokens + token]) * frequencies[f], &sine, &cosine);
+    };
+    if constexpr (HALF % 32 == 0) {
+      constexpr int APART = HALF / 32;  // in the same lane
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const int c = i * 32 + lane;
-      const bool is_first = c < HALF;
-      const int other = is_first ? c + HALF : c - HALF;
-      // the partner's element: each lane reads it where it stands
-      float partner = 0;
-#pragma unroll
-      for (int j = 0; j < PER_LANE; j++) {
-        const float candidate = __shfl_sync(~0u, x[j], other & 31);
-        if (j == other / 32) partner = candidate;
-      }
-      turned[i] = x[i];
-      if (c < ROTARY) {
-        const int f = c % HALF;
+      for (int i = 0; i < APART; i++) {
         float sine, cosine;
-        sincosf(static_cast<float>(positions[axes[f] * num_tokens + token]) * frequencies[f], &sine, &cosine);
-        turned[i] = is_first ? x[i] * cosine - partner * sine : x[i] * cosine + partner * sine;
+        turn(i * 32 + lane, sine, cosine);
+        const float first = x[i], second = x[i + APART];
+        x[i] = first * cosine - second * sine;
+        x[i + APART] = second * cosine + first * sine;
       }
-    }
+    } else {
+      float turned[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) x[i] = turned[i];
+      for (int i = 0; i < PER_LANE; i++) {
+        const int c = i * 32 + lane;
+        const bool is_first = c < HALF;
+        const int other = is_first ? c + HALF : c - HALF;
+        // the partner's element: each lane reads it where it stands
+        float partner = 0;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+          const float candidate = __shfl_sync(~0u, x[j], other & 31);
+          if (j == other / 32) partner = candidate;
+        }
+        turned[i] = x[i];
+        if (c < ROTARY) {
+          float sine, cosine;
+          turn(c % HALF, sine, cosine);
+          turned[i] = is_first ? x[i] * cosine - partner * sine : x[i] * cosine + partner * sine;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++) x[i] = turned[i];
+    }
   }
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) to[i * 32 + lane] = static_cast<T>(x[i]);
