@@ -22,7 +22,7 @@ from headrace.backend.kernels import Kernels
 from headrace.models import compiled
 from headrace.models.fused import FusedHead
 from headrace.models.media import RowMedia
-from headrace.models.mixers import cuda_attention
+from headrace.models.mixers import cuda_attention, cuda_layer
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
@@ -49,6 +49,8 @@ OTHER_MLPS = {"apertus", "gemma", "granitemoe", "mixtral", "nemotron", "phimoe",
     "gpt_oss",
     "mellum",
 }
+OTHER_LAYERS = {"bailing_moe", "granite", "granitemoe", "lfm2", "lfm2_moe"}
+"""Families that make their residual sums themselves, behind whatever parts: these have other names, or are scaled."""
 VOCAB = 97
 LENGTH = 48
 TOLERANCE = 3e-4 if tiny_fused.DTYPE == "float32" else 0.5
@@ -105,6 +107,16 @@ def classes(model: nn.Module) -> list[type]:
     return [type(module) for _, module in model.named_modules()]
 
 
+def handing(model: nn.Module) -> list[bool]:
+    """Which layers leave their residual sums to their parts."""
+    return [type(layer).__call__.__module__ == cuda_layer.__name__ for layer in model.layers]
+
+
+def with_own_parts(model: nn.Module, name: str) -> list[bool]:
+    """Which layers should do so."""
+    return [name not in OTHER_LAYERS and isinstance(layer.get("mlp"), CudaMLP | CudaMoE) for layer in model.layers]
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, *PLAIN, *WINDOWED])
 def test_fused_layers_are_in_place_and_agree_in_mixed_steps(name: str) -> None:
     model, packed = fused(name).model, fused(name).packed
@@ -115,6 +127,7 @@ def test_fused_layers_are_in_place_and_agree_in_mixed_steps(name: str) -> None:
     assert found.count(CudaAttentionMixer) == num_layers - num_delta
     assert (CudaMLP in found) is (name not in OTHER_MLPS)
     assert found.count(CudaMoE) == (num_layers if name == "qwen3_5_moe" else 0)
+    assert handing(model) == with_own_parts(model, name)
     got = MixedSteps(packed, SENTENCES, VOCAB, seed=1).run()
     assert max(fused(name).off(number, 0, logits) for number, logits in enumerate(got)) < TOLERANCE
 
@@ -127,6 +140,7 @@ def test_layers_of_other_families_are_in_place_and_pass_the_check(name: str) -> 
     assert not checked.lowered
     num_convolutions = sum("conv" in layer for layer in model.layers)
     assert found.count(CudaAttentionMixer) == len(model.layers) - num_convolutions
+    assert handing(model) == with_own_parts(model, name)
     assert (CudaMLP in found) is (name not in OTHER_MLPS)
 
 

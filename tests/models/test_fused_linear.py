@@ -5,6 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from headrace.backend.cuda.activations import swiglu
 from headrace.models.fused import FusedLinear
 from headrace.perf.operations import operations
 from headrace.perf.references import double
@@ -40,3 +41,20 @@ def test_the_librarys_quantised_product_is_left_to_what_nothing_else_does(
         assert ("QuantizedMatmul" in operations([got])) is (number in library), number
         want = double(x) @ weights.T + bias
         np.testing.assert_allclose(double(got), want, rtol=0, atol=1e-2 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_residuals_and_gates_are_the_same_by_whichever_road(bits: int | None, has_bias: bool) -> None:
+    rng = np.random.default_rng(7)
+    parts = []
+    for _ in range(2):
+        part = nn.Linear(256, 40, bias=has_bias)
+        part.set_dtype(DTYPE)
+        parts.append(part if bits is None else part.to_quantized(64, bits))
+    product = FusedLinear(parts)
+    for number in NUM_TOKENS:
+        x, residual = (mx.array(rng.standard_normal((1, number, width))).astype(DTYPE) for width in (256, 80))
+        plain = product(x)
+        assert mx.array_equal(product(x, residual), residual + plain)
+        assert mx.array_equal(product.gated(x), swiglu(plain))

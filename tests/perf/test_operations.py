@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from headrace.backend.cuda import limits
 from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
@@ -123,27 +124,31 @@ def placed(scalars: Sequence[int], output_dtypes: Sequence[mx.Dtype], **others: 
     return [mx.array(scalars).view(output_dtypes[0])]
 
 
-FUSED = {"Depends": 3, "Matmul": 4}
-"""Of a layer. Kernels: two of the mixer, one of the MLP; products: before and behind each."""
+KERNELS, PRODUCTS, SUMS = {None: 3, 4: 6}, {None: 4, 4: 0}, {None: RESIDUALS, 4: 0}
+"""Of a layer, by the bits of its weights. Kernels: two of the mixer, one of the MLP; products: before and behind each.
+Those of quantised weights are kernels, too: they make the residual sums and the MLP's activation."""
 COMPILED_NORM = 4
 """A cast, a square, a sum, and the rest as one."""
-OUTSIDE = 7
-"""Embeddings, places and picks of a step, and the likeliest tokens."""
 
 
+@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_a_layer_of_kernels_is_seven_launches_two_norms_and_two_sums(
-    num_rows: int, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_of_kernels_is_two_norms_and_six_launches_or_nine(
+    num_rows: int, bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(CudaKernel, "__call__", stand_in)
+    monkeypatch.setattr(limits, "largest_block", lambda: 99 * 1024)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", placed)
     heads = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    config = {**config_of("tiny-qwen3.5", 8), **heads}
-    model = random_model(config, dtype="bfloat16")
-    packed = PackedModel(model, choose_levels(model), Kernels("fast", "cuda"))
-    found = Forwards(packed, range(16), range(num_rows), num_steps=4, chunk_tokens=16).count()
-    assert found["Depends"] == 8 * FUSED["Depends"]
-    assert found["Matmul"] == 8 * FUSED["Matmul"] + 1
+
+    def counted(num_layers: int) -> Counter[str]:
+        model = random_model({**config_of("tiny-qwen3.5", num_layers), **heads}, bits=bits)
+        packed = PackedModel(model, choose_levels(model), Kernels("fast", "cuda"))
+        return Forwards(packed, range(16), range(num_rows), num_steps=4, chunk_tokens=16).count()
+
+    found = counted(8) - counted(4)
+    assert found["Depends"] == 4 * KERNELS[bits]
+    assert found["Matmul"] == 4 * PRODUCTS[bits]
     others = num_launches(found) - found["Depends"] - found["Matmul"]
-    assert others <= (2 * 8 + 1) * COMPILED_NORM + 2 * 8 + OUTSIDE
+    assert others <= 4 * (2 * COMPILED_NORM + SUMS[bits])

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.backend.cuda import matmul
+from headrace.backend.cuda.activations import swiglu
 from headrace.backend.cuda.matmul import Weights
 
 Product = Callable[[mx.array], mx.array]
@@ -32,12 +33,21 @@ class FusedLinear:
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._products = [_product(list(run)) for _, run in groupby(parts, _form)]
+        products = [_product(list(run)) for _, run in groupby(parts, _form)]
+        self._products = [product for product, _ in products]
+        self._own = products[0][1] if len(products) == 1 else None
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x: `[…, input width]`."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
+        if self._own is not None:
+            return matmul.quantized(x, self._own, residual)
         outputs = [product(x) for product in self._products]
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        found = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        return found if residual is None else residual + found
+
+    def gated(self, x: mx.array) -> mx.array:
+        """silu(gate) · value, where the output is gates and then values."""
+        return swiglu(self(x)) if self._own is None else matmul.gated(x, self._own)
 
 
 def weights_of(part: Any) -> Weights:
@@ -53,30 +63,30 @@ def _form(part: Any) -> tuple[Any, ...]:
     return type(part), arrays, *(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
 
 
-def _product(parts: list[Any]) -> Product:
-    """One product in the parts' place."""
+def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
+    """One product in the parts' place; its weights, if it is a quantised one of a kernel of ours and nothing more."""
     first = parts[0]
     joined = {name: _joined(name, parts) for name, array in first.items() if isinstance(array, mx.array)}
     weight, bias = joined["weight"], joined.get("bias")
     if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
         scales, biases, form = joined["scales"], joined.get("biases"), (first.group_size, first.bits, first.mode)
-        weights = Weights(weight, scales, biases, first.bits, first.group_size)
-        is_ours = matmul.refusal(weights, scales.dtype) is None
+        own = Weights(weight, scales, biases, first.bits, first.group_size)
+        is_own = matmul.refusal(own, scales.dtype) is None
 
         def quantized(x: mx.array) -> mx.array:
-            if is_ours:
-                found = matmul.quantized(x, weights)
+            if is_own:
+                found = matmul.quantized(x, own)
             elif x.size // x.shape[-1] < MANY_TOKENS:
                 found = mx.quantized_matmul(x, weight, scales, biases, True, *form)
             else:
                 found = x @ mx.dequantize(weight, scales, biases, *form, dtype=x.dtype).T
             return found if bias is None else found + bias
 
-        return quantized
+        return quantized, own if is_own and bias is None else None
     # turned once: a view costs an operation, too
     turned = weight.T
     mx.eval(turned)
-    return lambda x: x @ turned if bias is None else mx.addmm(bias, x, turned)
+    return (lambda x: x @ turned if bias is None else mx.addmm(bias, x, turned)), None
 
 
 def _joined(name: str, parts: Sequence[Any]) -> mx.array:

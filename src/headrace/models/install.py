@@ -20,6 +20,7 @@ from headrace.models.fused import FusedHead, can_be_head
 from headrace.models.mixers import cuda_moe
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
+from headrace.models.mixers.cuda_layer import hand_residuals
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
@@ -221,6 +222,7 @@ class Installation:
             for place in _places_where(lambda module: isinstance(module, cuda_moe.LAYER), model):
                 if (experts := cuda_moe.parts_of(place.module)) is not None:
                     self._replace(place, CudaMoE(place.module, experts))
+            self._undos += [undo for layer in model.layers if (undo := hand_residuals(layer)) is not None]
         around = {**REPLACEMENTS, **kernels.replacements}
         self._undos += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.models.positions import TokenPositions
-from headrace.models.seams import Undo
+from headrace.models.seams import Undo, give_forward
 from headrace.models.step import NO_RUNS, TwoWayRuns
 from headrace.models.vision import MediaEmbeddings
 from headrace.types.media import MediaInput, PromptMedia, TwoWay
@@ -171,9 +171,4 @@ class Deepstack:
             output = original.__call__(module, *arguments, **options)
             return output + self._added[index].astype(output.dtype) if index < len(self._added) else output
 
-        layer.__class__ = type(original.__name__, (original,), {"__call__": call})
-
-        def undo() -> None:
-            layer.__class__ = original
-
-        return undo
+        return give_forward(layer, call)

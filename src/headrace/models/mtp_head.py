@@ -155,7 +155,9 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     if not isinstance(attention_layer, LAYERS) or "fc.weight" not in weights.tensors:
         raise ModelError(f"the tensors in {weights.origin} are no prediction head for this model")
     arguments = trunk.text_model.args
-    layer = type(attention_layer)(arguments, arguments.full_attention_interval - 1)
+    # the trunk's own layer may have a subclass with another forward
+    layer_class = next(one for one in LAYERS if isinstance(attention_layer, one))
+    layer = layer_class(arguments, arguments.full_attention_interval - 1)
     module = HeadModule(layer, arguments.hidden_size, arguments.rms_norm_eps)
     try:
         _quantise(module, weights.tensors)

@@ -87,15 +87,17 @@ def packed_attention(
 
 
 def rebind(module: nn.Module, replacements: Mapping[str, Callable[..., Any]]) -> Undo:
-    """Let the module's forward see other functions under some global names.
-
-    The module gets a subclass of its own class; the class and its file stay untouched.
-    """
-    original = type(module)
-    call = original.__call__
+    """Let the module's forward see other functions under some global names."""
+    call = type(module).__call__
     names = {**call.__globals__, **replacements}
     forward = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     forward.__kwdefaults__ = call.__kwdefaults__
+    return give_forward(module, forward)
+
+
+def give_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Give the module a subclass of its own class; the class and its file stay untouched."""
+    original = type(module)
     module.__class__ = type(original.__name__, (original,), {"__call__": forward})
 
     def undo() -> None:

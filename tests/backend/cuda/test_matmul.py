@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from headrace.backend.cuda import limits, matmul, moe
+from headrace.backend.cuda.activations import swiglu
 from headrace.backend.cuda.matmul import Weights
-from headrace.perf.layer_references import Matrices, mixture
+from headrace.perf.layer_references import Matrices, mixture, silu
 from headrace.perf.references import double
 
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
@@ -35,8 +36,12 @@ def tokens(rng: np.random.Generator, *shape: int) -> mx.array:
     return mx.array(rng.standard_normal(shape)).astype(mx.bfloat16)
 
 
-def assert_close(got: mx.array, want: np.ndarray) -> None:
-    np.testing.assert_allclose(double(got), want, rtol=0, atol=6e-3 * np.abs(want).max())
+ROUNDING = 2**-8
+"""The largest relative error of one to bfloat16, whose halves are lost at most."""
+
+
+def assert_close(got: mx.array, want: np.ndarray, tolerance: float = 1.5 * ROUNDING) -> None:
+    np.testing.assert_allclose(double(got), want, rtol=0, atol=tolerance * np.abs(want).max())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -49,6 +54,34 @@ def test_a_product_is_that_of_float64(form: tuple[int, int], num_features: int) 
         assert_close(matmul.skinny(x[None, :number], held)[0], double(x[:number]) @ exact.T)
     if form[0] < 16:
         assert_close(matmul.quantized(x[None], held)[0], double(x) @ exact.T)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_features", WIDTHS)
+def test_a_residual_is_added_to_the_rounded_product(form: tuple[int, int], num_features: int) -> None:
+    rng = np.random.default_rng(3)
+    held, exact = weights(rng, (num_features, 768), form)
+    x, residual = tokens(rng, 1, 97, 768), tokens(rng, 1, 97, num_features)
+    for number in (1, 5, 16, 17, 96):
+        own, few = residual[:, :number], x[:, :number]
+        assert mx.array_equal(matmul.skinny(few, held, own), own + matmul.skinny(few, held))
+    if form[0] < 16:
+        assert_close(matmul.quantized(x, held, residual)[0], double(x[0]) @ exact.T + double(residual[0]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [102, pytest.param(4250, marks=needs_gpu)])
+def test_gates_act_on_rounded_values_behind_them(form: tuple[int, int], width: int) -> None:
+    rng = np.random.default_rng(4)
+    held, exact = weights(rng, (2 * width, 768), form)
+    x = tokens(rng, 1, 97, 768)
+    gate, value = np.split(double(x[0]) @ exact.T, 2, axis=-1)
+    for number in (1, 5, 9, 16, 17, 96):
+        got = matmul.skinny(x[:, :number], held, is_gated=True)
+        assert mx.array_equal(got, swiglu(matmul.skinny(x[:, :number], held)))
+        assert_close(got[0], silu(gate[:number]) * value[:number], 4 * ROUNDING)
+    if form[0] < 16:
+        assert_close(matmul.gated(x, held)[0], silu(gate) * value, 4 * ROUNDING)
 
 
 @needs_gpu
@@ -91,7 +124,11 @@ def test_a_mixture_is_the_weighted_sum_of_its_likeliest_experts(
     own = (own_gate[1], own_up[1], own_down[1]) if has_shared else None
     given = double(logits) if has_shared else double(logits)[:, :number]
     want = np.stack([mixture(*pair, matrices, own, per_token, normed) for pair in zip(double(x), given, strict=True)])
-    assert_close(moe.mix(routing, moe.Experts(gate[0], up[0], down[0]), shared, x, logits), want)
+    experts = moe.Experts(gate[0], up[0], down[0])
+    got = moe.mix(routing, experts, shared, x, logits)
+    assert_close(got, want)
+    residual = tokens(rng, 1, num_tokens, width)
+    assert mx.array_equal(moe.mix(routing, experts, shared, x, logits, residual), residual[0] + got)
 
 
 @needs_gpu

@@ -8,6 +8,7 @@ from functools import cache
 import mlx.core as mx
 
 from headrace.backend.cuda import limits, ops
+from headrace.backend.cuda.activations import swiglu
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
 
 MOST_TOKENS = 96
@@ -17,6 +18,10 @@ making the weights dense writes 63 MB, 0.02 ms at least. Reckoned, not timed."""
 
 _WIDE_BLOCKS = 264
 """Blocks of 32 features from which on a block is that wide: two on each of the 132 multiprocessors of an H100."""
+
+
+_NONE = "static_cast<const T*>(nullptr)"
+"""An array that a kernel's function does without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,43 +132,59 @@ def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:
     return cut.warps * cut.stages * stage
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a kernel is built for, and what its product ends with."""
+
+    bits: int
+    group_size: int
+    cut: Cut
+    num_tiles: int
+    has_residual: bool
+    is_gated: bool
+
+
+def residual_of(is_there: bool) -> str:
+    """The argument of a kernel's function."""
+    return "residual" if is_there else _NONE
+
+
 @cache
-def _skinny(bits: int, group: int, tiles: int, tokens: int, stages: int, shared: int) -> CudaKernel:
-    inputs = ["x", "weight", *["scales", "biases"] * (bits < 16)]
-    none = "static_cast<const T*>(nullptr)"
+def _skinny(form: _Form, room: int) -> CudaKernel:
+    is_quantised, cut = form.bits < 16, form.cut
+    inputs = ["x", "weight", *["scales", "biases"] * is_quantised, *["residual"] * form.has_residual]
     body = (
         "int num_tokens = 1; for (int i = 0; i + 1 < x_ndim; i++) num_tokens *= x_shape[i];"
-        f"skinny<T, {bits}, {group}, {tiles}, {tokens}, {stages}>("
+        f"skinny<T, {form.bits}, {form.group_size}, {cut.tiles}, {form.num_tiles}, {cut.stages}, {cut.warps}, "
+        f"{str(form.is_gated).lower()}>("
         f"x, num_tokens, weight_shape[0], x_shape[x_ndim - 1], weight, "
-        f"{'scales, biases' if bits < 16 else f'{none}, {none}'}, out);"
+        f"{'scales, biases' if is_quantised else f'{_NONE}, {_NONE}'}, {residual_of(form.has_residual)}, out);"
     )
-    name = f"skinny_{bits}_{group}_{tiles}_{tokens}_{stages}"
+    name = f"skinny_{form.bits}_{form.group_size}_{cut.tiles}_{form.num_tiles}_{cut.stages}"
+    name += "_added" * form.has_residual + "_gated" * form.is_gated
     sources = ("mma.cuh", "stream.cuh", "skinny.cuh")
-    return CudaKernel(name, sources, inputs, ("out",), body, shared)
+    return CudaKernel(name, sources, inputs, ("out",), body, room)
 
 
 @or_ops(ops.product)
-def skinny(x: mx.array, weights: Weights) -> mx.array:
-    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32."""
+def skinny(x: mx.array, weights: Weights, residual: mx.array | None = None, *, is_gated: bool = False) -> mx.array:
+    """`x […, K]` times the transposed weights, `[…, N]`, summed in float32.
+
+    residual: as many numbers, added to them once they are rounded. is_gated: the features are gates and then values;
+    gives `[…, N / 2]` with the bits that `swiglu` makes of them.
+    """
     *rows, num_inputs = x.shape
     num_tokens = x.size // num_inputs
     together = min(num_tokens, most_together(weights))
-    num_tiles = token_tiles(together)
-    cut = cut_of(weights, together)
-    kernel = _skinny(
-        weights.bits,
-        weights.group_size,
-        cut.tiles,
-        num_tiles,
-        cut.stages,
-        shared_bytes(weights, cut, num_tiles),
-    )
-    (out,) = kernel(
-        (x, *weights.arrays),
+    num_tiles, cut = token_tiles(together), cut_of(weights, together)
+    form = _Form(weights.bits, weights.group_size, cut, num_tiles, residual is not None, is_gated)
+    width = weights.num_features // (2 if is_gated else 1)
+    (out,) = _skinny(form, shared_bytes(weights, cut, num_tiles))(
+        (x, *weights.arrays, *(() if residual is None else (residual,))),
         {"T": x.dtype},
-        (-(-num_tokens // together), -(-weights.num_features // (16 * cut.tiles)), 1),
+        (-(-num_tokens // together), -(-width // (cut.tiles * (8 if is_gated else 16))), 1),
         32 * cut.warps,
-        (((*rows, weights.num_features), x.dtype),),
+        (((*rows, width), x.dtype),),
     )
     return out
 
@@ -189,6 +210,21 @@ def dense(weights: Weights) -> mx.array:
     return out
 
 
-def quantized(x: mx.array, weights: Weights) -> mx.array:
-    """`x […, K]` times the transposed quantised weights; for many tokens these are rounded to the type of x before."""
-    return skinny(x, weights) if x.size // x.shape[-1] <= MOST_TOKENS else x @ dense(weights).T
+def quantized(x: mx.array, weights: Weights, residual: mx.array | None = None) -> mx.array:
+    """`x […, K]` times the transposed quantised weights; for many tokens these are rounded to the type of x before.
+
+    residual: see `skinny`.
+    """
+    if _are_few(x):
+        return skinny(x, weights, residual)
+    found = x @ dense(weights).T
+    return found if residual is None else residual + found
+
+
+def gated(x: mx.array, weights: Weights) -> mx.array:
+    """`swiglu` of the same product, whose features are gates and then values."""
+    return skinny(x, weights, is_gated=True) if _are_few(x) else swiglu(quantized(x, weights))
+
+
+def _are_few(x: mx.array) -> bool:
+    return x.size // x.shape[-1] <= MOST_TOKENS

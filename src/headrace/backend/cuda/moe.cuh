@@ -29,7 +29,7 @@ __device__ float weight_of(int pair, const float* weights, const T* logits, int 
 }
 
 // hidden [pairs, I] = silu(gate) · up of x [tokens, K]; a block makes 16 features of up to 8 · TOKENS pairs.
-template <typename T, int BITS, int GROUP, int EACH, int TOKENS, int STAGES>
+template <typename T, int BITS, int GROUP, int EACH, int TOKENS, int STAGES, int WARPS>
 __device__ void gate_up(const T* x, const Pairs pairs, const Experts<T> gate, const Experts<T> up, int num_experts, int I,
                         int K, T* hidden) {
   using Part = Stream<T, BITS, GROUP, 2, TOKENS, STAGES>;
@@ -41,21 +41,23 @@ __device__ void gate_up(const T* x, const Pairs pairs, const Experts<T> gate, co
   const int rows[2] = {first, first};
   float sum[2][TOKENS][4] = {};
   auto token_at = [=](int i) { return x + static_cast<long>(pairs[i] / EACH) * K; };
-  Part::run(sum, matrices, rows, token_at, pairs.count, K, warp, blockDim.x / 32, staged + warp * Part::WARP);
+  Part::run(sum, matrices, rows, token_at, pairs.count, K, warp, WARPS, staged + warp * Part::WARP);
   float* sums = reinterpret_cast<float*>(staged);
   Part::publish(sum, 1.0f, sums);
-  for (int i = threadIdx.x; i < pairs.count * 16; i += blockDim.x) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pairs.count * 16; i += 32 * WARPS) {
     const int f = i % 16;
-    if (first + f < I)
-      hidden[static_cast<long>(pairs[i / 16]) * I + first + f] = static_cast<T>(
-          rounded<T>(silu(rounded<T>(Part::total(sums, i / 16, f)))) * rounded<T>(Part::total(sums, i / 16, 16 + f)));
+    if (first + f >= I) continue;
+    const float made = Part::template total<WARPS>(sums, i / 16, f), value = Part::template total<WARPS>(sums, i / 16, 16 + f);
+    hidden[static_cast<long>(pairs[i / 16]) * I + first + f] = gated<T>(made, value);
   }
 }
 
-// y [tokens, N] = Σ weight · down of hidden; a block makes 16 features of a token, each warp one expert.
+// y [tokens, N] = Σ weight · down of hidden, rounded, and residual [tokens, N] if there is one; a block makes 16 features of
+// a token, each warp one expert.
 template <typename T, int BITS, int GROUP, int PER_TOKEN, bool SHARED, int STAGES>
 __device__ void down_sum(const T* hidden, const int* chosen, const float* weights, const T* logits, int num_experts,
-                         int width, const Experts<T> down, int N, int I, T* y) {
+                         int width, const Experts<T> down, int N, int I, const T* residual, T* y) {
   using Part = Stream<T, BITS, GROUP, 1, 1, STAGES>;
   extern __shared__ uint4 staged[];
   const int j = threadIdx.x / 32, first = blockIdx.x * 16, token = blockIdx.y, pair = token * (PER_TOKEN + SHARED) + j;
@@ -68,7 +70,10 @@ __device__ void down_sum(const T* hidden, const int* chosen, const float* weight
   float* sums = reinterpret_cast<float*>(staged);
   Part::publish(sum, weight_of<PER_TOKEN, SHARED>(pair, weights, logits, num_experts, width), sums);
   const int f = threadIdx.x;
-  if (f < 16 && first + f < N) y[static_cast<long>(token) * N + first + f] = static_cast<T>(Part::total(sums, 0, f));
+  if (f < 16 && first + f < N) {
+    const long at = static_cast<long>(token) * N + first + f;
+    y[at] = with_residual(Part::template total<PER_TOKEN + SHARED>(sums, 0, f), residual, at);
+  }
 }
 
 // made float32 [pairs, N] = weight · down of hidden; a warp makes 32 features of up to 8 · TOKENS pairs, with the sums of

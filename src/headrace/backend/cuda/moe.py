@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda import limits, matmul, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
-from headrace.backend.cuda.matmul import Cut, Weights
+from headrace.backend.cuda.matmul import Cut, Weights, residual_of
 
 MOST_PER_TOKEN = 16
 """Experts of a token, a shared one included: each is a warp."""
@@ -100,9 +100,11 @@ def mix(
     shared: Experts | None,
     x: mx.array,
     logits: mx.array,
+    residual: mx.array | None = None,
 ) -> mx.array:
     """`[T, K]`: what the experts make of x `[T, K]`, weighted and added up in float32.
 
+    residual: as many numbers, added to them once they are rounded.
     logits `[T, num_experts (+ 1)]`: the router's, and for a shared expert that of the sigmoid which is its weight.
     """
     form = _Form(routing, experts.gate.bits, experts.gate.group_size, shared is not None)
@@ -121,15 +123,18 @@ def mix(
         (((num_pairs, inner), x.dtype),),
     )
     given = (hidden, *work, weights, logits, *_arrays(experts.down, own[2]))
+    added = () if residual is None else (residual,)
     if is_few:
+        given = (*given, *added)
         cut = _down_cut(experts.down, routing, shared)
         blocks, output = (-(-width // 16), num_tokens, 1), (x.shape, x.dtype)
     else:
         cut = matmul.fitted(experts.down, _CUT, tiles)
         blocks, output = (-(-width // (32 * cut.warps)), num_blocks, 1), ((num_pairs, width), mx.float32)
     room = matmul.shared_bytes(experts.down, cut, tiles)
-    (y,) = _down(form, tiles, cut.stages, room)(given, {"T": x.dtype}, blocks, 32 * cut.warps, (output,))
-    return y if is_few else _added(form, y, x)
+    down = _down(form, tiles, cut.stages, room, is_few and residual is not None)
+    (y,) = down(given, {"T": x.dtype}, blocks, 32 * cut.warps, (output,))
+    return y if is_few else _added(form, y, x, added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +192,9 @@ def _sorted(form: _Form, chosen: mx.array) -> tuple[list[mx.array], int]:
     return _sort(form)((chosen,), {}, (1, 1, 1), 1024, outputs), num_pieces
 
 
-def _added(form: _Form, made: mx.array, x: mx.array) -> mx.array:
-    (y,) = _add(form.each)((made,), {"T": x.dtype}, (-(-x.size // 256), 1, 1), 256, ((x.shape, x.dtype),))
+def _added(form: _Form, made: mx.array, x: mx.array, residual: tuple[mx.array, ...]) -> mx.array:
+    add = _add(form.each, bool(residual))
+    (y,) = add((made, *residual), {"T": x.dtype}, (-(-x.size // 256), 1, 1), 256, ((x.shape, x.dtype),))
     return y
 
 
@@ -214,7 +220,7 @@ def _sort(form: _Form) -> CudaKernel:
 def _gate_up(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
     inputs, pairs = form.pairs(tiles)
     body = (
-        f"gate_up<T, {form.bits}, {form.group_size}, {form.each}, {tiles}, {stages}>(x, {pairs}, "
+        f"gate_up<T, {form.bits}, {form.group_size}, {form.each}, {tiles}, {stages}, {_CUT.warps}>(x, {pairs}, "
         f"{form.experts('gate')}, {form.experts('up')}, {form.routing.num_experts}, "
         "gate_w_shape[1], x_shape[1], hidden);"
     )
@@ -223,21 +229,24 @@ def _gate_up(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
 
 
 @cache
-def _down(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
+def _down(form: _Form, tiles: int, stages: int, room: int, has_residual: bool) -> CudaKernel:
+    """has_residual: of a token's sum, which only one tile makes."""
     inputs, pairs = form.pairs(tiles)
     kind = f"{form.bits}, {form.group_size}, {form.counts}"
-    call = f"down_sum<T, {kind}, {stages}>(hidden, chosen"
+    call, residual = f"down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "
     if tiles > 1:
-        call = f"down_pairs<T, {kind}, {tiles}, {stages}>(hidden, {pairs}"
+        call, residual = f"down_pairs<T, {kind}, {tiles}, {stages}>(hidden, {pairs}", ""
     body = (
         f"{call}, weights, logits, {form.routing.num_experts}, logits_shape[1], {form.experts('down')}, "
-        "down_w_shape[1], hidden_shape[1], y);"
+        f"down_w_shape[1], hidden_shape[1], {residual}y);"
     )
-    names = ("hidden", *inputs, "weights", "logits", *form.names("down"))
-    return CudaKernel(f"down_{form.name}_{tiles}", _SOURCES, names, ("y",), body, room)
+    names = ("hidden", *inputs, "weights", "logits", *form.names("down"), *["residual"] * has_residual)
+    return CudaKernel(f"down_{form.name}_{tiles}{'_added' * has_residual}", _SOURCES, names, ("y",), body, room)
 
 
 @cache
-def _add(each: int) -> CudaKernel:
-    body = f"add_pairs<T, {each}>(made, static_cast<long>(made_shape[0] / {each}) * made_shape[1], made_shape[1], y);"
-    return CudaKernel(f"add_pairs_{each}", ("pairs.cuh",), ("made",), ("y",), body)
+def _add(each: int, has_residual: bool) -> CudaKernel:
+    size = f"static_cast<long>(made_shape[0] / {each}) * made_shape[1]"
+    body = f"add_pairs<T, {each}>(made, {size}, made_shape[1], {residual_of(has_residual)}, y);"
+    inputs = ("made", *["residual"] * has_residual)
+    return CudaKernel(f"add_pairs_{each}{'_added' * has_residual}", ("pairs.cuh",), inputs, ("y",), body)

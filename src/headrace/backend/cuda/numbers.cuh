@@ -25,9 +25,21 @@ __device__ float rounded(float x) {
   return static_cast<float>(static_cast<T>(x));
 }
 
+// A sum that is rounded before residual[at], if there is one, is added to it.
+template <typename T>
+__device__ T with_residual(float sum, const T* residual, long at) {
+  return static_cast<T>(residual ? rounded<T>(sum) + static_cast<float>(residual[at]) : sum);
+}
+
 __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// silu(gate) · value, each rounded before.
+template <typename T>
+__device__ T gated(float gate, float value) {
+  return static_cast<T>(rounded<T>(silu(rounded<T>(gate))) * rounded<T>(value));
+}
 
 // What a vector is to be multiplied by to have length 1.
 __device__ float unit_scale(float sum_of_squares) { return rsqrtf(sum_of_squares + 1e-6f); }

@@ -38,9 +38,13 @@ def swiglu(projected: mx.array) -> mx.array:
 # Products
 
 
-def product(x: mx.array, weights: matmul.Weights) -> mx.array:
+def product(
+    x: mx.array, weights: matmul.Weights, residual: mx.array | None = None, *, is_gated: bool = False
+) -> mx.array:
     """With the transposed weights."""
-    return (x.astype(mx.float32) @ _numbers(weights).T).astype(x.dtype)
+    found = (x.astype(mx.float32) @ _numbers(weights).T).astype(x.dtype)
+    found = swiglu(found) if is_gated else found
+    return found if residual is None else residual + found
 
 
 def dense(weights: matmul.Weights) -> mx.array:
@@ -64,6 +68,7 @@ def mix(
     shared: moe.Experts | None,
     x: mx.array,
     logits: mx.array,
+    residual: mx.array | None = None,
 ) -> mx.array:
     """Each token's likeliest experts by their share, then the one that all have."""
     routed = logits[:, : routing.num_experts].astype(mx.float32)
@@ -74,7 +79,8 @@ def mix(
     y = sum((weights[:, j, None] * _expert(experts, x, chosen[:, j]) for j in range(routing.per_token)), mx.array(0.0))
     if shared is not None:
         y = y + mx.sigmoid(logits[:, routing.num_experts :].astype(mx.float32)) * _expert(shared, x, None)
-    return y.astype(x.dtype)
+    y = y.astype(x.dtype)
+    return y if residual is None else residual.reshape(y.shape) + y
 
 
 def _expert(experts: moe.Experts, x: mx.array, chosen: mx.array | None) -> mx.array:

@@ -39,13 +39,13 @@ __device__ void sort_pairs(const int* chosen, int num_pairs, int* order, int* pi
     order[atomicAdd(places + expert_of<PER_TOKEN, SHARED>(chosen, NUM_EXPERTS, i), 1)] = i;
 }
 
-// y [tokens, N]: each token's EACH pairs added up, in the order of down_sum.
+// y [tokens, N]: each token's EACH pairs added up as in down_sum.
 template <typename T, int EACH>
-__device__ void add_pairs(const float* made, long size, int N, T* y) {
+__device__ void add_pairs(const float* made, long size, int N, const T* residual, T* y) {
   const long at = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= size) return;
   float found = 0;
 #pragma unroll
   for (int j = 0; j < EACH; j++) found += made[(at / N * EACH + j) * N + at % N];
-  y[at] = static_cast<T>(found);
+  y[at] = with_residual(found, residual, at);
 }

@@ -3,13 +3,14 @@
 // As a sum over K doesn't care for its order, a thread takes eight neighbouring elements of each 32 where the matrix
 // units would have it take four pairs, of weights and tokens alike; so it copies 16 bytes at a time.
 
-// Rows of K weights; quantised as MLX does: BITS each, lowest first, and scale and bias of every GROUP.
+// Rows of K weights; quantised as MLX does: BITS each, lowest first, and scale and bias of every GROUP. The second eight
+// rows of a tile are so far from its first eight.
 template <typename T>
 struct Matrix {
   const void* weight;
   const T* scales;
   const T* biases;
-  int num_rows;
+  int num_rows, second = 8;
 };
 
 // Two weights q of BITS == 4 at bits 0 and 16 of each word as exact numbers: q is put into the mantissa of a large one.
@@ -43,7 +44,7 @@ struct Stream {
   static constexpr int STAGE = WEIGHTS + INPUTS + TILES * 16 * 2 * GROUPS * 2 / 16;
   static constexpr int WARP = STAGES * STAGE;
 
-  // sum += the steps first, first + stride, … of rows rows[i] … + 15 of matrices[i]. x(i): where token i of num_tokens has
+  // sum += the steps first, first + stride, … of the tiles at rows rows[i] of matrices[i]. x(i): where token i of num_tokens has
   // its K inputs. memory: this warp's, of WARP; nothing is under way there after it.
   template <typename Tokens>
   static __device__ void run(float (&sum)[TILES][TOKENS][4], const Matrix<T> (&matrices)[TILES], const int (&rows)[TILES],
@@ -59,10 +60,10 @@ struct Stream {
 #pragma unroll
       for (int half = 0; half < 2; half++)
         from[i][half] = static_cast<const char*>(matrices[i].weight) +
-                        static_cast<long>(min(rows[i] + half * 8 + r, last)) * (static_cast<long>(K) * BITS / 8) + t * 16;
+                        static_cast<long>(min(rows[i] + half * matrices[i].second + r, last)) * (static_cast<long>(K) * BITS / 8) + t * 16;
       if (QUANTISED)
         scales_from[i] = (lane < 16 ? matrices[i].scales : matrices[i].biases) +
-                         static_cast<long>(min(rows[i] + lane % 16, last)) * (K / (QUANTISED ? GROUP : 1));
+                         static_cast<long>(min(rows[i] + lane / 8 % 2 * matrices[i].second + lane % 8, last)) * (K / (QUANTISED ? GROUP : 1));
     }
 #pragma unroll
     for (int j = 0; j < TOKENS; j++) tokens_from[j] = x(min(j * 8 + r, num_tokens - 1)) + t * 8;
@@ -207,10 +208,12 @@ struct Stream {
     __syncthreads();
   }
 
-  // What the warps have published, added up, of a token and a row of the block's tiles.
+  // What the block's warps have published, added up, of a token and a row of its tiles.
+  template <int WARPS>
   static __device__ float total(const float* memory, int token, int row) {
     float found = 0;
-    for (unsigned w = 0; w < blockDim.x / 32; w++) found += memory[(w * 8 * TOKENS + token) * WIDE + row];
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) found += memory[(w * 8 * TOKENS + token) * WIDE + row];
     return found;
   }
 };

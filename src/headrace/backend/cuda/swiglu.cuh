@@ -10,6 +10,6 @@ __device__ void swiglu(const T* projected, T* out) {
   const Two value = *reinterpret_cast<const Two*>(projected + row * 2 * WIDTH + WIDTH + at);
   Two found;
   for (int i = 0; i < 2; i++)
-    found.of[i] = static_cast<T>(rounded<T>(silu(static_cast<float>(gate.of[i]))) * static_cast<float>(value.of[i]));
+    found.of[i] = gated<T>(static_cast<float>(gate.of[i]), static_cast<float>(value.of[i]));
   *reinterpret_cast<Two*>(out + row * WIDTH + at) = found;
 }

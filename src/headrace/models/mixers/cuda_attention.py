@@ -99,8 +99,11 @@ class CudaAttentionMixer(nn.Module):
         self._scale = mx.array([parts.scale])
         mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale, parts.sinks)
 
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        """x: `[1, T, hidden]`; the rest as in `Names.arguments`. The mask tells no more than the cache's window."""
+    def __call__(self, x: mx.array, *given: Any, residual: mx.array | None = None, **named: Any) -> mx.array:
+        """x: `[1, T, hidden]`; residual: what is added to the output; the rest as in `Names.arguments`.
+
+        The mask tells no more than the cache's window.
+        """
         arguments = {**dict(zip(self._parts.arguments, given, strict=False)), **named}
         mask, factor = arguments.get("mask"), arguments.get("attn_scale")
         cache: View = arguments["cache"]
@@ -109,7 +112,7 @@ class CudaAttentionMixer(nn.Module):
         step = cache.step
         if step.exchange is not None:
             feed = step.exchange.feeds[cache.layer]
-            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, factor)
+            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, residual, factor)
             return output
         states = self._states(cache)
         held, _ = self._held_of(cache, states)
@@ -132,7 +135,7 @@ class CudaAttentionMixer(nn.Module):
                 else:
                     parts.append(self._chunk(cache, span, state, queries, projected))
             found = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
-        return self._out(found)
+        return self._out(found, residual)
 
     def held(self, view: View) -> Held | None:
         """See `FusedMixer`."""
@@ -140,12 +143,17 @@ class CudaAttentionMixer(nn.Module):
         return held if all_short else None
 
     def compute(
-        self, x: mx.array, positions: mx.array, feed: Feed, factor: mx.array | None = None
+        self,
+        x: mx.array,
+        positions: mx.array,
+        feed: Feed,
+        residual: mx.array | None = None,
+        factor: mx.array | None = None,
     ) -> tuple[mx.array, Sequence[mx.array]]:
         """See `FusedMixer`. factor: on queries, `[T, 1]`."""
         projected = self._project(x)
         queries = self._turned(projected, positions, feed, factor)
-        return self._out(self._window(queries, projected, feed)), ()
+        return self._out(self._window(queries, projected, feed), residual), ()
 
     def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
         """See `FusedMixer`: keys and values are written in place."""

@@ -64,12 +64,15 @@ class CudaDeltaMixer(nn.Module):
         self._no_stash = DeltaInputs(keys, mx.zeros((1, 1, shape.num_v_heads, shape.head_v_dim), dtype), gates, gates)
         mx.eval(self._weights, self._no_state, self._no_raw, self._no_stash.arrays)
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: View | None = None) -> mx.array:
-        """x: `[1, T, hidden]`; the mask is ours and always None."""
+    def __call__(
+        self, x: mx.array, mask: Any = None, cache: View | None = None, residual: mx.array | None = None
+    ) -> mx.array:
+        """x: `[1, T, hidden]`; the mask is ours and always None; residual: what is added to the output."""
         assert cache is not None
         step = cache.step
         if step.exchange is not None:
-            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, step.exchange.feeds[cache.layer])
+            feed = step.exchange.feeds[cache.layer]
+            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, residual)
             return output
         states = self._states(cache)
         projected = self._project(x)
@@ -89,7 +92,7 @@ class CudaDeltaMixer(nn.Module):
                 else:
                     parts.append(self._chunk(span, state, projected))
             y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return self._output(y, projected)
+        return self._output(y, projected, residual)
 
     def held(self, view: View) -> Held | None:
         """See `FusedMixer`."""
@@ -97,11 +100,13 @@ class CudaDeltaMixer(nn.Module):
         most = max(max(num_tokens for _, num_tokens, _ in counts), max(state.num_replay for state in states))
         return self._held_of(counts, states) if most <= delta.LONGEST_WINDOW else None
 
-    def compute(self, x: mx.array, positions: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
+    def compute(
+        self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
+    ) -> tuple[mx.array, Sequence[mx.array]]:
         """See `FusedMixer`."""
         projected = self._project(x)
         y, given = self._window(projected, feed)
-        return self._output(y, projected), given
+        return self._output(y, projected, residual), given
 
     def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
         """See `FusedMixer`."""
@@ -111,8 +116,8 @@ class CudaDeltaMixer(nn.Module):
         make = partial(RecurrentState, view.step.kernels)
         return [span.state.layer(view.layer, make) for span in view.step.spans]
 
-    def _output(self, y: mx.array, projected: mx.array) -> mx.array:
-        return self._out(delta.gated_norm(self._shape, self._weights, y, projected))
+    def _output(self, y: mx.array, projected: mx.array, residual: mx.array | None) -> mx.array:
+        return self._out(delta.gated_norm(self._shape, self._weights, y, projected), residual)
 
     def _held_of(self, counts: Sequence[tuple[int, int, int]], states: Sequence[RecurrentState]) -> Held:
         """counts: of each row, see `PackedStep.counts`."""

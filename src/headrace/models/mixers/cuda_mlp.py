@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.backend.cuda.activations import swiglu
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.parts import mlp_parts
 
@@ -24,6 +23,6 @@ class CudaMLP(nn.Module):
         self._project = FusedLinear(parts.inputs)
         self._down = FusedLinear([parts.output])
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x: `[…, hidden]`."""
-        return self._down(swiglu(self._project(x)))
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x: `[…, hidden]`; residual: what is added to the output."""
+        return self._down(self._project.gated(x), residual)

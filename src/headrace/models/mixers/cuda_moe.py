@@ -46,7 +46,7 @@ class CudaMoE(nn.Module):
         self._parts = parts
         self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x: `[1, T, hidden]`."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x: `[1, T, hidden]`; residual: what is added to the output."""
         tokens = x.reshape(-1, x.shape[-1])
-        return moe.mix(*self._parts, tokens, self._router(tokens)).reshape(x.shape)
+        return moe.mix(*self._parts, tokens, self._router(tokens), residual).reshape(x.shape)

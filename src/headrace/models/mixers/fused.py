@@ -55,8 +55,10 @@ class FusedMixer(Protocol):
     def held(self, view: View) -> Held | None:
         """What it reads in this step; None if some row needs another way."""
 
-    def compute(self, x: mx.array, positions: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
-        """Input `[1, T, hidden]` to output, and the arrays that the rows' states go on with."""
+    def compute(
+        self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
+    ) -> tuple[mx.array, Sequence[mx.array]]:
+        """Input `[1, T, hidden]` to output, residual added, and the arrays that the rows' states go on with."""
 
     def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
         """Put those into the states."""

@@ -99,6 +99,28 @@ MLPS = {
 }
 """By module and name: forwards that are `down(silu(gate) · up)`. Projections of the input, gate first, and down's."""
 
+LAYERS = frozenset(
+    {
+        "Klear.KlearDecoderLayer",
+        "deepseek.DeepseekDecoderLayer",
+        "dots1.Dots1DecoderLayer",
+        "glm4_moe.DecoderLayer",
+        "llama.TransformerBlock",
+        "mimo.TransformerBlock",
+        "ministral3.TransformerBlock",
+        "phi3.TransformerBlock",
+        "qwen2.TransformerBlock",
+        "qwen3.TransformerBlock",
+        "qwen3_5.DecoderLayer",
+        "qwen3_moe.Qwen3MoeDecoderLayer",
+        "qwen3_next.Qwen3NextDecoderLayer",
+        "seed_oss.TransformerBlock",
+        "telechat3.Telechat3DecoderLayer",
+    }
+)
+"""By module and name: forwards that are `h = x + mixer(input_layernorm(x), …)` and then
+`h + mlp(post_attention_layernorm(h))`, where all arguments but x are the mixer's."""
+
 _SCALED_ROPES: dict[type[nn.Module], str | None] = {
     rope_utils.Llama3RoPE: None,
     rope_utils.YarnRoPE: "mscale",
@@ -144,6 +166,13 @@ class MLPParts:
 def _named(module: Any) -> str:
     """Module and name of a class of mlx-lm's; its module's whole name for those of others."""
     return f"{type(module).__module__}.{type(module).__name__}".removeprefix("mlx_lm.models.")
+
+
+def mixer_name(layer: Any) -> str | None:
+    """What a decoder layer that is in LAYERS calls its mixer; None for others."""
+    if _named(layer) not in LAYERS:
+        return None
+    return "linear_attn" if "linear_attn" in layer else "self_attn"
 
 
 def mlp_parts(inner: Any) -> MLPParts | None:
