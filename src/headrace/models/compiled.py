@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
-from headrace.models.mixers.fused import Exchange, Feed, FusedMixer, Held, Table
-from headrace.models.step import PackedStep, View, Windows
+from headrace.models.mixers.fused import Exchange, Feed, FusedLayers, FusedMixer, Held
+from headrace.models.step import PackedStep, Windows
 from headrace.state.layer import LayerKey
 
 MOST_FORMS = 256
@@ -36,7 +36,8 @@ Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.ar
 """What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays."""
 
 _Layout = tuple[tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]], ...]
-"""Per layer: which tables it reads with the numbers in a row of each, how many arrays, and its constants."""
+"""Per kind of layers: which tables they read with the numbers in a row of each, how many arrays all of them have, and
+their constants."""
 
 
 class CompiledSteps:
@@ -46,8 +47,7 @@ class CompiledSteps:
         """windows: of the mixers, in their order."""
         self._body = body
         self._kernels = kernels
-        self._mixers = mixers
-        self._windows = windows
+        self._kinds = _kinds(mixers, windows)
         self._forms: OrderedDict[Any, Callable[..., Any] | int] = OrderedDict()
         """By what a step's operations depend on; a number says how often one was asked for that is not compiled."""
 
@@ -68,16 +68,18 @@ class CompiledSteps:
         if max(num_tokens for _, num_tokens, _ in step.counts) > MOST_TOKENS:
             return None
         helds: list[Held] = []
-        for (layer, mixer), window in zip(self._mixers.items(), self._windows, strict=True):
-            held = mixer.held(View(step, layer, window))
+        for layers in self._kinds.values():
+            held = layers.held(step)
             if held is None:
                 return None
             helds.append(held)
-        places: dict[Table, int] = {}
+        # the same object where a kind reads a table twice
+        tables = {id(table): table for held in helds for table in held.tables}
+        places = {name: place for place, name in enumerate(tables)}
         layout = tuple(
             [
                 (
-                    tuple([(places.setdefault(table, len(places)), len(table[0])) for table in held.tables]),
+                    tuple([(places[id(table)], len(table[0])) for table in held.tables]),
                     len(held.arrays),
                     held.constants,
                 )
@@ -88,7 +90,7 @@ class CompiledSteps:
         known: list[Sequence[int]] = [picks, step.placed.ravel().tolist()]
         if not isinstance(ids, mx.array):
             known.append(ids)
-        known += [[number for row in table for number in row] for table in places]
+        known += [[number for row in table for number in row] for table in tables.values()]
         numbers = to_device([number for part in known for number in part], mx.int32)
         widths = tuple([len(part) for part in known])
         form = self._form((layout, widths, step.placed.ndim, variant))
@@ -96,8 +98,8 @@ class CompiledSteps:
             return None
         arrays = [array for held in helds for array in held.arrays]
         found, given = form(numbers, arrays, [ids] if isinstance(ids, mx.array) else [], list(others))
-        for mixer, held, own in zip(self._mixers.values(), helds, given, strict=True):
-            mixer.take_over(step, held, own)
+        for layers, own in zip(self._kinds.values(), given, strict=True):
+            layers.take_over(step, own)
         outputs: list[mx.array] = found
         return outputs
 
@@ -124,8 +126,8 @@ class CompiledSteps:
         arrays: Sequence[mx.array],
         given_ids: Sequence[mx.array],
         others: Sequence[mx.array],
-    ) -> tuple[list[mx.array], list[list[mx.array]]]:
-        """The step with placeholders for all that changes: what the body gives, and what each layer does.
+    ) -> tuple[list[mx.array], list[list[list[mx.array]]]]:
+        """The step with placeholders for all that changes: what the body gives, and what each layer of each kind does.
 
         widths: of what `numbers` holds, which is the picks, the positions, the ids if they are not given, the tables.
         """
@@ -135,10 +137,20 @@ class CompiledSteps:
         if num_axes > 1:
             positions = positions.reshape(3, -1)
         feeds, start = {}, 0
-        for layer, (read, num_arrays, constants) in zip(self._mixers, layout, strict=True):
+        for kind, (read, num_arrays, constants) in zip(self._kinds, layout, strict=True):
             plans = [tables[at].reshape(-1, width) for at, width in read]
-            feeds[layer] = Feed(plans, arrays[start : start + num_arrays], constants)
-            start += num_arrays
+            num_own = num_arrays // len(kind)
+            for layer in kind:
+                feeds[layer] = Feed(plans, arrays[start : start + num_own], constants)
+                start += num_own
         exchange = Exchange(feeds)
         outputs = self._body(PackedStep((), positions, self._kernels, exchange), ids, picks, others)
-        return outputs, [list(exchange.given[layer]) for layer in self._mixers]
+        return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
+
+
+def _kinds(mixers: Mapping[LayerKey, FusedMixer], windows: Windows) -> dict[tuple[LayerKey, ...], FusedLayers]:
+    """The layers by kind: those with mixers of one class and the same window."""
+    kinds: dict[Any, dict[LayerKey, FusedMixer]] = {}
+    for (layer, mixer), window in zip(mixers.items(), windows, strict=True):
+        kinds.setdefault((type(mixer), window), {})[layer] = mixer
+    return {tuple(own): kind.together(own, window) for (kind, window), own in kinds.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from headrace.state.attention import FullAttentionState, KVRecord, joined
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord
+from headrace.state.recurrent import JointRow
 from headrace.state.slabs import SlabPool, slot_capacity
 
 State = TypeVar("State")
@@ -100,6 +101,10 @@ class SequenceState:
         self._pool = pool
         self._slot = pool.allocate(max(1, num_expected_tokens))
         self._layers: dict[LayerKey, Any] = {}
+        self._joint: JointRow | None = None
+        """In place of what some of the layers hold."""
+        self._closing: list[Any] | None = None
+        """What `commit` has to tell; None after a change."""
         self._sources: dict[LayerKey, list[LayerRecord]] = {}
         """Records that layers which no mixer has asked for yet are to be filled from."""
         self._restored: SequenceRecord | None = None
@@ -148,9 +153,42 @@ class SequenceState:
             state: Any = make()
             for record in self._sources.pop(key, ()):
                 state.restore(record, self.length)
-            self._layers[key] = state
+            self._layers[key], self._closing = state, None
+        elif self._joint is not None and key in self._joint.left:
+            self._take_back()
         found: State = self._layers[key]
         return found
+
+    def has_layer(self, key: LayerKey) -> bool:
+        """Whether a mixer has asked for the state of the layer."""
+        return key in self._layers
+
+    @property
+    def joint(self) -> JointRow | None:
+        """Where layers are that step together with other rows' and were not asked for since."""
+        return self._joint
+
+    def join(self, keys: Iterable[LayerKey]) -> JointRow:
+        """What stands from now on for the states of these layers, which exist, until one of them is asked for."""
+        if self._joint is None:
+            self._joint, self._closing = JointRow(), None
+            for key in keys:
+                self._layers[key].clear()
+        return self._joint
+
+    def _take_back(self) -> dict[LayerKey, Any]:
+        """The layers, each with what is its own."""
+        if self._joint is not None:
+            self._joint.give_back(self._layers)
+            self._joint = self._closing = None
+        return self._layers
+
+    def _holders(self) -> list[Any]:
+        """What holds the layers: their states, or what stands for some of them."""
+        joint = self._joint
+        if joint is None:
+            return list(self._layers.values())
+        return [joint, *(state for key, state in self._layers.items() if key not in joint.left)]
 
     def full_attention(self, key: LayerKey, first: int = 0) -> FullAttentionState:
         """The state of a full attention layer, in this row's slot; `first` says where a new one begins."""
@@ -162,8 +200,11 @@ class SequenceState:
             raise ValueError(
                 f"can't commit {num_tokens} tokens of a window of {self.num_open} with {self.num_certain} certain ones"
             )
-        for state in self._layers.values():
-            state.commit(num_tokens, self.num_open)
+        if self._closing is None:
+            # of sliceable layers a length is moved, and nothing else
+            self._closing = [holder for holder in self._holders() if not holder.is_sliceable]
+        for holder in self._closing:
+            holder.commit(num_tokens, self.num_open)
         self.length += num_tokens
         self.num_open = self.num_certain = 0
         self._sources.clear()
@@ -183,7 +224,7 @@ class SequenceState:
     def _record(self, wants: Callable[[Any], bool]) -> SequenceRecord:
         if self.num_open:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
-        layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
+        layers = {key: state.checkpoint(self.length) for key, state in self._take_back().items() if wants(state)}
         mx.eval([record.arrays for record in layers.values()])
         return SequenceRecord(self.length, layers)
 
@@ -236,6 +277,7 @@ class SequenceState:
 
     def _restore(self, length: int, parts: Sequence[Mapping[LayerKey, LayerRecord]]) -> None:
         self._layers.clear()
+        self._joint = self._closing = None
         self._sources, self._restored, self._parts = {}, None, None
         for part in parts:
             for key, record in part.items():
@@ -246,23 +288,24 @@ class SequenceState:
 
     def own_arrays(self) -> list[mx.array]:
         """The layers' arrays that don't lie in the pool; rows of a batch may share some of them."""
-        own = (state for state in self._layers.values() if not state.cost().in_slots)
+        own = (state for state in self._take_back().values() if not state.cost().in_slots)
         return [array for state in own for array in state.arrays()]
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
-        return StateCost(tuple(state.cost() for state in self._layers.values()))
+        return StateCost(tuple(state.cost() for state in self._take_back().values()))
 
     def arrays(self) -> list[mx.array]:
         """What the next step starts from, and what was noted at marks."""
         noted = [record for state in self._layers.values() for record in state.noted.values()]
-        held = [array for state in self._layers.values() for array in state.arrays()]
+        held = [array for holder in self._holders() for array in holder.arrays()]
         return [*held, *(array for record in noted for array in record.arrays)]
 
     def release(self) -> None:
         """Give the slot back. The state can't be used afterwards."""
         self._pool.free(self._slot)
         self._layers.clear()
+        self._joint = self._closing = None
         self._sources.clear()
         self._restored = self._parts = None
 

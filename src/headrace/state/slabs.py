@@ -72,9 +72,11 @@ class Slot:
 
     def prepare(self, layer: LayerKey, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
         """Make the layer's arrays if no row has written it: for keys and values of these dimensions."""
-        for stored, head_dim in zip((self.slab.keys, self.slab.values), head_dims, strict=True):
-            if layer not in stored:
-                stored[layer] = mx.zeros((self.slab.num_slots, num_heads, self.slab.capacity, head_dim), dtype)
+        slab = self.slab
+        if layer in slab.keys:
+            return
+        for stored, head_dim in zip((slab.keys, slab.values), head_dims, strict=True):
+            stored[layer] = mx.zeros((slab.num_slots, num_heads, slab.capacity, head_dim), dtype)
 
     def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""

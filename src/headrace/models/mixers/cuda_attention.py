@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
+from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slot
 
 LONGEST_WINDOW = 80
@@ -29,10 +31,10 @@ head leaves fewer unread (speculate/speculator.py), of which the library took 40
 class _Places:
     """Where a step's rows have their keys and values.
 
-    slots: one of each slab, by capacity, so that fewer forms of a step differ; none in layers with a window. plans: see
-    `_held_of`. constants: the most keys that tokens of short rows may see (their slots' capacities, as lengths are
-    others in each step), the most tokens of such a row, and all capacities, by which a form's arrays differ; none
-    without such rows. all_short: whether all rows are of a few tokens.
+    slots: one of each slab, by capacity, so that fewer forms of a step differ; none in layers with a window. plans: of
+    all rows, and of those that go together. constants: the most keys that tokens of short rows may see (their slots'
+    capacities, as lengths are others in each step), the most tokens of such a row, and all capacities, by which a form's
+    arrays differ; none without such rows. all_short: whether all rows are of a few tokens.
     """
 
     slots: tuple[Slot, ...]
@@ -41,44 +43,44 @@ class _Places:
     all_short: bool
 
 
-def _places(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
+def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
+    """Of layers that see all tokens."""
     slots = sorted({id(state.slot.slab): state.slot for state in states}.values(), key=lambda slot: slot.capacity)
     slabs = {id(slot.slab): number for number, slot in enumerate(slots)}
-    rows, together = [], []
-    longest = most = 0
+    rows = []
     for span, state in zip(step.spans, states, strict=True):
-        slot, num_tokens = state.slot, span.num_tokens
-        row = (span.lo, num_tokens, span.start, slabs[id(slot.slab)], slot.index, slot.capacity, 0, state.first)
-        rows.append(row)
-        if _is_short(span, None):
-            together.append(row)
-            longest, most = max(longest, slot.capacity), max(most, num_tokens)
-    plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
-    constants = (longest, coarse(most), *[slot.capacity for slot in slots]) if together else ()
-    return _Places(tuple(slots), plans, constants, len(together) == len(rows))
+        slot = state.slot
+        capacity, slab = slot.slab.capacity, slabs[id(slot.slab)]
+        rows.append((span.lo, span.hi - span.lo, span.start, slab, slot.index, capacity, 0, state.first))
+    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, None)]
+    longest = max([row[5] for row in together], default=0)
+    return _places(rows, together, longest, [slot.capacity for slot in slots], tuple(slots))
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Where rows have their keys and values in a layer with a window: the base and capacity of each row's own buffer.
+def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
+    """Of layers with a window: to the kernels a row's own buffer is a slab with one slot, whose first token is the base."""
+    rows = [
+        (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
+        for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
+    ]
+    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, window)]
+    most = coarse(max([row[1] for row in together], default=1))
+    return _places(rows, together, window + most, [state.capacity for state in states], ())
 
-    To the kernels it is a slab with one slot, whose first token is the base. Called, it gives the step's places.
-    """
 
-    window: int
-    of_rows: tuple[tuple[int, int], ...]
-
-    def __call__(self, step: PackedStep, _: None) -> _Places:
-        rows, together = [], []
-        for slab, (span, (base, capacity)) in enumerate(zip(step.spans, self.of_rows, strict=True)):
-            row = (span.lo, span.num_tokens, span.start - base, slab, 0, capacity, self.window, 0)
-            rows.append(row)
-            if _is_short(span, self.window):
-                together.append(row)
-        most = coarse(max([row[1] for row in together], default=1))
-        plans = (tuple(rows), tuple(together)) if together else (tuple(rows),)
-        constants = (self.window + most, most, *[capacity for _, capacity in self.of_rows]) if together else ()
-        return _Places((), plans, constants, len(together) == len(rows))
+def _places(
+    rows: Sequence[tuple[int, ...]],
+    together: Sequence[tuple[int, ...]],
+    longest: int,
+    capacities: Sequence[int],
+    slots: tuple[Slot, ...],
+) -> _Places:
+    plan = tuple(rows)
+    if not together:
+        return _Places(slots, (plan,), (), False)
+    most = coarse(max([num_tokens for _, num_tokens, *_ in together]))
+    all_short = len(together) == len(rows)
+    return _Places(slots, (plan, plan if all_short else tuple(together)), (longest, most, *capacities), all_short)
 
 
 class CudaAttentionMixer(nn.Module):
@@ -97,6 +99,7 @@ class CudaAttentionMixer(nn.Module):
         self._axes = None if sections is None else mx.array(sections.axes()[:num_pairs], mx.int32)
         self._norms = parts.norms
         self._scale = mx.array([parts.scale])
+        self._like = parts.shape.num_kv_heads, (parts.shape.head_dim, parts.shape.head_dim), parts.dtype
         mx.eval(self._frequencies, self._one_axis, self._axes, self._norms, self._scale, parts.sinks)
 
     def __call__(self, x: mx.array, *given: Any, residual: mx.array | None = None, **named: Any) -> mx.array:
@@ -114,10 +117,15 @@ class CudaAttentionMixer(nn.Module):
             feed = step.exchange.feeds[cache.layer]
             output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, residual, factor)
             return output
-        states = self._states(cache)
-        held, _ = self._held_of(cache, states)
+        states: Sequence[Any] = states_of(cache, cache.window)
+        if cache.window is None:
+            places = step.once(_in_slots, states)
+            arrays = self._slabs(cache.layer, places.slots)
+        else:
+            arrays = self.buffers(step, states)
+            places = _in_buffers(step, states, cache.window)
         together = [span for span in step.spans if _is_short(span, cache.window)]
-        feed = Feed([step.shared(table) for table in held.tables], held.arrays, held.constants)
+        feed = Feed([step.shared(table) for table in places.plans], arrays, places.constants)
         projected = self._project(x)
         queries = self._turned(projected, step.positions, feed, factor)
         for span, state in zip(step.spans, states, strict=True):
@@ -137,10 +145,10 @@ class CudaAttentionMixer(nn.Module):
             found = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
         return self._out(found, residual)
 
-    def held(self, view: View) -> Held | None:
+    @staticmethod
+    def together(mixers: Mapping[LayerKey, CudaAttentionMixer], window: Any) -> AttentionLayers:
         """See `FusedMixer`."""
-        held, all_short = self._held_of(view, self._states(view))
-        return held if all_short else None
+        return AttentionLayers(mixers, window)
 
     def compute(
         self,
@@ -155,31 +163,23 @@ class CudaAttentionMixer(nn.Module):
         queries = self._turned(projected, positions, feed, factor)
         return self._out(self._window(queries, projected, feed), residual), ()
 
-    def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
-        """See `FusedMixer`: keys and values are written in place."""
+    def prepare(self, layer: LayerKey, slot: Slot) -> None:
+        """Make the layer's arrays in a slab that no row has written there."""
+        slot.prepare(layer, *self._like)
 
-    def _states(self, view: View) -> Sequence[Any]:
-        return states_of(view, view.window)
+    def _slabs(self, layer: LayerKey, slots: Sequence[Slot]) -> list[mx.array]:
+        """Keys and values of the slots' slabs."""
+        for slot in slots:
+            self.prepare(layer, slot)
+        return [stored[layer] for slot in slots for stored in (slot.slab.keys, slot.slab.values)]
 
-    def _held_of(self, view: View, states: Sequence[Any]) -> tuple[Held, bool]:
-        """Tables: the plans of all rows, and of those that go together. Constants: see `_window`.
-
-        And whether all rows are of a few tokens.
-        """
-        parts, layer, arrays = self._parts, view.layer, []
-        like = parts.shape.num_kv_heads, (parts.shape.head_dim, parts.shape.head_dim), parts.dtype
-        if view.window is None:
-            places = view.step.once(_places, states)
-            for slot in places.slots:
-                slot.prepare(layer, *like)
-                arrays += [slot.slab.keys[layer], slot.slab.values[layer]]
-        else:
-            for span, state in zip(view.step.spans, states, strict=True):
-                state.prepare(span.start, span.num_tokens, *like)
-                arrays += state.keys, state.values
-            buffers = _Buffers(view.window, tuple([(state.base, state.capacity) for state in states]))
-            places = view.step.once(buffers, None)
-        return Held(places.plans, tuple(arrays), places.constants), places.all_short
+    def buffers(self, step: PackedStep, states: Sequence[SlidingAttentionState]) -> list[mx.array]:
+        """Keys and values of rows in a layer with a window, with room for the step's tokens."""
+        arrays: list[mx.array] = []
+        for span, state in zip(step.spans, states, strict=True):
+            state.prepare(span.start, span.num_tokens, *self._like)
+            arrays += state.arrays()
+        return arrays
 
     def _turned(self, projected: mx.array, positions: mx.array, feed: Feed, factor: mx.array | None) -> mx.array:
         """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
@@ -228,6 +228,46 @@ class CudaAttentionMixer(nn.Module):
             gates = heads.reshape(1, span.num_tokens, shape.num_heads, gate.stride)[..., gate.at :]
             found = found * mx.sigmoid(gates)
         return found.reshape(1, span.num_tokens, -1)
+
+
+class AttentionLayers:
+    """All such layers of a model with the same window in steps of few tokens, see `FusedLayers`."""
+
+    def __init__(self, mixers: Mapping[LayerKey, CudaAttentionMixer], window: int | None) -> None:
+        self._mixers = mixers
+        self._window = window
+        self._last = list(mixers)[-1]
+
+    def held(self, step: PackedStep) -> Held | None:
+        """See `FusedLayers`."""
+        places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
+        return Held(places.plans, arrays, places.constants) if places.all_short else None
+
+    def _in_slots(self, step: PackedStep) -> tuple[_Places, list[mx.array]]:
+        states = []
+        for span in step.spans:
+            if not span.state.has_layer(self._last):
+                for layer in self._mixers:
+                    span.state.full_attention(layer)
+            states.append(span.state.full_attention(self._last))
+        places = _in_slots(step, states)
+        for slot in places.slots:
+            if self._last not in slot.slab.keys:
+                for layer, mixer in self._mixers.items():
+                    mixer.prepare(layer, slot)
+        stored = [part for slot in places.slots for part in (slot.slab.keys, slot.slab.values)]
+        return places, [part[layer] for layer in self._mixers for part in stored]
+
+    def _in_buffers(self, step: PackedStep, window: int) -> tuple[_Places, list[mx.array]]:
+        arrays: list[mx.array] = []
+        make = partial(SlidingAttentionState, window)
+        for layer, mixer in self._mixers.items():
+            states = [span.state.layer(layer, make) for span in step.spans]
+            arrays += mixer.buffers(step, states)
+        return _in_buffers(step, states, window), arrays
+
+    def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
+        """See `FusedLayers`: keys and values are written in place."""
 
 
 def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from mlx_lm.models import qwen3_5
 from headrace.backend.cuda import delta, shapes
 from headrace.backend.gated_delta import scan
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held, coarse
+from headrace.models.mixers.fused import Feed, Held, Table, coarse
 from headrace.models.step import PackedStep, RowSpan, View
+from headrace.state.layer import LayerKey
 from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash, gather
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -43,6 +44,10 @@ def shape_of(inner: Any) -> shapes.DeltaShape | None:
     return shape if delta.refusal(shape.head_k_dim, shape.head_v_dim) is None else None
 
 
+_Place = tuple[int, int, int]
+"""A row's tokens to be replayed, where its raw inputs end, and which row it is of shared arrays."""
+
+
 class CudaDeltaMixer(nn.Module):
     """Stands where a `GatedDeltaNet` of mlx-lm stood."""
 
@@ -56,13 +61,13 @@ class CudaDeltaMixer(nn.Module):
         self._weights = shapes.Weights(
             conv, inner.A_log.astype(mx.float32), inner.dt_bias, inner.norm.weight, mx.array([inner.norm.eps])
         )
-        dtype, context = inner.norm.weight.dtype, inner.conv_kernel_size - 1
+        dtype, self.num_context = inner.norm.weight.dtype, shape.kernel_size - 1
         self._no_state = mx.zeros((1, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim), mx.float32)
-        self._no_raw = mx.zeros((1, context, shape.num_channels), dtype)
+        self._no_raw = mx.zeros((1, self.num_context, shape.num_channels), dtype)
         keys = mx.zeros((1, 1, shape.num_k_heads, shape.head_k_dim), dtype)
         gates = mx.zeros((1, 1, shape.num_v_heads), mx.float32)
-        self._no_stash = DeltaInputs(keys, mx.zeros((1, 1, shape.num_v_heads, shape.head_v_dim), dtype), gates, gates)
-        mx.eval(self._weights, self._no_state, self._no_raw, self._no_stash.arrays)
+        self.no_stash = DeltaInputs(keys, mx.zeros((1, 1, shape.num_v_heads, shape.head_v_dim), dtype), gates, gates)
+        mx.eval(self._weights, self._no_state, self._no_raw, self.no_stash.arrays)
 
     def __call__(
         self, x: mx.array, mask: Any = None, cache: View | None = None, residual: mx.array | None = None
@@ -74,16 +79,17 @@ class CudaDeltaMixer(nn.Module):
             feed = step.exchange.feeds[cache.layer]
             output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, residual)
             return output
-        states = self._states(cache)
+        states = self.states(step, cache.layer)
         projected = self._project(x)
         together = [(span, state) for span, state in zip(step.spans, states, strict=True) if _is_short(span, state)]
         windowed, y = {span.lo for span, _ in together}, None
         if together:
             counts = [(span.lo, span.num_tokens, span.num_certain) for span, _ in together]
-            held = self._held_of(counts, [state for _, state in together])
-            feed = Feed([step.shared(table) for table in held.tables], held.arrays, held.constants)
-            y, given = self._window(projected, feed)
-            self._advance(counts, held.states, given)
+            own = [state for _, state in together]
+            places, arrays = self.united(own)
+            plan, constants = _plan(counts, places, arrays)
+            y, given = self._window(projected, Feed([step.shared(plan)], arrays, constants))
+            self._advance(counts, own, given)
         if y is None or len(together) < len(states):
             parts = []
             for span, state in zip(step.spans, states, strict=True):
@@ -94,11 +100,10 @@ class CudaDeltaMixer(nn.Module):
             y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return self._output(y, projected, residual)
 
-    def held(self, view: View) -> Held | None:
+    @staticmethod
+    def together(mixers: Mapping[LayerKey, CudaDeltaMixer], window: Any) -> DeltaLayers:
         """See `FusedMixer`."""
-        states, counts = self._states(view), view.step.counts
-        most = max(max(num_tokens for _, num_tokens, _ in counts), max(state.num_replay for state in states))
-        return self._held_of(counts, states) if most <= delta.LONGEST_WINDOW else None
+        return DeltaLayers(mixers)
 
     def compute(
         self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
@@ -108,27 +113,13 @@ class CudaDeltaMixer(nn.Module):
         y, given = self._window(projected, feed)
         return self._output(y, projected, residual), given
 
-    def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
-        """See `FusedMixer`."""
-        self._advance(step.counts, held.states, given)
-
-    def _states(self, view: View) -> list[RecurrentState]:
-        make = partial(RecurrentState, view.step.kernels)
-        return [span.state.layer(view.layer, make) for span in view.step.spans]
+    def states(self, step: PackedStep, layer: LayerKey) -> list[RecurrentState]:
+        """Of the rows, in this layer."""
+        make = partial(RecurrentState, step.kernels)
+        return [span.state.layer(layer, make) for span in step.spans]
 
     def _output(self, y: mx.array, projected: mx.array, residual: mx.array | None) -> mx.array:
         return self._out(delta.gated_norm(self._shape, self._weights, y, projected), residual)
-
-    def _held_of(self, counts: Sequence[tuple[int, int, int]], states: Sequence[RecurrentState]) -> Held:
-        """counts: of each row, see `PackedStep.counts`."""
-        longest = coarse(max(num_tokens for _, num_tokens, _ in counts))
-        olds, memory, raw, stash = self._united(states)
-        plan = tuple(
-            [(*count, state.num_replay, *old, longest) for count, state, old in zip(counts, states, olds, strict=True)]
-        )
-        # by what else the arrays' shapes differ while rows join and leave
-        shapes = (memory.shape[0], *raw.shape[:2], *stash.k.shape[:2])
-        return Held((plan,), (memory, raw, *stash.arrays), (longest, *shapes), states)
 
     def _window(self, projected: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
         """Rows of a few tokens in one launch: y `[T, Hv, Dv]`, undefined elsewhere, and the states' new arrays."""
@@ -136,43 +127,42 @@ class CudaDeltaMixer(nn.Module):
         result = delta.window(self._shape, self._weights, plan, longest, projected, raw, shapes.Stash(*stash), state)
         return result.y, (result.state, result.raw, *result.stash)
 
-    def _united(
-        self, states: Sequence[RecurrentState]
-    ) -> tuple[list[tuple[int, int]], mx.array, mx.array, DeltaInputs]:
-        """Where each row's context ends and which row it is in shared arrays of states, raw inputs and stashes.
+    def united(self, states: Sequence[RecurrentState]) -> tuple[list[_Place], list[mx.array]]:
+        """Where the rows are in arrays that they share: of states, of raw inputs, and those of their stash.
 
         As long as rows step together, or fewer of them, the arrays are those that their last step left.
         """
         first, stash = states[0], next((state.stash for state in states if state.num_replay), None)
+        inputs = self.no_stash if stash is None else stash.inputs
         if first.state is not None and first.window is not None:
             shared, raw = first.state.array, first.window.array
-            if all(_lies_in(state, shared, raw, None if stash is None else stash.inputs) for state in states):
-                rows = [(state.end, state.state.row) for state in states if state.state is not None]
-                return rows, shared, raw, self._no_stash if stash is None else stash.inputs
-        context = self._shape.kernel_size - 1
+            if all(_lies_in(state, shared, raw, inputs) for state in states):
+                places = [
+                    (state.num_replay, state.end, state.state.row) for state in states if state.state is not None
+                ]
+                return places, [shared, raw, *inputs.arrays]
         no_state = BatchRow(self._no_state, 0)
         no_raw = BatchRow(self._no_raw, 0)
         for state in states:
             state.settle()
-        raws = [one if (one := state.context(context)) is not None else no_raw for state in states]
+        raws = [one if (one := state.context(self.num_context)) is not None else no_raw for state in states]
         gathered = gather([no_state if state.state is None else state.state for state in states])
-        rows = [(context, row) for row in range(len(states))]
-        return rows, gathered, gather(raws), self._no_stash
+        places = [(0, self.num_context, row) for row in range(len(states))]
+        return places, [gathered, gather(raws), *self.no_stash.arrays]
 
     def _advance(
         self, counts: Sequence[tuple[int, int, int]], states: Sequence[RecurrentState], given: Sequence[mx.array]
     ) -> None:
         """Let the rows' states go on with what a window has left."""
-        context = self._shape.kernel_size - 1
         memory, raw, *stash = given
         inputs = DeltaInputs(*stash)
         for row, ((_, num_tokens, num_certain), state) in enumerate(zip(counts, states, strict=True)):
             new_stash = Stash(inputs, row, 0, num_tokens - num_certain) if num_certain < num_tokens else None
-            state.advance(BatchRow(memory, row), BatchRow(raw, row), new_stash, context + num_tokens)
+            state.advance(BatchRow(memory, row), BatchRow(raw, row), new_stash, self.num_context + num_tokens)
 
     def _chunk(self, span: RowSpan, state: RecurrentState, projected: mx.array) -> mx.array:
         """One row, its scan cut at the marks; advances its state. Gives y `[n, Hv, Dv]`."""
-        shape, length = self._shape, self._shape.kernel_size - 1
+        shape, length = self._shape, self.num_context
         state.settle()
         old = state.context(length)
         context = self._no_raw if old is None else old.alone()
@@ -202,11 +192,76 @@ class CudaDeltaMixer(nn.Module):
         return y.reshape(y.shape[1:])
 
 
+class DeltaLayers:
+    """All such layers of a model in steps of few tokens, see `FusedLayers`.
+
+    Rows that step together are in the same place in all of them, so a step's work for them is not by layers and rows.
+    """
+
+    def __init__(self, mixers: Mapping[LayerKey, CudaDeltaMixer]) -> None:
+        self._mixers = mixers
+        self._first = next(iter(mixers.values()))
+
+    def held(self, step: PackedStep) -> Held | None:
+        """See `FusedLayers`."""
+        found = self._joint(step) or self._gathered(step)
+        if found is None:
+            return None
+        places, arrays = found
+        plan, constants = _plan(step.counts, places, arrays)
+        return Held((plan,), arrays, constants)
+
+    def _joint(self, step: PackedStep) -> tuple[list[_Place], list[mx.array]] | None:
+        """Where a step has left the rows, in all layers; None for rows of several steps."""
+        rows = [span.state.joint for span in step.spans]
+        left = None if rows[0] is None else rows[0].left
+        places = [(row.num_replay, row.end, row.row) for row in rows if row is not None and row.left is left]
+        if left is None or len(places) < len(rows):
+            return None
+        replays = any([num_replay for num_replay, _, _ in places])
+        arrays: list[mx.array] = []
+        for mixer, of_layer in zip(self._mixers.values(), left.values(), strict=True):
+            arrays += of_layer if replays else (*of_layer[:2], *mixer.no_stash.arrays)
+        return places, arrays
+
+    def _gathered(self, step: PackedStep) -> tuple[list[_Place], list[mx.array]] | None:
+        arrays: list[mx.array] = []
+        places: list[_Place] = []
+        for layer, mixer in self._mixers.items():
+            states = mixer.states(step, layer)
+            if max([state.num_replay for state in states]) > delta.LONGEST_WINDOW:
+                return None
+            places, of_layer = mixer.united(states)
+            arrays += of_layer
+        return places, arrays
+
+    def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
+        """See `FusedLayers`."""
+        if all([num_tokens == num_certain for _, num_tokens, num_certain in step.counts]):
+            given = [arrays[:2] for arrays in given]
+        left, num_context = dict(zip(self._mixers, given, strict=True)), self._first.num_context
+        for row, (span, (_, num_tokens, num_certain)) in enumerate(zip(step.spans, step.counts, strict=True)):
+            span.state.join(left).advance(left, row, num_context + num_tokens, num_tokens - num_certain)
+
+
+def _plan(
+    counts: Sequence[tuple[int, int, int]], places: Sequence[_Place], arrays: Sequence[mx.array]
+) -> tuple[Table, tuple[int, ...]]:
+    """What the kernel reads of each row, and what its launch depends on. counts: see `PackedStep.counts`.
+
+    The arrays begin with a layer's own; while rows join and leave their shapes differ by what is told of them here.
+    """
+    longest = coarse(max([num_tokens for _, num_tokens, _ in counts]))
+    plan = tuple([(*count, *place, longest) for count, place in zip(counts, places, strict=True)])
+    memory, raw, keys, *_ = arrays
+    return plan, (longest, memory.shape[0], *raw.shape[:2], *keys.shape[:2])
+
+
 def _is_short(span: RowSpan, state: RecurrentState) -> bool:
     return max(span.num_tokens, state.num_replay) <= delta.LONGEST_WINDOW and not span.state.marks
 
 
-def _lies_in(state: RecurrentState, shared: mx.array, raw: mx.array, stash: DeltaInputs | None) -> bool:
+def _lies_in(state: RecurrentState, shared: mx.array, raw: mx.array, stash: DeltaInputs) -> bool:
     """Whether the state is a row of these arrays, the same one of each."""
     if state.state is None or state.window is None or state.state.array is not shared:
         return False

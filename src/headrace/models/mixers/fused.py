@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from headrace.models.step import PackedStep, View
+from headrace.models.step import PackedStep
 from headrace.state.layer import LayerKey
 
 Table = tuple[tuple[int, ...], ...]
@@ -16,20 +16,21 @@ Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a layer reads in a step besides its input: tables for the kernels, arrays of its rows' states.
+    """What the layers of a kind read in a step besides their inputs: the same tables, and each its rows' arrays.
 
-    constants: what its launches depend on besides the arrays' shapes. states: of the rows, in their order.
+    arrays: as many of each layer, one layer behind the other. constants: what the launches depend on besides the arrays'
+    shapes.
     """
 
     tables: tuple[Table, ...]
-    arrays: tuple[mx.array, ...]
+    arrays: Sequence[mx.array]
     constants: tuple[int, ...]
-    states: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The same with the tables on the device; in a step that is being compiled the arrays are placeholders."""
+    """The same for one layer, with the tables on the device; in a step that is being compiled the arrays are
+    placeholders."""
 
     tables: Sequence[mx.array]
     arrays: Sequence[mx.array]
@@ -49,16 +50,24 @@ def coarse(num_tokens: int) -> int:
     return 1 << (num_tokens - 1).bit_length()
 
 
+class FusedLayers(Protocol):
+    """Layers of a model in whose mixers steps have the same tables. They come to be, and go on, in the same steps."""
+
+    def held(self, step: PackedStep) -> Held | None:
+        """What they read in this step; None if some row needs another way."""
+
+    def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
+        """Put what the layers have given into the rows' states."""
+
+
 class FusedMixer(Protocol):
     """A mixer whose work on rows of a few tokens is a function of arrays."""
 
-    def held(self, view: View) -> Held | None:
-        """What it reads in this step; None if some row needs another way."""
+    @staticmethod
+    def together(mixers: Mapping[LayerKey, Any], window: Any) -> FusedLayers:
+        """Mixers of this class with one window."""
 
     def compute(
         self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
     ) -> tuple[mx.array, Sequence[mx.array]]:
         """Input `[1, T, hidden]` to output, residual added, and the arrays that the rows' states go on with."""
-
-    def take_over(self, step: PackedStep, held: Held, given: Sequence[mx.array]) -> None:
-        """Put those into the states."""
