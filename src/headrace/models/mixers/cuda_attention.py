@@ -33,8 +33,8 @@ class _Places:
 
     slots: one of each slab, by capacity, so that fewer forms of a step differ; none in layers with a window. plans: of
     all rows, and of those that go together. constants: the most keys that tokens of short rows may see (their slots'
-    capacities, as lengths are others in each step), the most tokens of such a row, and all capacities, by which a form's
-    arrays differ; none without such rows. all_short: whether all rows are of a few tokens.
+    capacities, as lengths are others in each step), the most tokens of such a row, and all capacities, by which a
+    form's arrays differ; none without such rows. all_short: whether all rows are of a few tokens.
     """
 
     slots: tuple[Slot, ...]
@@ -58,7 +58,7 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
 
 
 def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
-    """Of layers with a window: to the kernels a row's own buffer is a slab with one slot, whose first token is the base."""
+    """Of layers with a window: to the kernels a row's buffer is a slab with one slot, whose first token is the base."""
     rows = [
         (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))

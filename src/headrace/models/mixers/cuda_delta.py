@@ -137,9 +137,7 @@ class CudaDeltaMixer(nn.Module):
         if first.state is not None and first.window is not None:
             shared, raw = first.state.array, first.window.array
             if all(_lies_in(state, shared, raw, inputs) for state in states):
-                places = [
-                    (state.num_replay, state.end, state.state.row) for state in states if state.state is not None
-                ]
+                places = [(state.num_replay, state.end, state.state.row) for state in states if state.state is not None]
                 return places, [shared, raw, *inputs.arrays]
         no_state = BatchRow(self._no_state, 0)
         no_raw = BatchRow(self._no_raw, 0)
@@ -218,7 +216,7 @@ class DeltaLayers:
         places = [(row.num_replay, row.end, row.row) for row in rows if row is not None and row.left is left]
         if left is None or len(places) < len(rows):
             return None
-        replays = any([num_replay for num_replay, _, _ in places])
+        replays = any(num_replay for num_replay, _, _ in places)
         arrays: list[mx.array] = []
         for mixer, of_layer in zip(self._mixers.values(), left.values(), strict=True):
             arrays += of_layer if replays else (*of_layer[:2], *mixer.no_stash.arrays)
@@ -237,7 +235,7 @@ class DeltaLayers:
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
         """See `FusedLayers`."""
-        if all([num_tokens == num_certain for _, num_tokens, num_certain in step.counts]):
+        if all(num_tokens == num_certain for _, num_tokens, num_certain in step.counts):
             given = [arrays[:2] for arrays in given]
         left, num_context = dict(zip(self._mixers, given, strict=True)), self._first.num_context
         for row, (span, (_, num_tokens, num_certain)) in enumerate(zip(step.spans, step.counts, strict=True)):

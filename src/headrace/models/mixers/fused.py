@@ -18,8 +18,8 @@ Table = tuple[tuple[int, ...], ...]
 class Held:
     """What the layers of a kind read in a step besides their inputs: the same tables, and each its rows' arrays.
 
-    arrays: as many of each layer, one layer behind the other. constants: what the launches depend on besides the arrays'
-    shapes.
+    arrays: as many of each layer, one layer behind the other. constants: what the launches depend on besides the
+    arrays' shapes.
     """
 
     tables: tuple[Table, ...]
