@@ -18,6 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.scheduler import preemption
 from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.guesses import GuessBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.ngram import NgramDrafter
 from headrace.types.events import TokenLogprobs
@@ -147,15 +148,16 @@ def alone(engine: Engine, asked: list[GenerationRequest]) -> list[Answer]:
     return asyncio.run(run())
 
 
-Draft = Callable[[HeadDrafter, Sequence[HeadRow]], mx.array]
+Draft = Callable[[HeadDrafter, Sequence[HeadRow]], GuessBatch]
 
 
 def made_up(guess: Callable[[HeadRow, int], int]) -> Draft:
     """A head that guesses what it is told. The head's own reading goes on, as it does under any guesses."""
 
-    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> mx.array:
-        deepest = max(row.num_drafts for row in rows)
-        return mx.array([[guess(row, place) for place in range(deepest)] for row in rows], dtype=mx.int32)
+    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+        wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
+        ids = [guess(row, place) for place, some in enumerate(wanting) for row in some]
+        return GuessBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
 
     return draft
 
@@ -317,7 +319,7 @@ async def test_a_head_that_fails_costs_drafts_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> mx.array:
+    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
         raise RuntimeError("no more guesses")
 
     before = (await engine.status()).drafts

@@ -18,6 +18,7 @@ from headrace.engine.rehearsal import Rehearsal
 from headrace.errors import ConfigError
 from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel, Row
+from headrace.speculate.guesses import GuessBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.step_costs import StepCosts, StepShape
 
@@ -126,7 +127,7 @@ def test_the_report_says_how_exactly_windows_compute(folder: Path) -> None:
 
 
 def test_a_head_that_cannot_run_is_left_aside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> mx.array:
+    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(HeadDrafter, "draft", broken)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from headrace.speculate.draft import Source
-from headrace.speculate.guesses import Guesses, packed_ids
+from headrace.speculate.guesses import GuessBatch, Guesses, packed_ids
 from headrace.speculate.ranking import Candidate, Place
 
-BATCH = mx.array([[1, 2, 3], [4, 5, 6]], dtype=mx.int32)
+BATCH = GuessBatch(mx.array([1, 4, 2, 5, 3], dtype=mx.int32), (2, 2, 1))
+"""1 2 3 for the first sequence, 4 5 for the second."""
 
 
 def guesses(num_drafts: int, row: int) -> Guesses:
@@ -20,6 +23,15 @@ def test_each_window_gets_its_own_drafts() -> None:
     packed = packed_ids([((7,), guesses(2, 1)), ((8, 9), guesses(0, 0)), ((10,), guesses(3, 0))])
     assert packed is not None
     assert packed.tolist() == [7, 4, 5, 8, 9, 10, 1, 2, 3]
+
+
+def test_guesses_of_several_batches_are_read_and_packed() -> None:
+    other = replace(guesses(1, 0), batch=GuessBatch(mx.array([11], dtype=mx.int32), (1,)))
+    known = Guesses(Candidate((9,), (Place(Source.COPY, 0, 0.5),)), (9,))
+    packed = packed_ids([((8,), known), ((7,), other), ((6,), guesses(3, 0)), ((5,), guesses(2, 1))])
+    assert packed is not None
+    assert packed.tolist() == [8, 9, 7, 11, 6, 1, 2, 3, 5, 4, 5]
+    assert [guesses(3, 0).read(), guesses(2, 1).read(), guesses(1, 1).read()] == [(1, 2, 3), (4, 5), (4,)]
 
 
 def test_windows_whose_drafts_were_all_dropped_are_known_to_the_host() -> None:

@@ -113,8 +113,7 @@ class Rehearsal:
         window = mx.array(ids[-1:], dtype=mx.int32)
         if num_drafts:
             guesses = drafter.draft([HeadRow(self._state, ids, num_drafts, _GREEDY)])
-            mx.async_eval(guesses)
-            window = mx.concatenate([window, guesses[0]])
+            window = mx.concatenate([window, guesses.ids])
         self._state.begin(1 + num_drafts, 1)
         row = Row(self._state, (ids[-1], *(0,) * num_drafts))
         drawn = mx.argmax(self._packed.forward([row], range(1 + num_drafts), window), axis=-1)

@@ -240,7 +240,7 @@ class Runner:
             draws.arrays(),
             [found.arrays() for found in scores.values()],
             self._model.unevaluated([one.row for one in new]) if not any(one.live.ahead for one in new) else (),
-            [one.guesses.batch for one in windows if one.guesses.batch is not None],
+            [one.guesses.batch.arrays for one in windows if one.guesses.batch is not None],
             [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )
         drawn = iter(draws.read())
@@ -329,10 +329,12 @@ class Runner:
         if self._speculator is None:
             return {}
         started = time.monotonic()
-        rows = {each: live for each in gained if (live := self._live[each]).drafted is not None}
-        self._speculator.draft([live.drafting(live.drafted) for live in rows.values() if live.drafted is not None])
+        lives = [self._live[each] for each in gained]
+        rows = [live.drafted for live in lives if live.drafted is not None]
+        if not self._speculator.rests(rows):
+            self._speculator.draft([live.drafting(live.drafted) for live in lives if live.drafted is not None])
         self._drafting_s = time.monotonic() - started
-        return {each: live.drafted.guesses.num_drafts for each, live in rows.items() if live.drafted is not None}
+        return {each: row.guesses.num_drafts for each, row in zip(gained, rows, strict=True)}
 
     def _report(self, windows: Sequence[Window], outcomes: Sequence[_Outcome], seconds: float) -> None:
         """Tell what became of the drafts of a step that took `seconds`."""

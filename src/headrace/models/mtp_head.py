@@ -93,15 +93,23 @@ class MtpHead:
         fused = dict(zip([trunk.head_key], self._installation.fused.values(), strict=False))
         self._compiled = CompiledSteps(self._body, fused, (None,), trunk.kernels) if fused else None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it reads a few tokens a row as one compiled function, which there is for each number of tokens."""
+        return self._compiled is not None
+
     def hidden_of(self, state: SequenceState) -> HiddenState:
         """The hidden rows of a sequence that the head has not read."""
         return state.layer(self._trunk.hidden_key, HiddenState)
 
-    def read(self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None) -> HeadOutputs:
+    def read(
+        self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
+    ) -> HeadOutputs:
         """Read the entries of all rows in one packed step.
 
         hidden: the trunk's row before each token, `[1, T, hidden]`.
         ids: the tokens `[T]` where they are on the device only; then the rows' `token_ids` tell no more than how many.
+        launch: not if the outputs, or what is made of them, are launched before anything else is done with the rows.
         """
         spans: list[RowSpan] = []
         lo = 0
@@ -124,7 +132,7 @@ class MtpHead:
             embeddings = embeddings if media is None else media.embeddings(embeddings)
             found = self._outputs(step, embeddings, to_device(picks, mx.int32), hidden)
         outputs = HeadOutputs(*found)
-        if self._installation.writes_in_place:
+        if launch and self._installation.writes_in_place:
             # the head's keys and values are wanted also where its output is not
             mx.async_eval(outputs.rows)
         return outputs

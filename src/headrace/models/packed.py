@@ -116,7 +116,7 @@ class PackedModel:
             return [array for row in rows for array in row.state.arrays()]
         if not self._installation.tap.keeps_hidden:
             return []
-        return [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).arrays()]
+        return [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
         tap = self._installation.tap

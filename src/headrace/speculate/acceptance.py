@@ -52,11 +52,11 @@ def measure_acceptance(
     rows = [_Continued(SequenceState(pool, len(ids) + num_tokens + depth), list(ids), len(ids)) for ids in texts]
     for one in rows:
         _advance(trunk, [one], len(one.token_ids))
-    guesses: list[list[list[int]]] = []
+    guesses: list[list[tuple[int, ...]]] = []
     for _ in range(num_tokens):
         drafted = drafter.draft([HeadRow(one.state, one.token_ids, depth, _GREEDY) for one in rows])
-        mx.eval(drafted, [one.state.arrays() for one in rows])
-        guesses.append(drafted.tolist())  # type: ignore[arg-type]
+        mx.eval(drafted.arrays, [one.state.arrays() for one in rows])
+        guesses.append([drafted.read(number, depth) for number in range(len(rows))])
         _advance(trunk, rows)
     for _ in range(depth - 1):
         _advance(trunk, rows)
@@ -65,7 +65,7 @@ def measure_acceptance(
         for one, drafts in zip(rows, drafts_of_rows, strict=True):
             start = one.num_given + place + 1
             for number in range(depth):
-                num_right[number] += drafts[: number + 1] == one.token_ids[start : start + number + 1]
+                num_right[number] += list(drafts[: number + 1]) == one.token_ids[start : start + number + 1]
     for one in rows:
         one.state.release()
     return Acceptance(num_tokens * len(rows), tuple(num_right))

@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from headrace.speculate.step_costs import Prices, StepCosts, StepShape, coarse
+from headrace.speculate.step_costs import Prices, StepCosts, StepShape
 
 _SHARE_AT_RISK = 0.015
 """Of the time that decoding takes without drafts, what may be lost by them."""
@@ -67,8 +67,6 @@ class DepthPlanner:
         self._pause = _FIRST_PAUSE
         self._is_try = False
         self._seen: set[tuple[int, int, int]] = set()
-        self._not_worth: tuple[Prices, list[tuple[tuple[float, ...], bool]]] | None = None
-        """Prices and outlooks of rows with which no drafts were the fastest, whatever the account could bear."""
 
     def plan(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
@@ -95,28 +93,27 @@ class DepthPlanner:
 
     def _fastest(self, rows: Sequence[RowOutlook], prices: Prices, base: float) -> tuple[int, ...] | None:
         """The affordable choice with the most tokens per second; None if none is clearly faster than no drafts."""
-        asked = prices, [(row.survival, row.uses_head) for row in rows]
-        if self._not_worth == asked:
-            return None
-        fastest, chosen, can_be_afforded = _LEAST_GAIN * len(rows) / base, list[_Draft](), True
-        ranked = _ranked(rows)
-        for head_depth in range(max((draft.head_depth for draft in ranked), default=0) + 1):
+        fastest, chosen = _LEAST_GAIN * len(rows) / base, list[_Draft]()
+        ranked: list[_Draft] = []
+        for head_depth in range(max([len(row.survival) for row in rows if row.uses_head], default=0) + 1):
+            survivals = [row.survival[:head_depth] if row.uses_head else row.survival for row in rows]
+            numbers = _cut_numbers(sum(map(len, survivals)), len(rows))
+            # so most steps without drafts are done with
+            if not numbers or len(rows) + sum(map(sum, survivals)) <= fastest * prices.least(numbers, head_depth):
+                continue
+            ranked = ranked or _ranked(rows)
             choice = [draft for draft in ranked if draft.head_depth <= head_depth]
             gained = list(accumulate([draft.survival for draft in choice], initial=float(len(rows))))
             # fewer drafts than lead to this depth were looked at before
             deep = (number for number, draft in enumerate(choice, start=1) if draft.head_depth == head_depth)
             first = next(deep, 1)
-            for number in _cut_numbers(len(choice)):
+            for number in numbers:
                 if number < first:
                     continue
                 seconds = prices.expected(number, head_depth) or base
-                if gained[number] > fastest * seconds:
-                    if self._is_affordable(prices, number, head_depth, base):
-                        fastest, chosen = gained[number] / seconds, choice[:number]
-                    else:
-                        can_be_afforded = False
+                if gained[number] > fastest * seconds and self._is_affordable(prices, number, head_depth, base):
+                    fastest, chosen = gained[number] / seconds, choice[:number]
         if not chosen:
-            self._not_worth = asked if can_be_afforded else None
             return None
         counts = Counter(draft.row for draft in chosen)
         return tuple(counts[row] for row in range(len(rows)))
@@ -179,10 +176,10 @@ class _Draft(NamedTuple):
 
 
 @cache
-def _cut_numbers(num_drafts: int) -> tuple[int, ...]:
-    """Up to so many, the numbers of drafts of which one more costs more."""
-    numbers = range(1, num_drafts + 1)
-    return tuple(number for number in numbers if number == num_drafts or coarse(number) < coarse(number + 1))
+def _cut_numbers(num_drafts: int, num_rows: int) -> tuple[int, ...]:
+    """Up to so many, the numbers of drafts that are looked at: for many rows few, for each is a form of a step."""
+    stride = max(1, num_rows // 2)
+    return (*range(stride, num_drafts, stride), num_drafts) if num_drafts else ()
 
 
 def _ranked(rows: Sequence[RowOutlook]) -> list[_Draft]:

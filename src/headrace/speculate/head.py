@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import mlx.core as mx
 
-from headrace.backend.transfer import to_device
 from headrace.models.media import RowMedia
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
-from headrace.sampling.rows import pick
 from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.guesses import GuessBatch
 from headrace.speculate.head_drafts import draw_drafts
+from headrace.state.hidden import NUM_AGAIN, HiddenRows, gathered
 from headrace.state.sequence import SequenceState
 
 EntryMedia = Callable[[int, int], RowMedia]
@@ -54,44 +55,56 @@ class HeadDrafter:
             (state, token_ids, state.length, media) for state, token_ids, media in rows if self.num_unread(state) > 0
         ]
         if behind:
-            self._read(behind)
+            self._read(behind, launch=True)
 
     def skip(self, state: SequenceState) -> None:
         """Leave the computed tokens unread for good, so that their hidden rows are not kept for a head that fails."""
         self._head.hidden_of(state).fold(state.length + 1)
 
-    def draft(self, rows: Sequence[HeadRow]) -> mx.array:
-        """The head's guesses of the tokens behind the known ones, `[R, most drafts]` int32, not evaluated.
+    def draft(self, rows: Sequence[HeadRow]) -> GuessBatch:
+        """The head's guesses of the tokens behind the known ones, for rows that want fewer and fewer of them.
 
-        The head first reads all it has not up to the known token behind each state. A row that wants fewer drafts than
-        others has anything in its further columns.
+        The head first reads all it has not up to the known token behind each state.
         """
+        assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "the first want most"
         for row in rows:
             row.state.reserve(row.num_drafts)
-        outputs = self._read([(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows])
-        guesses, hidden = [_guess(outputs, rows, 0)], outputs.rows
-        for place in range(1, max(row.num_drafts for row in rows)):
-            numbers = [number for number, row in enumerate(rows) if row.num_drafts > place]
-            going_on = [rows[number] for number in numbers]
+        unread = [(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows]
+        outputs = self._read(unread, launch=False)
+        is_greedy = all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows)
+        guesses, counts = [outputs.likeliest if is_greedy else _guess(outputs, rows, 0)], [len(rows)]
+        for place in range(1, rows[0].num_drafts):
+            going_on = [row for row in rows if row.num_drafts > place]
             entries = [_entries(row.state, row.state.length + place, (0,), row.media) for row in going_on]
-            outputs = self._head.read(entries, pick(hidden, numbers)[None], pick(guesses[-1], numbers))
-            # rows that have enough keep their last guess and output: nobody reads on from them
-            guesses.append(_with_rows(guesses[-1], numbers, _guess(outputs, going_on, place)))
-            hidden = _with_rows(hidden, numbers, outputs.rows)
-        return mx.stack(guesses, axis=1)
+            count = len(entries)
+            outputs = self._head.read(entries, outputs.rows[None, :count], guesses[-1][:count], launch=False)
+            guesses.append(outputs.likeliest if is_greedy else _guess(outputs, going_on, place))
+            counts.append(count)
+        return GuessBatch(guesses[0] if len(guesses) == 1 else mx.concatenate(guesses), counts)
 
-    def _read(self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]]) -> HeadOutputs:
+    def _read(
+        self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]], *, launch: bool
+    ) -> HeadOutputs:
         """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media."""
-        entries, before = [], []
+        entries: list[HeadEntries] = []
+        before: list[HiddenRows] = []
+        longest = max(end - self._head.hidden_of(state).num_folded for state, _, end, _ in rows)
+        again = _coarse(longest) if self._head.is_compiled and longest <= 1 + NUM_AGAIN else 0
         for state, token_ids, end, media in rows:
             hidden = self._head.hidden_of(state)
-            start = hidden.num_folded
+            # what is read again becomes what it was; but so rows have one of few lengths, all of them the same
+            start = min(hidden.num_folded, max(hidden.first + 1, end - again))
             entries.append(_entries(state, start, token_ids[start:end], media))
-            before.append(hidden.part(start - 1, end - 1))
-        outputs = self._head.read(entries, before[0] if len(before) == 1 else mx.concatenate(before, axis=1))
+            before += hidden.places(start - 1, end - 1)
+        outputs = self._head.read(entries, gathered(before), launch=launch)
         for state, _, end, _ in rows:
             self._head.hidden_of(state).fold(end)
         return outputs
+
+
+def _coarse(num_tokens: int) -> int:
+    """The next power of two."""
+    return 1 << (num_tokens - 1).bit_length()
 
 
 def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: EntryMedia | None) -> HeadEntries:
@@ -100,16 +113,5 @@ def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: 
 
 def _guess(outputs: HeadOutputs, rows: Sequence[HeadRow], place: int) -> mx.array:
     """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
-    if all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows):
-        return outputs.likeliest
     settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
     return draw_drafts(outputs.logits, settings)
-
-
-def _with_rows(all_rows: mx.array, numbers: Sequence[int], rows: mx.array) -> mx.array:
-    """All rows with some of them replaced."""
-    if len(numbers) == all_rows.shape[0]:
-        return rows
-    replaced = mx.array(all_rows)
-    replaced[to_device(numbers, mx.int32)] = rows
-    return replaced

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import mlx.core as mx
 
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, RowOutlook
@@ -21,6 +20,13 @@ logger = logging.getLogger(__name__)
 
 MAX_UNREAD = 64
 """Tokens of a sequence that may wait for the head: as long as it isn't asked for drafts, it reads them together."""
+
+_IDLE_STEPS, _LONGEST_REST = 16, 8
+"""Steps in a row for which no drafts were worth while, after which rows rest, and steps from one look to the next."""
+
+_LOOK_SHARE = 0.01
+"""What looks may take of the time of steps without drafts: finding that nothing is worth while takes the host 10 to 40
+µs a row, which is a part of a quick step."""
 
 _NO_OUTLOOK = RowOutlook((), False, 0)
 
@@ -78,15 +84,40 @@ class Speculator:
         self._head = head
         self._ranking = ranking
         self._planner = planner
+        self._num_idle = 0
+        """Steps since drafts were made last, or a sequence began that may have some."""
+        self._num_rested = 0
+        self._look_s = self._step_s = 0.0
+        """What the last look has taken, and the last step."""
         self.max_drafts = max_drafts
         self.num_failures = 0
 
     def open(self, max_drafts: int | None) -> DraftedRow:
         """Begin a sequence. max_drafts: what its request allows, None for the server's own."""
-        return DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
+        row = DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
+        if row.max_drafts:
+            self._num_idle = 0
+        return row
+
+    def rests(self, rows: Sequence[DraftedRow]) -> bool:
+        """Whether the next windows of these rows have no drafts anyway; if not, `draft` is to be asked."""
+        self._num_idle += 1
+        self._num_rested += 1
+        rest = min(self._look_s / (_LOOK_SHARE * self._step_s), _LONGEST_REST) if self._step_s else 0
+        if self._num_idle <= _IDLE_STEPS or self._num_rested >= rest:
+            self._num_rested = 0
+            return False
+        for row in rows:
+            row.guesses = NOTHING
+        return True
 
     def draft(self, decoding: Sequence[Drafting]) -> None:
         """Give each row the guesses for its next window, none where it is not worth while."""
+        started = time.monotonic()
+        self._give(decoding)
+        self._look_s = time.monotonic() - started
+
+    def _give(self, decoding: Sequence[Drafting]) -> None:
         for one in decoding:
             one.row.guesses, one.row.outlook = NOTHING, _NO_OUTLOOK
             if one.row.has_failed and self._head is not None:
@@ -112,7 +143,9 @@ class Speculator:
         by_head: list[tuple[Drafting, Candidate]] = []
         others: list[Drafting] = []
         for (one, candidate), depth in zip(candidates, depths, strict=True):
-            chosen = candidate.first(depth) if depth else NOTHING.candidate
+            chosen = NOTHING.candidate
+            if depth:
+                self._num_idle, chosen = 0, candidate.first(depth)
             if chosen.uses_head:
                 by_head.append((one, chosen))
                 continue
@@ -122,12 +155,12 @@ class Speculator:
         self._let_read(others)
         if by_head:
             assert self._head is not None
+            by_head.sort(key=lambda each: -len(each[1].places))
             rows = [
                 HeadRow(one.state, one.token_ids, len(chosen.places), one.settings, one.media)
                 for one, chosen in by_head
             ]
             batch = self._head.draft(rows)
-            mx.async_eval(batch)
             for number, (one, chosen) in enumerate(by_head):
                 one.row.guesses = Guesses(chosen, batch=batch, row=number)
 
@@ -159,6 +192,7 @@ class Speculator:
 
     def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
         """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
+        self._step_s = seconds
         sound = [one for one in windows if not one.row.has_failed]
         if not sound:
             return

@@ -27,7 +27,7 @@ _NUM_SURE, _CREDIBLE = 3, 1.5
 _STALE_AFTER = 4000
 """Steps after which times that were not added to are forgotten."""
 
-_REMEMBERED_FOR = 16
+_REMEMBERED_FOR = 64
 """Steps for which an answer is given again without asking the medians, once there are enough times."""
 
 _DRAFT_SHARE, _HEAD_SHARE = 0.08, 0.04
@@ -231,13 +231,14 @@ class Prices:
     Answers are remembered; `StepCosts` makes a new object once it has learned enough.
     """
 
-    __slots__ = ("_costs", "_expected", "_feared", "_rows", "base", "num_timed")
+    __slots__ = ("_costs", "_expected", "_feared", "_least", "_rows", "base", "num_timed")
 
     def __init__(self, costs: StepCosts, num_rows: int, context: int) -> None:
         self._costs = costs
         self._rows = coarse(num_rows)
         self._expected: dict[_Kind, float] = {}
         self._feared: dict[_Kind, float] = {}
+        self._least: dict[tuple[tuple[int, ...], int], float] = {}
         self.base = costs.base(self._rows, context)
         """Without drafts; None as long as no such step was timed for so many rows."""
         self.num_timed = costs.num_timed(self._rows, context)
@@ -252,6 +253,13 @@ class Prices:
             ratio = self._costs.expected_ratio(self._rows, (coarse(num_drafts), head_depth))
             seconds = self._expected[num_drafts, head_depth] = self.base * ratio
         return seconds
+
+    def least(self, numbers: tuple[int, ...], head_depth: int) -> float:
+        """The least of what these numbers of drafts, at least one, take with so many passes of the head."""
+        key = numbers, head_depth
+        if key not in self._least:
+            self._least[key] = min(self.expected(number, head_depth) or 0.0 for number in numbers)
+        return self._least[key]
 
     def feared(self, num_drafts: int, head_depth: int) -> float | None:
         """The same if the worst is assumed of what was not timed."""

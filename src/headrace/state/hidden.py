@@ -7,14 +7,17 @@ after; what the next entry needs is the last hidden row, and that is what a reco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import mlx.core as mx
 
+from headrace.backend.transfer import to_device
 from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
-_MOST_PIECES = 8
-"""Pieces that are held before they are joined: each is one more array to be looked after in every step."""
+_MOST_PIECES = 96
+"""Pieces that are held before they are joined, which takes a launch for each: as a rule the head reads them before."""
 
 _LARGEST_SHARE = 64
 """Rows of a step for each of a sequence's own; beside more, as in a step with others' prompts, its own are copied."""
@@ -61,10 +64,35 @@ class _Piece:
         return self.array if self.hi - self.lo == self.array.shape[1] else self.array[:, self.lo : self.hi]
 
 
-class HiddenState:
-    """Opaque. Holds the rows of the tokens `first` to `end`, which is the end of the last window.
+NUM_AGAIN = 7
+"""Rows that stay although the head has the entries that need them: it may read so many tokens again."""
 
-    They stay where the steps computed them, a piece for each of the latest, so that most steps have nothing to do here.
+HiddenRows = tuple[mx.array, int, int]
+"""The rows from one to another of an array `[1, n, hidden]`."""
+
+
+def gathered(parts: Sequence[HiddenRows]) -> mx.array:
+    """The rows one after the other, `[1, T, hidden]`: whatever their number, a launch for each array and one more."""
+    spans: dict[int, HiddenRows] = {}
+    for array, lo, hi in parts:
+        _, first, last = spans.get(id(array), (array, lo, hi))
+        spans[id(array)] = array, min(first, lo), max(last, hi)
+    # a step's rows lie together, so hardly any are joined that nobody wants
+    arrays = [array if (lo, hi) == (0, array.shape[1]) else array[:, lo:hi] for array, lo, hi in spans.values()]
+    ends = accumulate([hi - lo for _, lo, hi in spans.values()], initial=0)
+    starts = {key: end - lo for (key, (_, lo, _)), end in zip(spans.items(), ends, strict=False)}
+    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=1)
+    wanted = [row for array, lo, hi in parts for row in range(starts[id(array)] + lo, starts[id(array)] + hi)]
+    if wanted == list(range(joined.shape[1])):
+        return joined
+    return joined[:, to_device(wanted, mx.int32)]
+
+
+class HiddenState:
+    """Opaque. Holds the rows of the tokens `first` to `end`, which is the end of the last window: of all that the head
+    has not read, and a few before.
+
+    They stay where the steps computed them, a piece for each, so that a step has nothing to do here.
 
     num_folded: the head has the entries of all tokens before this one; token 0 has none and counts as had.
     """
@@ -84,7 +112,7 @@ class HiddenState:
         if not self._pieces:
             self.first = self.end = start
         if len(self._pieces) == _MOST_PIECES:
-            joined = mx.concatenate([piece.rows for piece in self._pieces], axis=1)
+            joined = copy_of(self.part(self.first, self.end))
             self._pieces = [_Piece(joined, 0, self.end - self.first, self.end - self.first)]
         piece = _Piece(rows, lo, hi, hi - lo)
         if rows.shape[1] > _LARGEST_SHARE * piece.num_written:
@@ -95,24 +123,26 @@ class HiddenState:
             # by the time that the record is put to use the tokens before it are folded: see `fold`
             self.noted[mark] = HiddenRecord(copy_of(self.part(mark - 1, mark)))
 
-    def part(self, start: int, end: int) -> mx.array:
-        """The rows `[1, end - start, hidden]` of tokens that are held; there may be none of them."""
+    def places(self, start: int, end: int) -> list[HiddenRows]:
+        """Where the rows of tokens are that are held; there is at least one place, be it empty."""
         assert self._pieces and self.first <= start <= end <= self.end
-        found: list[mx.array] = []
+        found: list[HiddenRows] = []
         at = self.first
         for piece in self._pieces:
             lo, hi = max(start, at), min(end, at + piece.hi - piece.lo)
             if lo < hi:
-                found.append(_Piece(piece.array, piece.lo + lo - at, piece.lo + hi - at, 0).rows)
+                found.append((piece.array, piece.lo + lo - at, piece.lo + hi - at))
             at += piece.hi - piece.lo
-        if not found:
-            return self._pieces[0].array[:, :0]
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
+        return found or [(self._pieces[0].array, 0, 0)]
+
+    def part(self, start: int, end: int) -> mx.array:
+        """The same rows, `[1, end - start, hidden]`."""
+        return gathered(self.places(start, end))
 
     def fold(self, num_folded: int) -> None:
-        """The head has the entries before `num_folded` now: only rows that later ones need stay."""
+        """The head has the entries before `num_folded` now: only rows that later ones need stay, and NUM_AGAIN more."""
         self.num_folded = num_folded
-        kept = min(num_folded, self.end) - 1
+        kept = min(num_folded, self.end) - 1 - NUM_AGAIN
         while self.first < kept:
             piece = self._pieces[0]
             num_dropped = min(kept - self.first, piece.hi - piece.lo)
@@ -142,10 +172,16 @@ class HiddenState:
         self.first, self.end = length - num_rows, length
         self.num_folded = self.first + 1
 
+    @property
+    def newest(self) -> tuple[mx.array, ...]:
+        """What the last window's rows lie in."""
+        return tuple(piece.array for piece in self._pieces[-1:])
+
     def arrays(self) -> tuple[mx.array, ...]:
-        """What the rows lie in."""
+        """What all rows lie in."""
         return tuple(piece.array for piece in self._pieces)
 
     def cost(self) -> LayerCost:
-        """One row: no more stay between steps for long."""
-        return LayerCost(fixed=sum(piece.array.nbytes // piece.array.shape[1] for piece in self._pieces[:1]))
+        """A few rows: no more stay between steps for long."""
+        num_rows = 1 + NUM_AGAIN
+        return LayerCost(fixed=sum(num_rows * piece.array.nbytes // piece.array.shape[1] for piece in self._pieces[:1]))
