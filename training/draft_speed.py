@@ -1,9 +1,10 @@
 """What drafts are worth: tokens per second with and without them, by job and by the number of rows.
 
-    python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 96] [--repeats 3] [--dtype auto]
+    python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 96] [--repeats 3] [--model FOLDER]
 
 Each figure is the median of ratios within one run: the same requests without drafts and with them, in turn. Text of the
-miniature's own jobs is easy to draft for; random prompts give text that is hard to.
+miniature's own jobs is easy to draft for; random prompts give text that is hard to. Of a larger model's costs tells what
+`training.widened` makes of the miniature, as --model.
 """
 
 import argparse
@@ -123,9 +124,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", default="miniature")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
-    engine = Engine.launch(Config("miniature", ModelConfig(dtype=given.dtype), EngineConfig()))
+    engine = Engine.launch(Config(given.model, ModelConfig(dtype=given.dtype), EngineConfig()))
     print("\n".join(engine.model.report))
     asyncio.run(measure(engine, given.jobs, given.rows, given.tokens, given.repeats))
     engine.stop()
