@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +19,7 @@ from headrace.engine.windows import LiveSequence, Window, open_window, params_of
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
-from headrace.models.packed import PackedModel
+from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
 from headrace.models.watch import QueryWatch
 from headrace.sampling.draw import NO_TOKEN
@@ -35,7 +36,7 @@ from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, Step
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome:
     """What the step drew for a chunk: what its window gained, and a token for each of its forks. error: why nothing."""
 
@@ -224,9 +225,10 @@ class Runner:
     def _compute(self, windows: Sequence[Window]) -> list[_Outcome]:
         """One forward at most and one wait for the device."""
         new = [one for one in windows if one.ahead is None]
+        rows = [one.row for one in new]
         parts = computed(windows)
         if new:
-            parts.append(self._forward(new, sum(part.shape[0] for part in parts)))
+            parts.append(self._forward(new, rows, sum(part.shape[0] for part in parts)))
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         if any(one.is_limited for one in windows):
             # The device computes while masks are made for it.
@@ -239,14 +241,14 @@ class Runner:
         mx.eval(
             draws.arrays(),
             [found.arrays() for found in scores.values()],
-            self._model.unevaluated([one.row for one in new]) if not any(one.live.ahead for one in new) else (),
+            self._model.unevaluated(rows) if not any(one.live.ahead for one in new) else (),
             [one.guesses.batch.arrays for one in windows if one.guesses.batch is not None],
             [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )
         drawn = iter(draws.read())
         outcomes = []
         for at, (one, of_one) in enumerate(zip(windows, places, strict=True)):
-            own = [next(drawn) for _ in of_one]
+            own = list(islice(drawn, len(of_one)))
             num_own = len(own) - len(one.chunk.forks)
             told = scores[one.lo].read() if one.following else ()
             if at in errors:
@@ -255,7 +257,7 @@ class Runner:
                 outcomes.append(_Outcome(one.gained(own[:num_own]), own[num_own:], told))
         return outcomes
 
-    def _forward(self, windows: Sequence[Window], lo: int) -> mx.array:
+    def _forward(self, windows: Sequence[Window], rows: Sequence[Row], lo: int) -> mx.array:
         """Logits of windows that nobody has computed; the first of them is row `lo` of the step's."""
         picks: list[int] = []
         num_tokens = 0
@@ -265,14 +267,16 @@ class Runner:
             picks += range(num_tokens - one.num_logits, num_tokens)
         ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
         # logits that nobody wants are never computed: only what is evaluated is
-        return self._model.forward([one.row for one in windows], picks or [num_tokens - 1], ids)
+        return self._model.forward(rows, picks or [num_tokens - 1], ids)
 
     def _take_over(self, window: Window, outcome: _Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
         if outcome.error is not None:
             raise outcome.error
-        chunk, live, gained = window.chunk, window.live, outcome.gained
-        num_committed = len(chunk.token_ids) + max(0, len(gained) - 1)
+        chunk, live = window.chunk, window.live
+        token_ids = tuple([one.token_id for one in outcome.gained])
+        is_drawn = NO_TOKEN not in token_ids
+        num_committed = len(chunk.token_ids) + max(0, len(token_ids) - 1)
         snapshots = live.state.take_snapshots()
         if not window.is_committed:
             live.state.commit(num_committed)
@@ -281,12 +285,14 @@ class Runner:
         results = []
         if not chunk.samples:
             results.append(ChunkResult(chunk.sequence_id, num_committed, prompt_logprobs=outcome.prompt_logprobs))
-        elif _is_drawn(chunk.sequence_id, gained, failures):
-            results.append(_result(window, num_committed, outcome))
+        elif is_drawn:
+            results.append(_result(window, num_committed, token_ids, outcome))
+        else:
+            failures.append(_not_drawn(chunk.sequence_id))
         if chunk.forks:
             results += self._fork(window, outcome.forks, failures)
-        if all(one.token_id != NO_TOKEN for one in gained):
-            live.grow([one.token_id for one in gained])
+        if is_drawn:
+            live.grow(token_ids)
         elif live.ahead is not None:
             live.is_sound = False  # the state has gone on from a token that there isn't
         return results
@@ -314,10 +320,12 @@ class Runner:
             fork = self._live[sequence_id] = self._new(window.live.request)
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
-            if _is_drawn(sequence_id, [drawn], failures):
-                fork.grow([drawn.token_id])
-                scores = () if drawn.logprobs is None else (drawn.logprobs,)
-                results.append(ChunkResult(sequence_id, 0, (drawn.token_id,), scores))
+            if drawn.token_id == NO_TOKEN:
+                failures.append(_not_drawn(sequence_id))
+                continue
+            fork.grow([drawn.token_id])
+            scores = () if drawn.logprobs is None else (drawn.logprobs,)
+            results.append(ChunkResult(sequence_id, 0, (drawn.token_id,), scores))
         return results
 
     def draft(self) -> dict[str, int]:
@@ -375,21 +383,18 @@ def _failures(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
     return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
 
 
-def _is_drawn(sequence_id: str, gained: Sequence[Drawn], failures: list[ChunkFailure]) -> bool:
-    """Whether there is a token at every place; else the sequence fails."""
-    if all(one.token_id != NO_TOKEN for one in gained):
-        return True
+def _not_drawn(sequence_id: str) -> ChunkFailure:
+    """Of a sequence without a token at some place."""
     error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")
-    failures.append(ChunkFailure(sequence_id, error))
-    return False
+    return ChunkFailure(sequence_id, error)
 
 
-def _result(window: Window, num_committed: int, outcome: _Outcome) -> ChunkResult:
+def _result(window: Window, num_committed: int, token_ids: tuple[int, ...], outcome: _Outcome) -> ChunkResult:
     return ChunkResult(
         window.chunk.sequence_id,
         num_committed,
-        tuple(one.token_id for one in outcome.gained),
-        tuple(one.logprobs for one in outcome.gained if one.logprobs is not None),
+        token_ids,
+        tuple([one.logprobs for one in outcome.gained if one.logprobs is not None]),
         outcome.prompt_logprobs,
         window.num_drafts,
     )

@@ -198,8 +198,8 @@ class Window:
 
         Right drafts behind a stop token are of no use, and the state is not to run past the answer's end.
         """
-        if not drawn:
-            return ()
+        if len(drawn) < 2:
+            return drawn
         drafts = self.guesses.read() if self.drafts is None else self.drafts
         gained = drawn[: len(gained_tokens(drafts, [one.token_id for one in drawn]))]
         stops = self.live.request.stop_token_ids

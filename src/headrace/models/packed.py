@@ -28,7 +28,7 @@ from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs five times as much, for each row in each step
 class Row:
     """One sequence's tokens in a step; the state's window is open and as long as they are.
 

@@ -59,7 +59,7 @@ class LiveRequest:
     @property
     def has_ended(self) -> bool:
         """Whether every choice has its finish reason."""
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        return None not in [sequence.finish_reason for sequence in self.sequences]
 
     @property
     def num_prompt_left(self) -> int:

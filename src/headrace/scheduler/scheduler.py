@@ -236,6 +236,8 @@ class Scheduler:
         self._ended.clear()
 
     def _plan_prefill(self, running: list[Sequence], num_rows: int, prompts_s: float | None) -> list[Chunk]:
+        if num_rows == len(running):
+            return []
         prompts = [each for each in running if not each.is_decoding and not each.awaits_fork]
         if not prompts:
             return []

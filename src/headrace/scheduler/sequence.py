@@ -97,7 +97,9 @@ class Sequence:
         """
         stop = self.num_computed + num_tokens
         ends_prompt = stop == len(self.request.prompt)
-        num_drafts = min(self.num_ready, self.request.max_tokens - self.num_output - 1) if self.is_decoding else 0
+        num_drafts = 0
+        if self.num_ready and self.is_decoding:
+            num_drafts = min(self.num_ready, self.request.max_tokens - self.num_output - 1)
         return Chunk(
             sequence_id=self.id,
             request_id=self.request.request_id,
