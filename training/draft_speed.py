@@ -3,8 +3,8 @@
     python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 96] [--repeats 3] [--model FOLDER]
 
 Each figure is the median of ratios within one run: the same requests without drafts and with them, in turn. Text of the
-miniature's own jobs is easy to draft for; random prompts give text that is hard to. Of a larger model's costs tells what
-`training.widened` makes of the miniature, as --model.
+miniature's own jobs is easy to draft for; random prompts give text that is hard to. Of a larger model's costs tells
+what `training.widened` makes of the miniature, as --model.
 """
 
 import argparse
