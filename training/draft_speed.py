@@ -1,18 +1,22 @@
 """What drafts are worth: tokens per second with and without them, by job and by the number of rows.
 
-    python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 96] [--repeats 3] [--model FOLDER]
+    python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 256] [--repeats 5] [--model FOLDER]
 
-Each figure is the median of ratios within one run: the same requests without drafts and with them, in turn. Text of the
-miniature's own jobs is easy to draft for; random prompts give text that is hard to. Of a larger model's costs tells
-what `training.widened` makes of the miniature, as --model.
+Each row asks for one answer after another, each to its own end, so that no text counts that the model was not taught to
+say, until the rows have `--tokens` tokens each. What is timed is each answer from its first token to its last. Each
+figure is the median of ratios within one run: the same requests without drafts and with them, in turn, after rounds of
+both that build what they need. Text of the miniature's own jobs is easy to draft for; random prompts give text that is
+hard to, which goes on to the full length. Of a larger model's costs tells what `training.widened` makes of the
+miniature, as --model.
 """
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +37,11 @@ JOBS: dict[str, Callable[[random.Random], Sample]] = {
     "copying": lambda stream: copying.make(stream, True),
     "talk": lambda stream: talk.make(stream, True),
 }
+_PROMPTS = 6
+"""Of each row, again and again: so they are in the prefix cache by the time that counts."""
+
+_WARM_ROUNDS = 2
+
 FOLDER = Path(headrace.__file__).parent / "miniature"
 
 
@@ -47,66 +56,72 @@ def prompt(job: str, tokenizer: Tokenizer, stream: random.Random) -> tuple[int, 
 
 
 class Round:
-    """One batch of answers: its decoding time, tokens, and what was drafted of them."""
+    """One round of answers: their decoding time, tokens behind the first ones, and what was drafted of them."""
 
     def __init__(self) -> None:
         self.num_tokens = self.num_drafted = self.num_accepted = self.num_outputs = 0
-        self.first_s = self.last_s = 0.0
+        self.seconds = 0.0
 
     @property
-    def tokens_per_s(self) -> float:
-        """From the first token of the batch to its last."""
-        return self.num_tokens / (self.last_s - self.first_s)
+    def tokens_per_row_s(self) -> float:
+        """Of a row while it decodes."""
+        return self.num_tokens / self.seconds
 
 
 async def answer(engine: Engine, request: GenerationRequest, told: Round) -> None:
     """Decode one request, counted into `told` from its second output on."""
-    is_first = True
+    last: float | None = None
     async for output in await engine.submit(request):
         now = time.perf_counter()
-        if is_first:
-            is_first, told.first_s = False, max(told.first_s, now)
-            continue
-        told.num_tokens += len(output.token_ids)
-        told.num_drafted += output.num_drafted
-        told.num_accepted += output.num_accepted
-        told.num_outputs += 1
-        told.last_s = max(told.last_s, now)
+        if last is not None:
+            told.seconds += now - last
+            told.num_tokens += len(output.token_ids)
+            told.num_drafted += output.num_drafted
+            told.num_accepted += output.num_accepted
+            told.num_outputs += 1
+        last = now
 
 
-async def run(engine: Engine, prompts: list[tuple[int, ...]], name: str, depth: int | None, num_tokens: int) -> Round:
-    """All prompts at once, greedy, to the same length."""
+async def run(
+    engine: Engine, prompts: Sequence[Sequence[tuple[int, ...]]], depth: int | None, num_tokens: int, stop: int
+) -> Round:
+    """Each row's prompts one after another, greedy, until all rows together have enough. stop: what ends an answer."""
     sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
     told = Round()
-    await asyncio.gather(
-        *(
-            answer(engine, GenerationRequest(f"{name} {n}", each, sampling, num_tokens, max_draft_tokens=depth), told)
-            for n, each in enumerate(prompts)
-        )
-    )
+
+    async def row(number: int) -> None:
+        for turn, each in enumerate(itertools.cycle(prompts[number])):
+            if told.num_tokens >= num_tokens * len(prompts):
+                return
+            name = f"{depth} {number} {turn}"
+            await answer(
+                engine,
+                GenerationRequest(name, each, sampling, num_tokens, frozenset([stop]), max_draft_tokens=depth),
+                told,
+            )
+
+    await asyncio.gather(*(row(number) for number in range(len(prompts))))
     return told
 
 
 async def measure(engine: Engine, jobs: list[str], rows: list[int], num_tokens: int, repeats: int) -> None:
     """Print a line for each job and number of rows."""
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    stop = tokenizer.token_to_id("<|im_end|>") or 0
     print(f"{'job':9} rows  plain tok/s  drafted tok/s  ratio  accepted  tokens a round")
     for job in jobs:
         for num_rows in rows:
             stream = random.Random(f"draft speed {job}")
-            prompts = [prompt(job, tokenizer, stream) for _ in range(num_rows)]
-            for warm in (0, None, 0, None):
-                await run(engine, prompts, f"warm {warm}", warm, num_tokens)
+            prompts = [[prompt(job, tokenizer, stream) for _ in range(_PROMPTS)] for _ in range(num_rows)]
+            for depth in (0, None) * _WARM_ROUNDS:
+                await run(engine, prompts, depth, num_tokens, stop)
             pairs = [
-                (
-                    await run(engine, prompts, "plain", 0, num_tokens),
-                    await run(engine, prompts, "drafted", None, num_tokens),
-                )
+                (await run(engine, prompts, 0, num_tokens, stop), await run(engine, prompts, None, num_tokens, stop))
                 for _ in range(repeats)
             ]
-            ratio = statistics.median(drafted.tokens_per_s / plain.tokens_per_s for plain, drafted in pairs)
-            plain_s = statistics.median(plain.tokens_per_s for plain, _ in pairs)
-            drafted_s = statistics.median(drafted.tokens_per_s for _, drafted in pairs)
+            ratio = statistics.median(drafted.tokens_per_row_s / plain.tokens_per_row_s for plain, drafted in pairs)
+            plain_s = num_rows * statistics.median(plain.tokens_per_row_s for plain, _ in pairs)
+            drafted_s = num_rows * statistics.median(drafted.tokens_per_row_s for _, drafted in pairs)
             last = pairs[-1][1]
             accepted = last.num_accepted / last.num_drafted if last.num_drafted else float("nan")
             each = last.num_tokens / last.num_outputs
@@ -122,8 +137,8 @@ def main() -> None:
     names = [*JOBS, "random"]
     parser.add_argument("--jobs", nargs="+", default=names, choices=names)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", default="miniature")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()

@@ -262,6 +262,32 @@ def test_no_step_without_drafts_is_thought_to_take_longer_than_one_with_them_or_
     assert costs.expected(StepShape(4, 0, 0, 4000)) == 0.0055
 
 
+def test_a_few_dear_times_are_not_believed_of_fewer_drafts_than_were_cheap() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(StepShape(1, 0, 0, 300), 1.0)
+        costs.observe(StepShape(1, 3, 3, 300), 4.0)
+        costs.observe(StepShape(1, 2, 2, 300), 1.2)
+        costs.observe(StepShape(1, 4, 4, 300), 1.5)
+    assert [costs.expected(StepShape(1, number, number, 300)) for number in (2, 3, 4)] == [1.2, 1.5, 1.5]
+    for _ in range(6):
+        costs.observe(StepShape(1, 3, 3, 300), 4.0)
+    assert costs.expected(StepShape(1, 3, 3, 300)) == 4.0
+
+
+def test_what_drafts_took_is_forgotten_sooner_than_what_steps_without_do() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(StepShape(1, 0, 0, 300), 1.0)
+        costs.observe(StepShape(1, 0, 0, 30000), 3.0)
+        costs.observe(StepShape(1, 2, 2, 300), 2.0)
+    assert costs.expected(StepShape(1, 2, 2, 300)) == 2.0
+    for _ in range(600):
+        costs.observe(StepShape(1, 0, 0, 300), 1.0)
+    assert (costs.expected(StepShape(1, 2, 2, 300)) or 2.0) < 1.5
+    assert costs.expected(StepShape(1, 0, 0, 30000)) == 3.0
+
+
 def test_a_machine_that_changes_is_measured_anew() -> None:
     run = Run(gpu, 1)
     run.steps(300, 0.7)

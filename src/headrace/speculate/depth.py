@@ -35,7 +35,7 @@ _FIRST_RETIME, _RETIME_AFTER = 4, 64
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 """Steps between two tries where drafts don't seem to pay, at first and at most."""
 
-_COMPILING = 4
+_COMPILING = 2.5
 """A first step of its kind that takes so many times as long as one without drafts has waited for a compiler."""
 
 _LEAST_GAIN = 1.01

@@ -24,8 +24,9 @@ disturbed them, a compiler for one."""
 _NUM_SURE, _CREDIBLE = 3, 1.5
 """Times from which on a cost is believed that is so many times what was to be feared of these drafts untimed."""
 
-_STALE_AFTER = 4000
-"""Steps after which times that were not added to are forgotten."""
+_STALE_AFTER, _DRAFTED_STALE_AFTER = 4000, 500
+"""Steps after which times that were not added to are forgotten: sooner with drafts, for what is thought dear is not
+timed again as long as it is."""
 
 _REMEMBERED_FOR = 64
 """Steps for which an answer is given again without asking the medians, once there are enough times."""
@@ -109,7 +110,7 @@ class StepCosts:
 
     def _add(self, kinds: dict[_Key, _Times], kind: _Key, context: int, seconds: float) -> _Times:
         times = kinds.get(kind)
-        if times is None or self._is_stale(times):
+        if times is None or self._is_stale(kind, times):
             times = kinds[kind] = _Times(deque(maxlen=_NUM_KEPT), deque(maxlen=_NUM_KEPT), 0)
         times.contexts.append(context)
         times.seconds.append(seconds)
@@ -174,8 +175,11 @@ class StepCosts:
         return known[kind] if kind in known else _feared(rows, kind, known)
 
     def _known(self, rows: int) -> dict[_Kind, float]:
-        """The ratios that were timed. A high one of which there are few times may come from a compiler: it is left out,
-        so that these drafts are tried again."""
+        """The ratios that were timed.
+
+        A high one of which there are few times may come from a compiler: it is left out, so that these drafts are tried
+        again, or taken for no more than that of more drafts.
+        """
         if rows not in self._ratios:
             found: dict[_Kind, float] = {}
             for kind, times in sorted(self._fresh(self._drafted, rows).items()):
@@ -184,6 +188,10 @@ class StepCosts:
                     continue
                 if len(times.seconds) >= _NUM_SURE or ratio <= _CREDIBLE * _feared(rows, kind, found):
                     found[kind] = ratio
+            for (drafts, head), times in self._fresh(self._drafted, rows).items():
+                if (drafts, head) in found and len(times.seconds) < _NUM_KEPT:
+                    more = (ratio for (most, deepest), ratio in found.items() if most >= drafts and deepest >= head)
+                    found[drafts, head] = min(more)
             self._ratios[rows] = found
         return self._ratios[rows]
 
@@ -195,10 +203,11 @@ class StepCosts:
         return _usual(ratios) if ratios else None
 
     def _fresh(self, kinds: Mapping[int, Mapping[_Key, _Times]], rows: int) -> dict[_Key, _Times]:
-        return {key: times for key, times in kinds.get(rows, {}).items() if not self._is_stale(times)}
+        return {key: times for key, times in kinds.get(rows, {}).items() if not self._is_stale(key, times)}
 
-    def _is_stale(self, times: _Times) -> bool:
-        return self._num_observed - times.touched > _STALE_AFTER
+    def _is_stale(self, key: int | tuple[int, int], times: _Times) -> bool:
+        stale_after = _STALE_AFTER if isinstance(key, int) else _DRAFTED_STALE_AFTER
+        return self._num_observed - times.touched > stale_after
 
 
 def _usual(numbers: Iterable[float]) -> float:
