@@ -38,6 +38,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 _COMPILING = 2.5
 """A first step of its kind that takes so many times as long as one without drafts has waited for a compiler."""
 
+_MANY_ROWS = 4
+"""From which on only whole multiples of their number are looked at as numbers of drafts, and all that there are."""
+
 _LEAST_GAIN = 1.01
 """Drafts are made if they promise to be at least so much faster."""
 
@@ -178,7 +181,7 @@ class _Draft(NamedTuple):
 @cache
 def _cut_numbers(num_drafts: int, num_rows: int) -> tuple[int, ...]:
     """Up to so many, the numbers of drafts that are looked at: for many rows few, for each is a form of a step."""
-    stride = max(1, num_rows // 2)
+    stride = 1 if num_rows < _MANY_ROWS else num_rows
     return (*range(stride, num_drafts, stride), num_drafts) if num_drafts else ()
 
 

@@ -31,10 +31,11 @@ head leaves fewer unread (speculate/speculator.py), of which the library took 40
 class _Places:
     """Where a step's rows have their keys and values.
 
-    slots: one of each slab, by capacity, so that fewer forms of a step differ; none in layers with a window. plans: of
-    all rows, and of those that go together. constants: the most keys that tokens of short rows may see (their slots'
-    capacities, as lengths are others in each step), the most tokens of such a row, and all capacities, by which a
-    form's arrays differ; none without such rows. all_short: whether all rows are of a few tokens.
+    slots: one of each slab, by capacity, the last one repeated up to a power of two, so that fewer forms of a step
+    differ; none in layers with a window. plans: of all rows, and of those that go together. constants: the most keys
+    that tokens of short rows may see (their slots' capacities, as lengths are others in each step), the most tokens of
+    such a row, and all capacities, by which a form's arrays differ; none without such rows. all_short: whether all rows
+    are of a few tokens.
     """
 
     slots: tuple[Slot, ...]
@@ -54,6 +55,8 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
         rows.append((span.lo, span.hi - span.lo, span.start, slab, slot.index, capacity, 0, state.first))
     together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, None)]
     longest = max([row[5] for row in together], default=0)
+    # as many as kernels are built for: steps with three slabs and with four have one form then
+    slots += slots[-1:] * (coarse(len(slots)) - len(slots))
     return _places(rows, together, longest, [slot.capacity for slot in slots], tuple(slots))
 
 
