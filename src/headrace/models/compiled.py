@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
-from headrace.models.mixers.fused import Exchange, Feed, FusedLayers, FusedMixer, Held
+from headrace.models.mixers.fused import MOST_TOKENS, Exchange, Feed, FusedLayers, FusedMixer, Held
 from headrace.models.step import PackedStep, Windows
 from headrace.state.layer import LayerKey
 
@@ -24,13 +24,9 @@ MOST_FORMS = 256
 """Compiled functions kept, of those that were used last: with drafts a step of eight rows has 8 to 40 tokens."""
 
 FEW_FORMS = 32
-FEWEST_USES = 4
-"""Of a form before it is compiled, beside more than FEW_FORMS others: it takes the host as long as some ten steps that
-are not (a graph of 400 operations on a CPU: 22 and 2 ms), and where many rows join, leave and grow most forms are soon
-gone."""
-
-MOST_TOKENS = 8
-"""Of a row, in such a step: a longer one is a prompt's chunk, whose work the host doesn't bound."""
+FEWEST_USES = 2
+"""Of a form before it is compiled, beside more than FEW_FORMS others. Eight drafted rows of a 4B model on an H200 took
+13 to 18 ms in a step that is not compiled, 20 to 30 ms in one that is being compiled, and 8.5 ms ever after."""
 
 Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.array]]
 """What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays."""

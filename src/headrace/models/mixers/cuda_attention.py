@@ -14,7 +14,7 @@ import numpy as np
 from headrace.backend.cuda import attention as kernels
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
-from headrace.models.mixers.fused import Feed, Held, Table, coarse
+from headrace.models.mixers.fused import Feed, Held, Table, coarse, room_for
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
@@ -67,7 +67,7 @@ def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], windo
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
     ]
     together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, window)]
-    most = coarse(max([row[1] for row in together], default=1))
+    most = room_for(max([row[1] for row in together], default=1))
     return _places(rows, together, window + most, [state.capacity for state in states], ())
 
 
@@ -81,7 +81,7 @@ def _places(
     plan = tuple(rows)
     if not together:
         return _Places(slots, (plan,), (), False)
-    most = coarse(max([num_tokens for _, num_tokens, *_ in together]))
+    most = room_for(max([num_tokens for _, num_tokens, *_ in together]))
     all_short = len(together) == len(rows)
     return _Places(slots, (plan, plan if all_short else tuple(together)), (longest, most, *capacities), all_short)
 

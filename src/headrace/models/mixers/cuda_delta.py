@@ -13,7 +13,7 @@ from mlx_lm.models import qwen3_5
 from headrace.backend.cuda import delta, shapes
 from headrace.backend.gated_delta import scan
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held, Table, coarse
+from headrace.models.mixers.fused import Feed, Held, Table, room_for
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.layer import LayerKey
 from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash, gather
@@ -249,7 +249,7 @@ def _plan(
 
     The arrays begin with a layer's own; while rows join and leave their shapes differ by what is told of them here.
     """
-    longest = coarse(max([num_tokens for _, num_tokens, _ in counts]))
+    longest = room_for(max([num_tokens for _, num_tokens, _ in counts]))
     plan = tuple([(*count, *place, longest) for count, place in zip(counts, places, strict=True)])
     memory, raw, keys, *_ = arrays
     return plan, (longest, memory.shape[0], *raw.shape[:2], *keys.shape[:2])

@@ -45,9 +45,21 @@ class Exchange:
     given: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
 
 
-def coarse(num_tokens: int) -> int:
-    """The next power of two: steps whose rows' most tokens differ a little have one form."""
-    return 1 << (num_tokens - 1).bit_length()
+MOST_TOKENS = 8
+"""Of a row, in a step that is compiled: a longer one is a prompt's chunk, whose work the host doesn't bound."""
+
+
+def room_for(num_tokens: int) -> int:
+    """What launches have room for where rows have so many tokens at most: one, MOST_TOKENS, or a power of two.
+
+    Steps whose rows' windows differ a little have one form; what there is room for and isn't there takes no time.
+    """
+    return 1 if num_tokens == 1 else max(MOST_TOKENS, coarse(num_tokens))
+
+
+def coarse(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 class FusedLayers(Protocol):
