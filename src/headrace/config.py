@@ -14,6 +14,7 @@ import argparse
 import difflib
 import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,12 +262,13 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def built_kernels() -> Path:
-    """Where MLX's CUDA part looks for built kernels and puts its own: MLX_PTX_CACHE_DIR, set here unless it is already.
+def built_modules(mlx_version: str) -> Path:
+    """Where MLX's CUDA part looks for what is built, and keeps what it builds itself.
 
-    MLX's default is a folder for temporary files, which other users share and which the machine's next start empties.
+    Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/cuda/jit_module.cpp.
     """
-    return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", os.path.expanduser("~/.cache/headrace/ptx")))
+    given = os.environ.get("MLX_PTX_CACHE_DIR")
+    return Path(given) if given else Path(tempfile.gettempdir()) / "mlx" / mlx_version / "ptx"
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:

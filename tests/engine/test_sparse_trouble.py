@@ -15,10 +15,10 @@ from models import tiny_head
 from headrace.engine import engine as engine_module
 from headrace.engine import sparse_draft
 from headrace.engine.engine import Engine
-from headrace.engine.loop import Abort, Accepted, Command, Loop, Stop, Submit
+from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, Sink, Stop, Submit
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_draft import Scored, SparseDraft
-from headrace.errors import ConfigError, HeadraceError, ModelError, RequestCancelled
+from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, RequestCancelled
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner
 from headrace.types.events import SparseUsage, TokenOutput
@@ -101,6 +101,13 @@ async def test_a_draft_that_raises_costs_the_prompt_its_thinning_and_is_counted_
     assert (status.sparse.num_scoring, status.sparse.state_bytes, status.num_running, status.num_waiting) == (0,) * 4
 
 
+class Here:
+    """Stands for an event loop of this thread, in which what is handed over is taken at once."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *given: object) -> None:
+        callback(*given)
+
+
 class Scenario:
     """An engine's loop in this thread, told what to do between two steps of the draft model."""
 
@@ -120,7 +127,7 @@ class Scenario:
         patch.setattr(SparseDraft, "advance", advance)
 
     def submit(self, request: GenerationRequest) -> None:
-        self.inbox.put(Submit(request, self.heard.append, 0.0))
+        self.inbox.put(Submit(request, Sink(Here(), self.heard.append, request.request_id), 0.0))  # type: ignore[arg-type]
 
 
 def test_a_request_that_is_aborted_while_it_is_scored_frees_all_it_has_before_the_next_chunk(
@@ -303,3 +310,15 @@ def test_a_served_model_that_takes_no_positions_is_refused(draft: Path, tmp_path
         "can't compute prompts in part: Attention runs row by row, and its rope turns by the length of the sequence"
     )
     assert (error.param, reason in str(error)) == ("sparse_draft", True)
+
+
+def test_where_the_status_can_not_be_told_requests_still_learn_that_all_has_ended(
+    folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = Scenario(monkeypatch, folder, draft)
+    monkeypatch.setattr(Loop, "_status", raises)
+    scenario.submit(LONG)
+    scenario.inbox.put(Inspect(lambda status: None))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        scenario.loop.fail_all(EngineDead("the device is gone"))
+    assert [type(item) for item in scenario.heard] == [EngineDead]

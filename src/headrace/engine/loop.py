@@ -175,18 +175,21 @@ class Loop:
     def fail_all(self, error: HeadraceError) -> None:
         """End every request with an error, also those that still lie in the inbox."""
         sinks = list(self._sinks.values())
-        while not self._inbox.empty():
-            command = self._inbox.get()
-            if isinstance(command, Submit):
-                sinks.append(command.sink)
-            elif isinstance(command, Abort) and command.reply is not None:
-                command.reply(False)
-            elif isinstance(command, Inspect):
-                command.reply(self._status())
-            elif isinstance(command, ClearCache):
-                command.reply(0)
-        self._hand_over([(sink, error) for sink in sinks])
-        self._sinks.clear()
+        try:
+            while not self._inbox.empty():
+                command = self._inbox.get()
+                if isinstance(command, Submit):
+                    sinks.append(command.sink)
+                elif isinstance(command, Abort) and command.reply is not None:
+                    command.reply(False)
+                elif isinstance(command, Inspect):
+                    command.reply(self._status())
+                elif isinstance(command, ClearCache):
+                    command.reply(0)
+        finally:
+            # also where the device has failed so that its status can't be told
+            self._hand_over([(sink, error) for sink in sinks])
+            self._sinks.clear()
 
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""

@@ -85,7 +85,7 @@ class Speculator:
         self._ranking = ranking
         self._planner = planner
         self._num_idle = 0
-        """Steps since drafts were made last, or a sequence began that may have some."""
+        """Steps since drafts were made last, or a sequence began."""
         self._num_rested = 0
         self._look_s = self._step_s = 0.0
         """What the last look has taken, and the last step."""
@@ -94,10 +94,8 @@ class Speculator:
 
     def open(self, max_drafts: int | None) -> DraftedRow:
         """Begin a sequence. max_drafts: what its request allows, None for the server's own."""
-        row = DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
-        if row.max_drafts:
-            self._num_idle = 0
-        return row
+        self._num_idle = 0
+        return DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
 
     def rests(self, rows: Sequence[DraftedRow]) -> bool:
         """Whether the next windows of these rows have no drafts anyway; if not, `draft` is to be asked."""

@@ -288,8 +288,8 @@ class SequenceState:
 
     def own_arrays(self) -> list[mx.array]:
         """The layers' arrays that don't lie in the pool; rows of a batch may share some of them."""
-        own = (state for state in self._take_back().values() if not state.cost().in_slots)
-        return [array for state in own for array in state.arrays()]
+        own = (holder for holder in self._holders() if holder is self._joint or not holder.cost().in_slots)
+        return [array for holder in own for array in holder.arrays()]
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""

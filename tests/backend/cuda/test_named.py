@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from headrace import config
 from headrace.backend.cuda import named
 
 CODE = bytes(range(256)) * 40
@@ -78,6 +79,15 @@ def test_where_mlx_does_not_find_it_the_code_stands_for_itself(found: Path, monk
     named._are_found.cache_clear()
     assert named.named("scaled", CODE) == CODE
     named._are_found.cache_clear()
+
+
+def test_without_a_word_of_the_users_it_is_mlx_own_folder_of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (None, ""):
+        monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+        if given is not None:
+            monkeypatch.setenv("MLX_PTX_CACHE_DIR", given)
+        monkeypatch.setattr("tempfile.tempdir", "/somewhere")
+        assert config.built_modules("0.32.4") == Path("/somewhere/mlx/0.32.4/ptx")
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="MLX loads machine code on CUDA only")

@@ -11,19 +11,24 @@ import hashlib
 import tempfile
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
 from headrace.backend.transfer import place_source
-from headrace.config import built_kernels
+from headrace.config import built_modules
 
 _PROBE = 16
 
 
 def named(kernel: str, code: bytes) -> bytes:
     """What stands for the code of a kernel of this name: a short name, or the code itself where MLX finds none."""
-    return _put(kernel, code, built_kernels()) or code if _are_found() else code
+    return _put(kernel, code, _folder()) or code if _are_found() else code
+
+
+def _folder() -> Path:
+    return built_modules(version("mlx"))
 
 
 def _put(kernel: str, code: bytes, folder: Path) -> bytes | None:
@@ -59,7 +64,7 @@ def _write(path: Path, content: bytes) -> None:
 def _are_found() -> bool:
     """Whether MLX finds a kernel by its short name: it is not promised to."""
     kernel, numbers = f"place_{_PROBE}", list(range(_PROBE))
-    name = _put(kernel, place_source(_PROBE), built_kernels())
+    name = _put(kernel, place_source(_PROBE), _folder())
     if name is None:
         return False
     try:
