@@ -1,4 +1,4 @@
-"""Hidden rows of the trunk that a multi-token prediction head has not read yet.
+"""Hidden rows of the trunk that a multi-token prediction head has not read yet, and a few that it may read again.
 
 The head's entry for token i is made of the trunk's hidden row of token i - 1 and of token i itself, and lies in the
 cache of keys and values at i. So entries before a length belong to the tokens before that length, whatever comes
