@@ -26,7 +26,8 @@ MOST_FORMS = 256
 FEW_FORMS = 32
 FEWEST_USES = 2
 """Of a form before it is compiled, beside more than FEW_FORMS others. Eight drafted rows of a 4B model on an H200 took
-13 to 18 ms in a step that is not compiled, 20 to 30 ms in one that is being compiled, and 8.5 ms ever after."""
+13 to 18 ms in a step that is not compiled (less by now: see docs/decisions.md), 20 to 30 ms in one that is being
+compiled, and 8.5 ms ever after."""
 
 Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.array]]
 """What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays."""
