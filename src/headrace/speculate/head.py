@@ -9,6 +9,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from headrace.models.media import RowMedia
+from headrace.models.mixers.fused import coarse
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.guesses import GuessBatch
@@ -89,7 +90,7 @@ class HeadDrafter:
         entries: list[HeadEntries] = []
         before: list[HiddenRows] = []
         longest = max(end - self._head.hidden_of(state).num_folded for state, _, end, _ in rows)
-        again = _coarse(longest) if self._head.is_compiled and longest <= 1 + NUM_AGAIN else 0
+        again = coarse(longest) if self._head.is_compiled and longest <= 1 + NUM_AGAIN else 0
         for state, token_ids, end, media in rows:
             hidden = self._head.hidden_of(state)
             # what is read again becomes what it was; but so rows have one of few lengths, all of them the same
@@ -100,11 +101,6 @@ class HeadDrafter:
         for state, _, end, _ in rows:
             self._head.hidden_of(state).fold(end)
         return outputs
-
-
-def _coarse(num_tokens: int) -> int:
-    """The next power of two."""
-    return 1 << (num_tokens - 1).bit_length()
 
 
 def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: EntryMedia | None) -> HeadEntries:
