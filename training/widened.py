@@ -87,7 +87,9 @@ class Widening:
         """old, new: of the text models. Raises ValueError for a shape in which the old one can't lie."""
         size, width = old["hidden_size"], new["hidden_size"]
         if width % size or width == size:
-            raise ValueError(f"a hidden size of {width} is no multiple of {size}")
+            raise ValueError(f"a hidden size of {width} is no multiple of {size} or no larger")
+        if new["num_hidden_layers"] < old["num_hidden_layers"]:
+            raise ValueError(f"{new['num_hidden_layers']} layers are fewer than {old['num_hidden_layers']}")
         self.repeated = Axis(np.arange(width - 1) % size, np.arange(width - 1), width)
         """Hidden channels as a layer writes them: the last one stays what it is."""
         self.all = Axis(np.arange(width) % size, np.arange(width), width)
@@ -223,8 +225,11 @@ def idle_layers(weights: Mapping[str, mx.array], num_old: int, num_new: int, int
 def main() -> None:
     """Write what the options say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    dense = [
+        name for name, shape in SHAPES.items() if "full_attention_interval" in shape and "num_experts" not in shape
+    ]
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", default="qwen3.5-4b", choices=[name for name in SHAPES if "qwen3.5" in name])
+    parser.add_argument("--shape", default="qwen3.5-4b", choices=dense)
     parser.add_argument("--layers", type=int)
     given = parser.parse_args()
     widen(given.folder, given.shape, given.layers)

@@ -75,11 +75,18 @@ def test_its_logits_and_its_heads_outputs_are_the_miniatures(tmp_path: Path, mon
     assert np.abs(more_rows[..., : rows.shape[-1]] - rows).max() < 0.02 * np.abs(rows).max()
 
 
-@pytest.mark.parametrize("hidden_size", [256, 400])
-def test_a_shape_that_is_no_multiple_is_refused(
-    hidden_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("size", "number", "reason"),
+    [
+        ("hidden_size", 256, "a hidden size of 256 is no multiple of 256 or no larger"),
+        ("hidden_size", 400, "a hidden size of 400 is no multiple of 256 or no larger"),
+        ("num_hidden_layers", 4, "4 layers are fewer than 8"),
+    ],
+)
+def test_a_shape_in_which_the_miniature_can_not_lie_is_refused(
+    size: str, number: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "other", {**LARGER, "hidden_size": hidden_size})
-    with pytest.raises(ValueError, match=f"a hidden size of {hidden_size} is no multiple of 256"):
+    monkeypatch.setitem(shapes.SHAPES, "other", {**LARGER, size: number})
+    with pytest.raises(ValueError, match=reason):
         widened.widen(tmp_path / "other", "other")
     assert not (tmp_path / "other").exists()
