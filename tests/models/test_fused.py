@@ -18,6 +18,7 @@ from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
+from headrace.backend.cuda import delta
 from headrace.backend.kernels import Kernels
 from headrace.models import compiled
 from headrace.models.fused import FusedHead
@@ -316,6 +317,59 @@ def test_random_programs_give_the_untouched_models_logits(name: str, seed: int) 
     program.run(20)
     assert program.num_compared > LENGTH
     assert program.worst < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_rows_of_more_steps_than_a_launch_takes_go_on_together(name: str) -> None:
+    packed, pool = fused(name).packed, SlabPool()
+    states = [SequenceState(pool) for _ in range(19)]
+    lengths = [9 + number for number in range(19)]
+    for state, length in zip(states, lengths, strict=True):
+        state.begin(length)
+        mx.eval(packed.forward([Row(state, SENTENCES[0][:length])], [0]), state.arrays())
+        state.commit(length)
+    # some of them draft together first, so that they have tokens to replay
+    for together, num_tokens in ((states[3:6], 4), (states[6:11], 2), (states, 1), (states[:7], 3), (states, 5)):
+        starts = [state.length for state in together]
+        for state in together:
+            state.begin(num_tokens, 1)
+        rows = [Row(state, SENTENCES[0][at : at + num_tokens]) for state, at in zip(together, starts, strict=True)]
+        logits = packed.forward(rows, range(num_tokens * len(rows)))
+        mx.eval(logits, [state.arrays() for state in together])
+        for state, at, own in zip(together, starts, mx.split(logits, len(rows)), strict=True):
+            state.commit(max(1, num_tokens - at % 3))
+            assert fused(name).off(0, at, own) < TOLERANCE
+
+
+def test_rows_that_stepped_together_go_on_in_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside a prompt: else each layer's would be copied, and what some had to replay."""
+    packed, pool = fused("qwen3_5").packed, SlabPool()
+    gathered = 0
+    gather = delta.gather
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal gathered
+        gathered += 1
+        return gather(*arguments)
+
+    monkeypatch.setattr(delta, "gather", counted)
+    states = [SequenceState(pool) for _ in range(3)]
+    counts = []
+    # two drafted windows, of the first and of all; a prompt beside them; one of them leaves; they go on with the third
+    for windows in ((9, 9, 0), (4, 4, 0), (3, 3, 0), (3, 3, 33), (2, 0, 0), (2, 2, 2)):
+        rows = []
+        for state, num_tokens in zip(states, windows, strict=True):
+            if num_tokens:
+                state.begin(num_tokens, num_tokens if num_tokens > 8 else 1)
+                rows.append(Row(state, SENTENCES[0][state.length : state.length + num_tokens]))
+        mx.eval(packed.forward(rows, [0]), [row.state.arrays() for row in rows])
+        for row in rows:
+            row.state.commit(max(row.state.num_open - 1, row.state.num_certain))
+        counts.append(gathered)
+        gathered = 0
+    num_layers = sum(isinstance(module, CudaDeltaMixer) for _, module in packed.model.named_modules())
+    # of the prompts' first tokens each row has its own; the row that stayed away and the new one are of other steps
+    assert counts == [0, num_layers, 0, 0, 0, num_layers]
 
 
 def test_a_quantised_output_matrix_is_replaced() -> None:

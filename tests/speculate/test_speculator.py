@@ -11,7 +11,7 @@ from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import Drafting, Speculator
+from headrace.speculate.speculator import Drafting, Speculator, Verified
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.sequence import SequenceState
@@ -26,6 +26,7 @@ class BrokenHead:
     """Has no memory left for anything."""
 
     is_compiled = False
+    num_slow = 0
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
         return state.layer(HIDDEN, HiddenState)
@@ -92,3 +93,17 @@ def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
     speculator.draft(rows)
     assert head.given == [[99, 39]]
     assert speculator.num_failures == 0
+
+
+def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() -> None:
+    head, costs = ReadingHead(), StepCosts()
+    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(costs))
+    row, state = speculator.open(None), SequenceState(SlabPool())
+    known = []
+    for length, num_slow in ((1, 0), (2, 1), (3, 1), (4, 3)):
+        compute(state, 1)
+        speculator.draft([Drafting(row, state, list(range(length + 1)), 100, GREEDY)])
+        head.num_slow = num_slow
+        speculator.report([Verified(row, 0, 0, False)], 0.01, is_mixed=False)
+        known.append(costs.prices(1, length + 1).num_timed)
+    assert known == [1, 1, 2, 2]

@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 
 from headrace.backend.kernels import Kernels
-from headrace.models.mixers import cuda_delta
 from headrace.state.recurrent import BatchRow, RecurrentState
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
@@ -76,25 +75,6 @@ def test_a_restored_sequence_has_left_the_step() -> None:
     for key in LAYERS:
         found = layer(state, key).state
         assert found is not None and mx.array_equal(found.alone(), record.layers[key].arrays[0])
-
-
-def test_rows_that_part_still_share_what_their_step_left() -> None:
-    """Else each of them would be replayed on its own, in each layer, where the next step is of another kind."""
-    left, states = left_by(2, 4), []
-    for row in range(2):
-        state = SequenceState(SlabPool())
-        for key in LAYERS:
-            layer(state, key).advance(BatchRow(filled(1, 2, 4, 4), 0), BatchRow(filled(1, CONTEXT, 5), 0), None)
-        state.begin(4, 1)
-        state.join(LAYERS).advance(left, row, CONTEXT + 4, 3)
-        state.commit(3)
-        states.append(state)
-    for key in LAYERS:
-        first, second = (layer(state, key) for state in states)
-        assert first.state is not None and first.window is not None and first.stash is not None
-        for one in (first, second):
-            assert one.num_replay == 2
-            assert cuda_delta._lies_in(one, first.state.array, first.window.array, first.stash.inputs)
 
 
 def test_to_be_counted_is_not_to_part() -> None:

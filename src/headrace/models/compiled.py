@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,21 +17,42 @@ import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
-from headrace.models.mixers.fused import MOST_TOKENS, Exchange, Feed, FusedLayers, FusedMixer, Held
+from headrace.models.mixers.fused import (
+    MOST_TOKENS,
+    Exchange,
+    Feed,
+    FusedLayers,
+    FusedMixer,
+    Held,
+    padded_rows,
+    padded_tokens,
+)
 from headrace.models.step import PackedStep, Windows
 from headrace.state.layer import LayerKey
 
-MOST_FORMS = 256
+MOST_FORMS = 512
 """Compiled functions kept, of those that were used last: with drafts a step of eight rows has 8 to 40 tokens."""
 
-FEW_FORMS = 32
+FEW_FORMS = 128
 FEWEST_USES = 2
 """Of a form before it is compiled, beside more than FEW_FORMS others. Eight drafted rows of a 4B model on an H200 took
 13 to 18 ms in a step that is not compiled (less by now: see docs/decisions.md), 20 to 30 ms in one that is being
 compiled, and 8.5 ms ever after."""
 
 Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.array]]
-"""What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays."""
+"""What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays of as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of a form, padded: rows, packed tokens, picks. num_axes: of the array of positions. given_ids: on the device."""
+
+    num_rows: int
+    num_tokens: int
+    num_picks: int
+    num_axes: int
+    given_ids: bool
+
 
 _Layout = tuple[tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]], ...]
 """Per kind of layers: which tables they read with the numbers in a row of each, how many arrays all of them have, and
@@ -45,6 +67,8 @@ class CompiledSteps:
         self._body = body
         self._kernels = kernels
         self._kinds = _kinds(mixers, windows)
+        self.num_slow = 0
+        """Steps so far that were of a new form, or of one that is not compiled: they took longer than others will."""
         self._forms: OrderedDict[Any, Callable[..., Any] | int] = OrderedDict()
         """By what a step's operations depend on; a number says how often one was asked for that is not compiled."""
 
@@ -58,7 +82,10 @@ class CompiledSteps:
     ) -> list[mx.array] | None:
         """What the body gives, with the rows' states advanced; None for a step that needs another way.
 
-        ids: the tokens; on the device where the host doesn't know them yet. variant: whatever else the body depends on.
+        It may be longer, by what it gives for picks and tokens that are added, see `padded_tokens`.
+
+        ids: the tokens; on the device where the host doesn't know them yet. others: `[1, T, …]`. variant: whatever else
+        the body depends on.
         """
         if any(span.state.marks or span.watch is not None for span in step.spans):
             return None
@@ -83,30 +110,37 @@ class CompiledSteps:
                 for held in helds
             ]
         )
+        num_rows, num_tokens = padded_rows(len(step.spans)), padded_tokens(step.num_tokens, len(step.spans))
+        num_picks = padded_tokens(len(picks), len(step.spans))
         assert not isinstance(step.placed, mx.array)
-        known: list[Sequence[int]] = [picks, step.placed.ravel().tolist()]
+        num_missing = num_tokens - step.num_tokens
+        known: list[Sequence[int]] = [[step.num_tokens], [*picks, *[0] * (num_picks - len(picks))]]
+        known += [[*axis, *[0] * num_missing] for axis in step.placed.reshape(-1, step.num_tokens).tolist()]
         if not isinstance(ids, mx.array):
-            known.append(ids)
-        known += [[number for row in table for number in row] for table in tables.values()]
+            known.append([*ids, *[0] * num_missing])
+        for table in tables.values():
+            known += [*table, *[(0,) * len(table[0])] * (num_rows - len(table))]
         numbers = to_device([number for part in known for number in part], mx.int32)
-        widths = tuple([len(part) for part in known])
-        form = self._form((layout, widths, step.placed.ndim, variant))
+        sizes = _Sizes(num_rows, num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
+        form = self._form((layout, sizes, variant))
         if form is None:
             return None
         arrays = [array for held in helds for array in held.arrays]
-        found, given = form(numbers, arrays, [ids] if isinstance(ids, mx.array) else [], list(others))
+        given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
+        found, given = form(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
         for layers, own in zip(self._kinds.values(), given, strict=True):
             layers.take_over(step, own)
         outputs: list[mx.array] = found
         return outputs
 
-    def _form(self, key: tuple[_Layout, tuple[int, ...], int, Hashable]) -> Callable[..., Any] | None:
+    def _form(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any] | None:
         """None for one that was seldom asked for."""
         form = self._forms.pop(key, 0)
         if isinstance(form, int):
+            self.num_slow += 1
             form += 1
             if form == FEWEST_USES or len(self._forms) < FEW_FORMS:
-                run = partial(self._trace, *key[:3])
+                run = partial(self._trace, *key[:2])
                 # without CUDA what the kernels write in place is a change of the arrays' objects, lost in a trace
                 form = mx.compile(run) if mx.cuda.is_available() else run
         self._forms[key] = form
@@ -117,8 +151,7 @@ class CompiledSteps:
     def _trace(
         self,
         layout: _Layout,
-        widths: Sequence[int],
-        num_axes: int,
+        sizes: _Sizes,
         numbers: mx.array,
         arrays: Sequence[mx.array],
         given_ids: Sequence[mx.array],
@@ -126,12 +159,19 @@ class CompiledSteps:
     ) -> tuple[list[mx.array], list[list[list[mx.array]]]]:
         """The step with placeholders for all that changes: what the body gives, and what each layer of each kind does.
 
-        widths: of what `numbers` holds, which is the picks, the positions, the ids if they are not given, the tables.
+        numbers: how many tokens are real, the picks, the positions, the ids if they are not given, the tables.
         """
+        num_tables = 1 + max(at for read, *_ in layout for at, _ in read)
+        columns = dict(column for read, *_ in layout for column in read)
+        num_positions = sizes.num_tokens * (3 if sizes.num_axes > 1 else 1)
+        widths = [1, sizes.num_picks, num_positions, *[sizes.num_tokens] * (not sizes.given_ids)]
+        widths += [sizes.num_rows * columns[at] for at in range(num_tables)]
         ends = list(accumulate(widths))
-        picks, positions, *rest = [numbers[end - width : end] for end, width in zip(ends, widths, strict=True)]
+        num_real, picks, positions, *rest = [
+            numbers[end - width : end] for end, width in zip(ends, widths, strict=True)
+        ]
         ids, *tables = [*given_ids, *rest]
-        if num_axes > 1:
+        if sizes.num_axes > 1:
             positions = positions.reshape(3, -1)
         feeds, start = {}, 0
         for kind, (read, num_arrays, constants) in zip(self._kinds, layout, strict=True):
@@ -140,9 +180,23 @@ class CompiledSteps:
             for layer in kind:
                 feeds[layer] = Feed(plans, arrays[start : start + num_own], constants)
                 start += num_own
-        exchange = Exchange(feeds)
+        exchange = Exchange(feeds, num_tokens=num_real)
         outputs = self._body(PackedStep((), positions, self._kernels, exchange), ids, picks, others)
         return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
+
+
+def _filled(array: mx.array, axis: int, length: int) -> mx.array:
+    """Made as long along an axis."""
+    count = array.shape[axis]
+    return array if count == length else mx.take(array, _first_again(count, length), axis)
+
+
+@cache
+def _first_again(count: int, length: int) -> mx.array:
+    """Places to read `count` from, and the first one again up to a length."""
+    found = to_device([*range(count), *[0] * (length - count)], mx.int32)
+    mx.eval(found)
+    return found
 
 
 def _kinds(mixers: Mapping[LayerKey, FusedMixer], windows: Windows) -> dict[tuple[LayerKey, ...], FusedLayers]:

@@ -98,6 +98,11 @@ class MtpHead:
         """Whether it reads a few tokens a row as one compiled function, which there is for each number of tokens."""
         return self._compiled is not None
 
+    @property
+    def num_slow(self) -> int:
+        """Of the trunk's steps and of its own, see `CompiledSteps`."""
+        return self._trunk.num_slow + (0 if self._compiled is None else self._compiled.num_slow)
+
     def hidden_of(self, state: SequenceState) -> HiddenState:
         """The hidden rows of a sequence that the head has not read."""
         return state.layer(self._trunk.hidden_key, HiddenState)
@@ -131,7 +136,7 @@ class MtpHead:
             embeddings = self._trunk.embed(ids[None])
             embeddings = embeddings if media is None else media.embeddings(embeddings)
             found = self._outputs(step, embeddings, to_device(picks, mx.int32), hidden)
-        outputs = HeadOutputs(*found)
+        outputs = HeadOutputs(*(array if array.shape[0] == len(picks) else array[: len(picks)] for array in found))
         if launch and self._installation.writes_in_place:
             # the head's keys and values are wanted also where its output is not
             mx.async_eval(outputs.rows)

@@ -140,7 +140,7 @@ class PackedModel:
             return None
         logits, *hidden = found
         tap.hidden = hidden[0] if hidden else None
-        return logits
+        return logits if logits.shape[0] == len(picks) else logits[: len(picks)]
 
     def _body(self, step: PackedStep, ids: mx.array, picks: mx.array, others: Sequence[mx.array]) -> list[mx.array]:
         """Logits, and the hidden rows if they are kept, of a step that is being compiled."""
@@ -192,6 +192,11 @@ class PackedModel:
     def is_compiled(self) -> bool:
         """Whether steps of a few tokens run as compiled functions."""
         return self._compiled is not None
+
+    @property
+    def num_slow(self) -> int:
+        """Steps that took longer than others of their kind will, see `CompiledSteps`."""
+        return 0 if self._compiled is None else self._compiled.num_slow
 
     @property
     def takes_media(self) -> bool:

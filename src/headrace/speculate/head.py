@@ -42,6 +42,11 @@ class HeadDrafter:
     def __init__(self, head: MtpHead) -> None:
         self._head = head
 
+    @property
+    def num_slow(self) -> int:
+        """Steps so far whose time says nothing about later ones, see `CompiledSteps`."""
+        return self._head.num_slow
+
     def num_unread(self, state: SequenceState) -> int:
         """Computed tokens that the head has not read."""
         return state.length - self._head.hidden_of(state).num_folded

@@ -89,6 +89,8 @@ class Speculator:
         self._num_rested = 0
         self._look_s = self._step_s = 0.0
         """What the last look has taken, and the last step."""
+        self._num_slow = 0
+        """Of the head's, until the last step."""
         self.max_drafts = max_drafts
         self.num_failures = 0
 
@@ -189,8 +191,13 @@ class Speculator:
         self._head.catch_up_together([(one.state, one.token_ids, one.media) for one in late])
 
     def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
-        """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too."""
+        """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too.
+
+        Nothing is learned from the time of a step that had to be compiled.
+        """
         self._step_s = seconds
+        num_slow = 0 if self._head is None else self._head.num_slow
+        is_mixed, self._num_slow = is_mixed or num_slow > self._num_slow, num_slow
         sound = [one for one in windows if not one.row.has_failed]
         if not sound:
             return

@@ -198,8 +198,8 @@ class JointRow:
     As long as rows step together, their layers' states are not touched: all that differs between two steps of theirs is
     here. `give_back` makes it the states' own again.
 
-    left: of each layer the states `[B, …]`, the raw inputs and, if it may be replayed, the stash; all rows of the step
-    have the same. The rest is as in RecurrentState and Stash, the same in all layers.
+    left: of each layer the states `[B, …]`, the raw inputs and the stash; all rows of the step have the same. The rest
+    is as in RecurrentState and Stash, the same in all layers.
     """
 
     is_sliceable: ClassVar[bool] = False

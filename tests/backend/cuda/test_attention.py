@@ -91,6 +91,12 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     assert got[0].dtype == dtype
     # twice: blocks that put parts together leave their counters as they found them
     assert all(error(one, wanted) < TOLERANCE[dtype] for one in got)
+    # rows of no tokens, and tokens of no row, behind them
+    more = mx.concatenate([mx.array(plan, dtype=mx.int32), mx.zeros((3, 8), mx.int32)])
+    queries, projected = (mx.concatenate([x, x[..., :2, :]], axis=-2) for x in (queries.swapaxes(0, 1), projected))
+    gates = (projected, place) if is_gated else None
+    filled = attention.attend(shape, more, longest, queries.swapaxes(0, 1), slabs, mx.array([scale]), sinks, gates)
+    assert filled.shape[1] == NUM_TOKENS + 2 and error(filled[:, :NUM_TOKENS], wanted) < TOLERANCE[dtype]
 
 
 def test_a_key_that_nobody_may_see_has_no_part() -> None:
@@ -134,10 +140,12 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
     k_at, kv_dim = shape.num_heads * q_stride, shape.num_kv_heads * head_dim
     layout = Projection(k_at + 2 * kv_dim, q_stride, k_at, k_at + kv_dim, rotary)
     random = np.random.default_rng(len(name))
-    positions = random.integers(0, 3000, (num_axes, NUM_TOKENS)).astype(np.int32)
+    # the last ones are of no row
+    num_tokens = NUM_TOKENS + 3
+    positions = random.integers(0, 3000, (num_axes, num_tokens)).astype(np.int32)
     turns = (1e6 ** (-np.arange(rotary // 2) / (rotary // 2))).astype(np.float32)
     axes = (np.arange(rotary // 2) % num_axes).astype(np.int32)
-    projected, slabs = drawn(1, dtype, 1, NUM_TOKENS, layout.width), slabs_of(shape, dtype)
+    projected, slabs = drawn(1, dtype, 1, num_tokens, layout.width), slabs_of(shape, dtype)
     mx.eval(slabs)
     before = [tuple(double(array) for array in pair) for pair in slabs]
     norms = (1 + drawn(2, dtype, head_dim) / 8, 1 + drawn(3, dtype, head_dim) / 8, mx.array([1e-6]))
@@ -145,7 +153,7 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
     got = attention.rope_append(
         shape,
         layout,
-        mx.array(plan, dtype=mx.int32),
+        mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32),
         mx.array(positions),
         projected,
         (mx.array(turns), mx.array(axes)),

@@ -8,7 +8,7 @@ import pytest
 from backend.cuda.references import TOLERANCE, error
 
 from headrace.backend.cuda import delta
-from headrace.backend.cuda.shapes import DeltaShape, Stash, Weights
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, Left, Stash, Weights
 from headrace.backend.gated_delta import scan
 from headrace.perf import layer_references
 from headrace.perf.references import double
@@ -114,7 +114,10 @@ ROWS = {
     "rows that stepped together before": ([(1, 1, 0, 7, 2), (3, 1, 2, 5, 0), (4, 2, 3, 6, 3), (2, 2, 1, 4, 1)], 4, 4),
     "the longest window behind the longest replay": ([(8, 1, 7, 11, 0), (1, 1, 0, 3, 1)], 2, 8),
     "nothing uncertain, no stash": ([(5, 5, 0, 3, 0), (2, 2, 0, 3, 0)], 1, 1),
+    "rows of no tokens behind them": ([(3, 1, 2, 5, 1), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)], 2, 3),
 }
+NUM_ADDED = 2
+"""Tokens behind the last row's, of nobody."""
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
@@ -127,7 +130,7 @@ def test_a_window_is_the_layer_between_its_projections(
     longest, context = max(row[0] for row in rows), shape.kernel_size - 1
     starts = np.cumsum([0, *(row[0] for row in rows)]).tolist()
     plan = [(lo, *row, longest) for lo, row in zip(starts, rows, strict=False)]
-    weights, projected = drawn.weights(shape), drawn(1, starts[-1], shape.width)
+    weights, projected = drawn.weights(shape), drawn(1, starts[-1] + NUM_ADDED, shape.width)
     old_raw = drawn(num_old, context + old_longest, shape.num_channels)
     old_stash = drawn.stash(num_old, max(old_longest - 1, 1), shape)
     state = drawn(num_old, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32)
@@ -138,6 +141,8 @@ def test_a_window_is_the_layer_between_its_projections(
     said = []
     for place, row in enumerate(plan):
         _, num_tokens, num_certain, *_ = row
+        if not num_tokens:
+            continue
         y, kept, raw, *stash = layer_references.window(
             shape, weights, row, double(projected)[0], double(old_raw), old_stash, double(state)
         )
@@ -146,13 +151,43 @@ def test_a_window_is_the_layer_between_its_projections(
         assert error(got.raw[place, : context + num_tokens], raw) == 0
         for array, wanted in zip(got.stash, stash, strict=True):
             assert error(array[place, : num_tokens - num_certain], wanted) < TOLERANCE[dtype]
-    assert error(got.y, np.concatenate(said)) < TOLERANCE[dtype]
+    assert error(got.y[: starts[-1]], np.concatenate(said)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("rooms", [[(3, 1)], [(11, 7), (3, 1)], [(4, 1), (11, 7), (5, 1), (9, 5), (7, 3)]], ids=str)
+def test_rows_are_gathered_from_several_steps(rooms: list[tuple[int, int]], dtype: mx.Dtype) -> None:
+    shape, drawn, num_rows = shape_of(*HEADS[2]), Numbers(len(rooms), dtype), 3
+    sources = [
+        Left(
+            drawn(num_rows, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32),
+            drawn(num_rows, room, shape.num_channels),
+            drawn.stash(num_rows, num_stashed, shape),
+        )
+        for room, num_stashed in rooms
+    ]
+    # every row of every source, the last sources first, as much of each as it has; in the end one that is no row
+    rows = [
+        (source, row, rooms[source][0] - row % 2, max(0, rooms[source][1] - row))
+        for source in reversed(range(len(rooms)))
+        for row in (2, 0, 1)
+    ]
+    got = delta.gather(shape, mx.array([*rows, (0, 0, 0, 0)], dtype=mx.int32), sources)
+    longest = LONGEST_WINDOW
+    assert got.raw.shape == (len(rows) + 1, shape.kernel_size - 1 + longest, shape.num_channels)
+    assert [array.shape[:2] for array in got.stash] == [(len(rows) + 1, longest - 1)] * 4
+    for place, (source, row, end, num_replay) in enumerate(rows):
+        of = sources[source]
+        assert mx.array_equal(got.state[place], of.state[row])
+        assert mx.array_equal(got.raw[place, :end], of.raw[row, :end])
+        for array, held in zip(got.stash, of.stash, strict=True):
+            assert mx.array_equal(array[place, :num_replay], held[row, :num_replay])
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5])
 def test_a_window_and_a_chunk_of_the_same_tokens_agree(cut: int) -> None:
     shape, drawn = shape_of(*HEADS[2]), Numbers(cut, mx.float32)
-    num_tokens, context = delta.LONGEST_WINDOW, shape.kernel_size - 1
+    num_tokens, context = LONGEST_WINDOW, shape.kernel_size - 1
     weights, projected = drawn.weights(shape), drawn(1, num_tokens, shape.width)
     before = drawn(1, context, shape.num_channels)
     state = drawn(1, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)

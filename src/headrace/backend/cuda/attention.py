@@ -57,7 +57,8 @@ def _rope_append(num_slabs: int, normed: bool) -> CudaKernel:
         f"T* values[] = {{{', '.join(f'const_cast<T*>({value})' for value in values)}}};"
         f"rope_append<T, HQ, HKV, D, ROTARY, WIDTH, Q_STRIDE, K_AT, V_AT, {str(normed).lower()}>("
         f"plan, positions, projected, {'q_norm, k_norm' if normed else 'projected, projected'}, "
-        f"frequencies, axes, {'eps[0]' if normed else '0.0f'}, projected_shape[1], keys, values, queries);"
+        f"frequencies, axes, {'eps[0]' if normed else '0.0f'}, projected_shape[1], plan_shape[0], "
+        "keys, values, queries);"
     )
     return CudaKernel(
         f"rope_append_{num_slabs}{'_normed' * normed}",
@@ -98,8 +99,8 @@ def attend(
 ) -> mx.array:
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
-    plan: int32 `[R, 8]`, see rows.cuh. longest: most keys and most tokens of a row. slabs: keys and values
-    `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
+    plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. longest: most keys and most tokens of a row.
+    slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
     """
     held, number = _even_number(slabs)
     num_rows = plan.shape[0]
@@ -147,9 +148,9 @@ def rope_append(
 
     Whoever reads the slabs must read the queries, too: nothing else says that the writing is done.
 
-    plan: int32 `[R, 8]` of all rows in their order, see rows.cuh. projected: `[1, T, width]`. positions: int32
-    `[axes, T]`. frequencies: radians a position, float32
-    `[rotary / 2]`, and the axis of each, int32. norms: weights of queries and keys `[head_dim]`, eps float32 `[1]`.
+    plan: int32 `[R, 8]` of all rows in their order, see rows.cuh; those without tokens come last. projected:
+    `[1, T, width]`. positions: int32 `[axes, T]`. frequencies: radians a position, float32 `[rotary / 2]`, and the axis
+    of each, int32. norms: weights of queries and keys `[head_dim]`, eps float32 `[1]`.
     """
     held, number = _even_number(slabs)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import mlx.core as mx
 
 from headrace.backend.cuda import ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import DeltaShape, Prepared, Stash, Weights, Windowed
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, Left, Prepared, Stash, Weights, Windowed
 
-LONGEST_WINDOW = 8
-"""Most tokens of a row that `window` takes, and replays: MOST_OF_WINDOW in the source."""
+MOST_SOURCES = 8
+"""That `gather` takes rows from."""
 
+_GATHERING_BLOCKS = 64
+"""For each row."""
 _THREADS = 128
 _CHANNELS = 16
 """Value channels of a block, as in delta.cuh."""
@@ -106,7 +111,7 @@ def window(
 ) -> Windowed:
     """Rows of at most `longest` tokens, of which LONGEST_WINDOW is the most, from projection to the output's norm.
 
-    plan, old_raw and old_stash: see delta_window.cuh.
+    plan, old_raw and old_stash: see delta_window.cuh; rows may have no tokens.
     """
     rows, stashed = plan.shape[0], max(longest - 1, 1)
     key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
@@ -127,6 +132,56 @@ def window(
         ),
     )
     return Windowed(y, new_state, raw, Stash(*stash))
+
+
+@cache
+def _gather(num_sources: int) -> CudaKernel:
+    names = [[f"{kind}{i}" for kind in ("state", "raw", "k", "v", "g", "beta")] for i in range(num_sources)]
+    sources = ", ".join(f"{{{', '.join(of)}, {of[1]}_shape[1], {of[2]}_shape[1]}}" for of in names)
+    body = (
+        f"const Source<T> sources[] = {{{sources}}}; "
+        "delta_gather<T, HK, HV, DK, DV>(plan, sources, WINDOW, OLD, state, window, k, v, g, beta);"
+    )
+    inputs = ("plan", *(name for of in names for name in of))
+    outputs = ("state", "window", "k", "v", "g", "beta")
+    return CudaKernel(f"delta_gather_{num_sources}", ("delta_gather.cuh",), inputs, outputs, body)
+
+
+@or_ops(ops.gather)
+def gather(shape: DeltaShape, plan: mx.array, sources: Sequence[Left]) -> Left:
+    """Rows out of several steps' arrays, with room for LONGEST_WINDOW tokens.
+
+    plan: see delta_gather.cuh. sources: at most MOST_SOURCES.
+    """
+    rows, dtype, most = plan.shape[0], sources[0].raw.dtype, LONGEST_WINDOW
+    number = 1 << (len(sources) - 1).bit_length()  # few kernels are built
+    filled = [*sources, *[sources[0]] * (number - len(sources))]
+    given = [array for each in filled for array in (*each[:2], *each.stash)]
+    key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
+    gates = ((rows, most - 1, shape.num_v_heads), mx.float32)
+    state, raw, *stash = _gather(number)(
+        [plan, *given],
+        {
+            "T": dtype,
+            "HK": shape.num_k_heads,
+            "HV": shape.num_v_heads,
+            "DK": shape.head_k_dim,
+            "DV": shape.head_v_dim,
+            "WINDOW": shape.kernel_size - 1 + most,
+            "OLD": most - 1,
+        },
+        (_GATHERING_BLOCKS, 1, rows),
+        _THREADS,
+        (
+            ((rows, *value, shape.head_k_dim), mx.float32),
+            ((rows, shape.kernel_size - 1 + most, shape.num_channels), dtype),
+            ((rows, most - 1, *key), dtype),
+            ((rows, most - 1, *value), dtype),
+            gates,
+            gates,
+        ),
+    )
+    return Left(state, raw, Stash(*stash))
 
 
 @or_ops(ops.gated_norm)

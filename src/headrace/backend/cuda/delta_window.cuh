@@ -26,6 +26,7 @@ __device__ void delta_window(const int* plan, int OLD_WINDOW, int OLD, const T* 
   plan += row * PLAN;
   const int lo = plan[0], n = plan[1], num_certain = plan[2], num_replay = plan[3], context_end = plan[4];
   const int old = plan[5], LONGEST = plan[6], STASH = max(LONGEST - 1, 1);
+  if (!n) return;  // a row that is there to make up the number
   // the blocks of a head share what it writes beside its channels: the first one does it
   const bool writes_key_head = blockIdx.x == 0 && hv % (HV / HK) == 0, writes_head = blockIdx.x == 0;
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from headrace.backend.cuda.shapes import (
+    LONGEST_WINDOW,
     DeltaShape,
     Gate,
     HeadShape,
+    Left,
     Prepared,
     Projection,
     Stash,
@@ -132,6 +134,11 @@ def window(
     y = mx.zeros((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
     states, raws, stashes = [], [], []
     for lo, num_tokens, num_certain, num_replay, end, old, _ in rows:
+        if not num_tokens:
+            states.append(mx.zeros_like(state[0]))
+            raws.append(mx.zeros((context + longest, shape.num_channels), projected.dtype))
+            stashes.append([mx.zeros((num_stashed, *array.shape[2:]), array.dtype) for array in old_stash])
+            continue
         own, before = projected[:, lo : lo + num_tokens], old_raw[old : old + 1, end - context : end]
         new = prepare(shape, weights, own, before)
         # a row without tokens to replay may have no place in the old stash
@@ -145,6 +152,26 @@ def window(
         stashes.append([_padded(array[num_certain:], num_stashed) for array in new[1:]])
     stash = Stash(*(mx.stack(list(arrays)) for arrays in zip(*stashes, strict=True)))
     return Windowed(y, mx.stack(states), mx.stack(raws), stash)
+
+
+def gather(shape: DeltaShape, plan: mx.array, sources: Sequence[Left]) -> Left:
+    """Row by row; zeros where the kernel leaves what was there."""
+    most = LONGEST_WINDOW
+    rows: Rows = plan.tolist()  # type: ignore[assignment]
+    (first_state, first_raw, first_stash), num_rows = sources[0], len(rows)
+    state = mx.zeros((num_rows, *first_state.shape[1:]))
+    raw = mx.zeros((num_rows, shape.kernel_size - 1 + most, shape.num_channels), first_raw.dtype)
+    stash = Stash(*(mx.zeros((num_rows, most - 1, *array.shape[2:]), array.dtype) for array in first_stash))
+    for to, (source, row, end, num_replay) in enumerate(rows):
+        if not end:
+            continue
+        of = sources[source]
+        state[to] = of.state[row]
+        raw[to, :end] = of.raw[row, :end]
+        if num_replay:
+            for array, held in zip(stash, of.stash, strict=True):
+                array[to, :num_replay] = held[row, :num_replay]
+    return Left(state, raw, stash)
 
 
 def _recur(q: mx.array, tokens: Stash, state: mx.array, keep: int) -> tuple[mx.array, mx.array]:
@@ -198,6 +225,8 @@ def rope_append(
     queries, keys = (_turned(x, angles, layout.rotary).astype(projected.dtype) for x in (queries, keys))
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     for lo, num_tokens, start, slab, slot, *_ in rows:
+        if not num_tokens:
+            continue
         for held, new in zip(slabs[slab], (keys, values.astype(projected.dtype)), strict=True):
             held[slot, :, start : start + num_tokens] = new[lo : lo + num_tokens].swapaxes(0, 1)
     return queries
@@ -218,6 +247,8 @@ def attend(
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     group = shape.num_heads // shape.num_kv_heads
     for lo, num_tokens, start, slab, slot, _, window, first in rows:
+        if not num_tokens:
+            continue
         end = start + num_tokens
         keys, values = (mx.repeat(held[slot, :, first:end].astype(mx.float32), group, axis=0) for held in slabs[slab])
         own = queries[lo : lo + num_tokens].astype(mx.float32).swapaxes(0, 1)

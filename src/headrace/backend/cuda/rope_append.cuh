@@ -1,4 +1,5 @@
-// Norms each head of queries and keys, turns them by their positions, and writes keys and values into the slabs.
+// Norms each head of queries and keys, turns them by their positions, and writes keys and values into the slabs; those of
+// tokens behind the last row's nowhere.
 //
 // projected [T, WIDTH]: queries, a head every Q_STRIDE, keys at K_AT, values at V_AT. plan: see rows.cuh, of all rows in
 // their order. positions int32 [AXES, T]; frequencies float32 [ROTARY / 2] with the axis of each in axes.
@@ -8,7 +9,7 @@ template <typename T, int HQ, int HKV, int D, int ROTARY, int WIDTH, int Q_STRID
           typename W>
 __device__ void rope_append(const int* plan, const int* positions, const T* projected, const W* q_norm,
                             const W* k_norm, const float* frequencies, const int* axes, float eps, int num_tokens,
-                            T* const* slab_keys, T* const* slab_values, T* queries) {
+                            int num_rows, T* const* slab_keys, T* const* slab_values, T* queries) {
   constexpr int PER_LANE = D / 32, HALF = ROTARY / 2;
   const int token = blockIdx.y, lane = threadIdx.x % 32, head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (head >= HQ + 2 * HKV) return;
@@ -23,9 +24,10 @@ __device__ void rope_append(const int* plan, const int* positions, const T* proj
   }
   T* to = queries + (static_cast<long>(token) * HQ + own) * D;
   if (!is_query) {
-    const int* of = plan;
-    while (token >= of[0] + of[1]) of += ROW;
-    const Row row(of, 0);
+    int at = 0;
+    while (at < num_rows && token >= plan[at * ROW] + plan[at * ROW + 1]) at++;
+    if (at == num_rows) return;
+    const Row row(plan, at);
     T* slab = is_value ? slab_values[row.slab] : slab_keys[row.slab];
     to = slab + ((static_cast<long>(row.slot) * HKV + own) * row.capacity + row.start + token - row.lo) * D;
   }

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+LONGEST_WINDOW = 8
+"""Most tokens of a row that a gated delta layer takes at once, and replays: MOST_OF_WINDOW in delta_window.cuh."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -87,6 +90,14 @@ class Stash(NamedTuple):
     v: mx.array
     g: mx.array
     beta: mx.array
+
+
+class Left(NamedTuple):
+    """What a step leaves of its rows, or of some of them: state and raw inputs as in `Windowed`, and the stash."""
+
+    state: mx.array
+    raw: mx.array
+    stash: Stash
 
 
 class Windowed(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from headrace.backend.cuda import attention as kernels
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
-from headrace.models.mixers.fused import Feed, Held, Table, coarse, room_for
+from headrace.models.mixers.fused import Feed, Held, Table, coarse, padded_rows, room_for
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
@@ -62,13 +62,15 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
 
 def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
     """Of layers with a window: to the kernels a row's buffer is a slab with one slot, whose first token is the base."""
+    num_added = padded_rows(len(states)) - len(states)
     rows = [
         (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
     ]
     together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, window)]
     most = room_for(max([row[1] for row in together], default=1))
-    return _places(rows, together, window + most, [state.capacity for state in states], ())
+    capacities = [state.capacity for state in states]
+    return _places(rows, together, window + most, capacities + capacities[-1:] * num_added, ())
 
 
 def _places(
@@ -264,9 +266,11 @@ class AttentionLayers:
     def _in_buffers(self, step: PackedStep, window: int) -> tuple[_Places, list[mx.array]]:
         arrays: list[mx.array] = []
         make = partial(SlidingAttentionState, window)
+        num_added = padded_rows(len(step.spans)) - len(step.spans)
         for layer, mixer in self._mixers.items():
             states = [span.state.layer(layer, make) for span in step.spans]
-            arrays += mixer.buffers(step, states)
+            own = mixer.buffers(step, states)
+            arrays += own + own[-2:] * num_added
         return _in_buffers(step, states, window), arrays
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:

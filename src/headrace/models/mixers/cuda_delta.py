@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -13,10 +15,10 @@ from mlx_lm.models import qwen3_5
 from headrace.backend.cuda import delta, shapes
 from headrace.backend.gated_delta import scan
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held, Table, room_for
+from headrace.models.mixers.fused import Feed, Held, Table, padded_rows
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.layer import LayerKey
-from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash, gather
+from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """In the order in which the fused projection has them."""
@@ -48,6 +50,16 @@ _Place = tuple[int, int, int]
 """A row's tokens to be replayed, where its raw inputs end, and which row it is of shared arrays."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of what a step has left; the rest is as in `_Place`."""
+
+    left: shapes.Left
+    row: int
+    end: int
+    num_replay: int
+
+
 class CudaDeltaMixer(nn.Module):
     """Stands where a `GatedDeltaNet` of mlx-lm stood."""
 
@@ -66,8 +78,8 @@ class CudaDeltaMixer(nn.Module):
         self._no_raw = mx.zeros((1, self.num_context, shape.num_channels), dtype)
         keys = mx.zeros((1, 1, shape.num_k_heads, shape.head_k_dim), dtype)
         gates = mx.zeros((1, 1, shape.num_v_heads), mx.float32)
-        self.no_stash = DeltaInputs(keys, mx.zeros((1, 1, shape.num_v_heads, shape.head_v_dim), dtype), gates, gates)
-        mx.eval(self._weights, self._no_state, self._no_raw, self.no_stash.arrays)
+        self.no_stash = shapes.Stash(keys, mx.zeros((1, 1, shape.num_v_heads, shape.head_v_dim), dtype), gates, gates)
+        mx.eval(self._weights, self._no_state, self._no_raw, self.no_stash)
 
     def __call__(
         self, x: mx.array, mask: Any = None, cache: View | None = None, residual: mx.array | None = None
@@ -86,7 +98,8 @@ class CudaDeltaMixer(nn.Module):
         if together:
             counts = [(span.lo, span.num_tokens, span.num_certain) for span, _ in together]
             own = [state for _, state in together]
-            places, arrays = self.united(own)
+            places, left = self.united(step, own)
+            arrays = [*left[:2], *left.stash]
             plan, constants = _plan(counts, places, arrays)
             y, given = self._window(projected, Feed([step.shared(plan)], arrays, constants))
             self._advance(counts, own, given)
@@ -127,26 +140,62 @@ class CudaDeltaMixer(nn.Module):
         result = delta.window(self._shape, self._weights, plan, longest, projected, raw, shapes.Stash(*stash), state)
         return result.y, (result.state, result.raw, *result.stash)
 
-    def united(self, states: Sequence[RecurrentState]) -> tuple[list[_Place], list[mx.array]]:
-        """Where the rows are in arrays that they share: of states, of raw inputs, and those of their stash.
+    def united(self, step: PackedStep, states: Sequence[RecurrentState]) -> tuple[list[_Place], shapes.Left]:
+        """Where the rows are in arrays that they share.
 
         As long as rows step together, or fewer of them, the arrays are those that their last step left.
         """
-        first, stash = states[0], next((state.stash for state in states if state.num_replay), None)
-        inputs = self.no_stash if stash is None else stash.inputs
-        if first.state is not None and first.window is not None:
-            shared, raw = first.state.array, first.window.array
-            if all(_lies_in(state, shared, raw, inputs) for state in states):
-                places = [(state.num_replay, state.end, state.state.row) for state in states if state.state is not None]
-                return places, [shared, raw, *inputs.arrays]
-        no_state = BatchRow(self._no_state, 0)
-        no_raw = BatchRow(self._no_raw, 0)
-        for state in states:
-            state.settle()
-        raws = [one if (one := state.context(self.num_context)) is not None else no_raw for state in states]
-        gathered = gather([no_state if state.state is None else state.state for state in states])
-        places = [(0, self.num_context, row) for row in range(len(states))]
-        return places, [gathered, gather(raws), *self.no_stash.arrays]
+        rows = [self._left(state) for state in states]
+        found: dict[tuple[int, int], shapes.Left] = {}
+        for row in rows:
+            key = id(row.left.state), id(row.left.raw)
+            # a row without tokens to replay may have no place in a stash
+            if key not in found or row.num_replay:
+                found[key] = row.left
+        numbers = {key: number for number, key in enumerate(found)}
+        sources = list(found.values())
+        if len(sources) == 1:
+            return [(row.num_replay, row.end, row.row) for row in rows], sources[0]
+        places = [(numbers[id(row.left.state), id(row.left.raw)], row.row, row.end, row.num_replay) for row in rows]
+        while len(sources) > delta.MOST_SOURCES:
+            first = delta.MOST_SOURCES
+            early = [place for place in places if place[0] < first]
+            sources = [*sources[first:], self._gathered(step, early, sources[:first])]
+            again = count()
+            places = [
+                (len(sources) - 1, next(again), *place[2:]) if place[0] < first else (place[0] - first, *place[1:])
+                for place in places
+            ]
+        left = self._gathered(step, places, sources)
+        return [(num_replay, end, row) for row, (_, _, end, num_replay) in enumerate(places)], left
+
+    def _gathered(
+        self, step: PackedStep, places: Sequence[tuple[int, ...]], sources: Sequence[shapes.Left]
+    ) -> shapes.Left:
+        """places: see delta_gather.cuh."""
+        added = [(0, 0, 0, 0)] * (padded_rows(len(places)) - len(places))
+        return delta.gather(self._shape, step.shared((*places, *added)), sources)
+
+    def _left(self, state: RecurrentState) -> _Row:
+        """What the row's last step left, as it is if a window can go on from there."""
+        memory, raw, stash = state.state, state.window, state.stash
+        longest = self.num_context + shapes.LONGEST_WINDOW
+        if memory is None or raw is None or memory.row != raw.row or state.end > longest:
+            return self._settled(state)
+        if not state.num_replay or stash is None:
+            return _Row(shapes.Left(memory.array, raw.array, self.no_stash), memory.row, state.end, 0)
+        if stash.row != memory.row or stash.first:
+            return self._settled(state)
+        inputs = shapes.Stash(*stash.inputs.arrays)
+        return _Row(shapes.Left(memory.array, raw.array, inputs), memory.row, state.end, state.num_replay)
+
+    def _settled(self, state: RecurrentState) -> _Row:
+        """With nothing to replay, in arrays of its own."""
+        state.settle()
+        context = state.context(self.num_context)
+        memory = self._no_state if state.state is None else state.state.alone()
+        raw = self._no_raw if context is None else context.alone()
+        return _Row(shapes.Left(memory, raw, self.no_stash), 0, self.num_context, 0)
 
     def _advance(
         self, counts: Sequence[tuple[int, int, int]], states: Sequence[RecurrentState], given: Sequence[mx.array]
@@ -202,10 +251,7 @@ class DeltaLayers:
 
     def held(self, step: PackedStep) -> Held | None:
         """See `FusedLayers`."""
-        found = self._joint(step) or self._gathered(step)
-        if found is None:
-            return None
-        places, arrays = found
+        places, arrays = self._joint(step) or self._gathered(step)
         plan, constants = _plan(step.counts, places, arrays)
         return Held((plan,), arrays, constants)
 
@@ -216,27 +262,18 @@ class DeltaLayers:
         places = [(row.num_replay, row.end, row.row) for row in rows if row is not None and row.left is left]
         if left is None or len(places) < len(rows):
             return None
-        replays = any(num_replay for num_replay, _, _ in places)
-        arrays: list[mx.array] = []
-        for mixer, of_layer in zip(self._mixers.values(), left.values(), strict=True):
-            arrays += of_layer if replays else (*of_layer[:2], *mixer.no_stash.arrays)
-        return places, arrays
+        return places, [array for of_layer in left.values() for array in of_layer]
 
-    def _gathered(self, step: PackedStep) -> tuple[list[_Place], list[mx.array]] | None:
+    def _gathered(self, step: PackedStep) -> tuple[list[_Place], list[mx.array]]:
         arrays: list[mx.array] = []
         places: list[_Place] = []
         for layer, mixer in self._mixers.items():
-            states = mixer.states(step, layer)
-            if max([state.num_replay for state in states]) > delta.LONGEST_WINDOW:
-                return None
-            places, of_layer = mixer.united(states)
-            arrays += of_layer
+            places, left = mixer.united(step, mixer.states(step, layer))
+            arrays += [*left[:2], *left.stash]
         return places, arrays
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
         """See `FusedLayers`."""
-        if all(num_tokens == num_certain for _, num_tokens, num_certain in step.counts):
-            given = [arrays[:2] for arrays in given]
         left, num_context = dict(zip(self._mixers, given, strict=True)), self._first.num_context
         for row, (span, (_, num_tokens, num_certain)) in enumerate(zip(step.spans, step.counts, strict=True)):
             span.state.join(left).advance(left, row, num_context + num_tokens, num_tokens - num_certain)
@@ -247,28 +284,14 @@ def _plan(
 ) -> tuple[Table, tuple[int, ...]]:
     """What the kernel reads of each row, and what its launch depends on. counts: see `PackedStep.counts`.
 
-    The arrays begin with a layer's own; while rows join and leave their shapes differ by what is told of them here.
+    There is room for the longest window whatever the rows have, so that the next step finds arrays of one shape. The
+    arrays begin with a layer's own; while rows join and leave their shapes differ by what is told of them here.
     """
-    longest = room_for(max([num_tokens for _, num_tokens, _ in counts]))
+    longest = shapes.LONGEST_WINDOW
     plan = tuple([(*count, *place, longest) for count, place in zip(counts, places, strict=True)])
     memory, raw, keys, *_ = arrays
     return plan, (longest, memory.shape[0], *raw.shape[:2], *keys.shape[:2])
 
 
 def _is_short(span: RowSpan, state: RecurrentState) -> bool:
-    return max(span.num_tokens, state.num_replay) <= delta.LONGEST_WINDOW and not span.state.marks
-
-
-def _lies_in(state: RecurrentState, shared: mx.array, raw: mx.array, stash: DeltaInputs) -> bool:
-    """Whether the state is a row of these arrays, the same one of each."""
-    if state.state is None or state.window is None or state.state.array is not shared:
-        return False
-    if state.window.array is not raw or state.window.row != state.state.row:
-        return False
-    if not state.num_replay:
-        return True
-    own = state.stash
-    if own is None or own.row != state.state.row or own.first != 0:
-        return False
-    # rows that stepped together in all layers have objects of their own around the arrays
-    return all(array is other for array, other in zip(own.inputs.arrays, stash.arrays, strict=True))
+    return max(span.num_tokens, state.num_replay) <= shapes.LONGEST_WINDOW and not span.state.marks

@@ -39,10 +39,14 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Feeds of a step's layers, and what each gives back."""
+    """Feeds of a step's layers, and what each gives back.
+
+    num_tokens: int32 `[1]`, on the device: how many packed tokens are some row's; None where all are.
+    """
 
     feeds: dict[LayerKey, Feed]
     given: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
+    num_tokens: mx.array | None = None
 
 
 MOST_TOKENS = 8
@@ -60,6 +64,22 @@ def room_for(num_tokens: int) -> int:
 def coarse(number: int) -> int:
     """The next power of two."""
     return 1 << (number - 1).bit_length()
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next power of two, or three quarters of it if that is enough: 1, 2, 3, 4, 6, 8, 12, 16, 24, …
+
+    Compiled steps have so many rows, those behind the real ones of no tokens: one row more or less needs no form of its
+    own.
+    """
+    power = coarse(num_rows)
+    return power * 3 // 4 if num_rows <= power * 3 // 4 else power
+
+
+def padded_tokens(num_tokens: int, num_rows: int) -> int:
+    """A whole multiple of the padded rows: what is behind the real tokens belongs to no row."""
+    rows = padded_rows(num_rows)
+    return -(-num_tokens // rows) * rows
 
 
 class FusedLayers(Protocol):
