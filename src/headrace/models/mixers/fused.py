@@ -39,10 +39,14 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Feeds of a step's layers, and what each gives back."""
+    """Feeds of a step's layers, and what each gives back.
+
+    num_tokens: int32 `[1]`, on the device: how many packed tokens are some row's; None where all are.
+    """
 
     feeds: dict[LayerKey, Feed]
     given: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
+    num_tokens: mx.array | None = None
 
 
 MOST_TOKENS = 8
