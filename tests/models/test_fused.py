@@ -28,8 +28,10 @@ from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
+from headrace.models.mixers.fused import Exchange, Feed
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
+from headrace.models.step import PackedStep, View
 from headrace.perf.operations import operations
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
@@ -193,6 +195,22 @@ def test_beside_many_forms_one_is_compiled_once_it_comes_back(
         assert traces <= 1  # the check has had this form before
     else:
         assert traces == num_compiled  # a compiled form is traced at each use
+
+
+@tiny_fused.only_operations  # which leave no number where kernels leave what they found
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_layer_tells_its_experts_which_tokens_are_padding(is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(self: Any, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array) -> Any:
+        return x + residual, ()
+
+    monkeypatch.setattr(CudaDeltaMixer, "compute", compute)
+    layer = fused("qwen3_5_moe").model.layers[0]
+    exchange = Exchange({(0,): Feed((), (), ())}, num_tokens=mx.array([2]))
+    view = View(PackedStep((), mx.arange(5), tiny_fused.KERNELS, exchange), (0,), None)
+    x = mx.random.normal((1, 5, layer.input_layernorm.weight.size))
+    output = layer(x, mask=None, cache=view) if is_named else layer(x, None, view)
+    assert mx.isnan(output).any(axis=-1).tolist() == [[False, False, True, True, True]]
+    assert not mx.isnan(output[:, :2]).any()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])

@@ -3,6 +3,8 @@
 Without one they are the operations that stand for the kernels.
 """
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -102,6 +104,33 @@ def test_weights_are_made_dense_with_one_rounding(form: tuple[int, int]) -> None
     assert mx.array_equal(matmul.dense(held), mx.array(exact.astype(np.float32)).astype(mx.bfloat16))
 
 
+WIDTH, NUM_EXPERTS = 256, 40
+Reference = Callable[[mx.array, mx.array], np.ndarray]
+
+
+def random_experts(
+    rng: np.random.Generator, form: tuple[int, int], has_shared: bool, routing: moe.Routing
+) -> tuple[tuple[moe.Routing, moe.Experts, moe.Experts | None], Reference]:
+    """As the kernels take them, and what they make of tokens and their logits."""
+    inner = 128
+    shapes = ((NUM_EXPERTS, inner, WIDTH), (NUM_EXPERTS, inner, WIDTH), (NUM_EXPERTS, WIDTH, inner))
+    gate, up, down = (weights(rng, shape, form) for shape in shapes)
+    own_gate, own_up, own_down = (weights(rng, shape[1:], form) for shape in shapes)
+
+    def matrices(e: int) -> Matrices:
+        return gate[1][e], up[1][e], down[1][e]
+
+    own = (own_gate[1], own_up[1], own_down[1]) if has_shared else None
+
+    def reference(x: mx.array, logits: mx.array) -> np.ndarray:
+        given = double(logits) if has_shared else double(logits)[:, :NUM_EXPERTS]
+        pairs = zip(double(x), given, strict=True)
+        return np.stack([mixture(*pair, matrices, own, routing.per_token, routing.normed) for pair in pairs])
+
+    shared = moe.Experts(own_gate[0], own_up[0], own_down[0]) if has_shared else None
+    return (routing, moe.Experts(gate[0], up[0], down[0]), shared), reference
+
+
 @pytest.mark.parametrize("form", [(16, 1), (4, 64)])
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
@@ -110,25 +139,30 @@ def test_a_mixture_is_the_weighted_sum_of_its_likeliest_experts(
     form: tuple[int, int], has_shared: bool, normed: bool, num_tokens: int
 ) -> None:
     rng = np.random.default_rng(form[0])
-    number, per_token, width, inner = 40, 6, 256, 128
-    shapes = ((number, inner, width), (number, inner, width), (number, width, inner))
-    gate, up, down = (weights(rng, shape, form) for shape in shapes)
-    own_gate, own_up, own_down = (weights(rng, shape[1:], form) for shape in shapes)
-    x, logits = tokens(rng, num_tokens, width), 2 * tokens(rng, num_tokens, number + 1)
-    routing = moe.Routing(number, per_token, normed)
-    shared = moe.Experts(own_gate[0], own_up[0], own_down[0]) if has_shared else None
+    layer, reference = random_experts(rng, form, has_shared, moe.Routing(NUM_EXPERTS, 6, normed))
+    x, logits = tokens(rng, num_tokens, WIDTH), 2 * tokens(rng, num_tokens, NUM_EXPERTS + 1)
+    got = moe.mix(*layer, x, logits)
+    assert_close(got, reference(x, logits))
+    residual = tokens(rng, 1, num_tokens, WIDTH)
+    assert mx.array_equal(moe.mix(*layer, x, logits, residual), residual[0] + got)
 
-    def matrices(e: int) -> Matrices:
-        return gate[1][e], up[1][e], down[1][e]
 
-    own = (own_gate[1], own_up[1], own_down[1]) if has_shared else None
-    given = double(logits) if has_shared else double(logits)[:, :number]
-    want = np.stack([mixture(*pair, matrices, own, per_token, normed) for pair in zip(double(x), given, strict=True)])
-    experts = moe.Experts(gate[0], up[0], down[0])
-    got = moe.mix(routing, experts, shared, x, logits)
-    assert_close(got, want)
-    residual = tokens(rng, 1, num_tokens, width)
-    assert mx.array_equal(moe.mix(routing, experts, shared, x, logits, residual), residual[0] + got)
+@pytest.mark.parametrize("form", [(16, 1), (4, 64)])
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(("room", "num_tokens"), [(8, 3), (16, 16), (17, 1), (40, 20)])
+def test_no_padding_behind_tokens_changes_their_mixture(
+    form: tuple[int, int], has_shared: bool, room: int, num_tokens: int
+) -> None:
+    rng = np.random.default_rng(room)
+    layer, reference = random_experts(rng, form, has_shared, moe.Routing(NUM_EXPERTS, 6, True))
+    x, logits = tokens(rng, room, WIDTH), 2 * tokens(rng, room, NUM_EXPERTS + 1)
+    # as the layers before may leave it
+    x[num_tokens:], logits[num_tokens:] = mx.nan, mx.nan
+    residual, count = tokens(rng, 1, room, WIDTH), mx.array([num_tokens], mx.int32)
+    got = moe.mix(*layer, x, logits, num_tokens=count)[:num_tokens]
+    assert_close(got, reference(x[:num_tokens], logits[:num_tokens]))
+    added = moe.mix(*layer, x, logits, residual, count)[:num_tokens]
+    assert mx.array_equal(added, residual[0, :num_tokens] + got)
 
 
 @needs_gpu

@@ -101,18 +101,22 @@ def mix(
     x: mx.array,
     logits: mx.array,
     residual: mx.array | None = None,
+    num_tokens: mx.array | None = None,
 ) -> mx.array:
     """`[T, K]`: what the experts make of x `[T, K]`, weighted and added up in float32.
 
     residual: as many numbers, added to them once they are rounded.
     logits `[T, num_experts (+ 1)]`: the router's, and for a shared expert that of the sigmoid which is its weight.
+    num_tokens: int32 `[1]`, T at most. Tokens behind so many read no experts, and what they get is undefined.
     """
-    form = _Form(routing, experts.gate.bits, experts.gate.group_size, shared is not None)
-    num_tokens, width = x.shape
-    inner, num_pairs, is_few = experts.gate.num_features, num_tokens * form.each, num_tokens <= FEW_TOKENS
+    room, width = x.shape
+    is_few, counted = room <= FEW_TOKENS, () if num_tokens is None else (num_tokens,)
+    is_guarded = is_few and bool(counted)
+    form = _Form(routing, experts.gate.bits, experts.gate.group_size, shared is not None, is_guarded)
+    inner, num_pairs = experts.gate.num_features, room * form.each
     own = (None, None, None) if shared is None else shared.all
     chosen, weights = route(routing, logits)
-    work, num_blocks = ([chosen], num_pairs) if is_few else _sorted(form, chosen)
+    work, num_blocks = ([chosen, *counted], num_pairs) if is_few else _sorted(form, chosen, counted)
     tiles = 1 if is_few else _PIECE // 8
     cut = matmul.fitted(experts.gate, _CUT, tiles)
     (hidden,) = _gate_up(form, tiles, cut.stages, matmul.shared_bytes(experts.gate, cut, tiles))(
@@ -127,24 +131,25 @@ def mix(
     if is_few:
         given = (*given, *added)
         cut = _down_cut(experts.down, routing, shared)
-        blocks, output = (-(-width // 16), num_tokens, 1), (x.shape, x.dtype)
+        blocks, output = (-(-width // 16), room, 1), (x.shape, x.dtype)
     else:
         cut = matmul.fitted(experts.down, _CUT, tiles)
         blocks, output = (-(-width // (32 * cut.warps)), num_blocks, 1), ((num_pairs, width), mx.float32)
-    room = matmul.shared_bytes(experts.down, cut, tiles)
-    down = _down(form, tiles, cut.stages, room, is_few and residual is not None)
+    memory = matmul.shared_bytes(experts.down, cut, tiles)
+    down = _down(form, tiles, cut.stages, memory, is_few and residual is not None)
     (y,) = down(given, {"T": x.dtype}, blocks, 32 * cut.warps, (output,))
-    return y if is_few else _added(form, y, x, added)
+    return y if is_few else _added(form, y, x, added, counted)
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What kernels are built for."""
+    """What kernels are built for; is_guarded: whether blocks of a token or a pair ask how many tokens there are."""
 
     routing: Routing
     bits: int
     group_size: int
     has_shared: bool
+    is_guarded: bool
 
     @property
     def each(self) -> int:
@@ -158,7 +163,12 @@ class _Form:
 
     @property
     def name(self) -> str:
-        return f"{self.bits}_{self.group_size}_{self.routing.num_experts}_{self.counts.replace(', ', '_')}"
+        guarded = "_guarded" * self.is_guarded
+        return f"{self.bits}_{self.group_size}_{self.routing.num_experts}_{self.counts.replace(', ', '_')}{guarded}"
+
+    def guard(self, each: int) -> str:
+        """What ends a block of a token that there is not, where each token has so many blocks."""
+        return f"if (blockIdx.y >= num_tokens[0] * {each}) return; " * self.is_guarded
 
     def names(self, matrix: str) -> list[str]:
         """Arguments for the experts' matrices, and for the shared one."""
@@ -176,25 +186,28 @@ class _Form:
             piece = ", ".join(f"pieces[blockIdx.y * 3 + {i}]" for i in range(3))
             return ("order", "pieces"), f"Pairs{{{piece}, order}}"
         expert = f"expert_of<{self.counts}>(chosen, {self.routing.num_experts}, blockIdx.y)"
-        return ("chosen",), f"Pairs{{{expert}, static_cast<int>(blockIdx.y), 1, nullptr}}"
+        names = ("chosen", *["num_tokens"] * self.is_guarded)
+        return names, f"Pairs{{{expert}, static_cast<int>(blockIdx.y), 1, nullptr}}"
 
 
 def _arrays(experts: Weights, shared: Weights | None) -> tuple[mx.array, ...]:
     return experts.arrays if shared is None else (*experts.arrays, *shared.arrays)
 
 
-def _sorted(form: _Form, chosen: mx.array) -> tuple[list[mx.array], int]:
+def _sorted(form: _Form, chosen: mx.array, counted: tuple[mx.array, ...]) -> tuple[list[mx.array], int]:
     """Pairs by expert and their pieces, and how many of these there may be: of each expert the last is not full."""
     num_pairs = chosen.shape[0] * form.each
     # as in sort_pairs
     num_pieces = min(num_pairs, num_pairs // _PIECE + form.routing.num_experts + form.has_shared)
     outputs = ((num_pairs,), mx.int32), ((num_pieces, 3), mx.int32)
-    return _sort(form)((chosen,), {}, (1, 1, 1), 1024, outputs), num_pieces
+    return _sort(form, bool(counted))((chosen, *counted), {}, (1, 1, 1), 1024, outputs), num_pieces
 
 
-def _added(form: _Form, made: mx.array, x: mx.array, residual: tuple[mx.array, ...]) -> mx.array:
-    add = _add(form.each, bool(residual))
-    (y,) = add((made, *residual), {"T": x.dtype}, (-(-x.size // 256), 1, 1), 256, ((x.shape, x.dtype),))
+def _added(
+    form: _Form, made: mx.array, x: mx.array, residual: tuple[mx.array, ...], counted: tuple[mx.array, ...]
+) -> mx.array:
+    add = _add(form.each, bool(residual), bool(counted))
+    (y,) = add((made, *residual, *counted), {"T": x.dtype}, (-(-x.size // 256), 1, 1), 256, ((x.shape, x.dtype),))
     return y
 
 
@@ -210,16 +223,20 @@ def _route(routing: Routing) -> CudaKernel:
 
 
 @cache
-def _sort(form: _Form) -> CudaKernel:
+def _sort(form: _Form, is_counted: bool) -> CudaKernel:
     counts = f"{form.counts}, {form.routing.num_experts}, {_PIECE}"
-    body = f"sort_pairs<{counts}>(chosen, chosen_shape[0] * {form.each}, order, pieces);"
-    return CudaKernel(f"sort_pairs_{form.name}", ("pairs.cuh",), ("chosen",), ("order", "pieces"), body)
+    num_tokens = "num_tokens[0]" if is_counted else "chosen_shape[0]"
+    body = f"sort_pairs<{counts}>(chosen, {num_tokens} * {form.each}, chosen_shape[0] * {form.each}, order, pieces);"
+    inputs = ("chosen", *["num_tokens"] * is_counted)
+    name = f"sort_pairs_{form.name}{'_counted' * is_counted}"
+    return CudaKernel(name, ("pairs.cuh",), inputs, ("order", "pieces"), body)
 
 
 @cache
 def _gate_up(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
     inputs, pairs = form.pairs(tiles)
     body = (
+        f"{form.guard(form.each)}"
         f"gate_up<T, {form.bits}, {form.group_size}, {form.each}, {tiles}, {stages}, {_CUT.warps}>(x, {pairs}, "
         f"{form.experts('gate')}, {form.experts('up')}, {form.routing.num_experts}, "
         "gate_w_shape[1], x_shape[1], hidden);"
@@ -233,7 +250,7 @@ def _down(form: _Form, tiles: int, stages: int, room: int, has_residual: bool) -
     """has_residual: of a token's sum, which only one tile makes."""
     inputs, pairs = form.pairs(tiles)
     kind = f"{form.bits}, {form.group_size}, {form.counts}"
-    call, residual = f"down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "
+    call, residual = f"{form.guard(1)}down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "
     if tiles > 1:
         call, residual = f"down_pairs<T, {kind}, {tiles}, {stages}>(hidden, {pairs}", ""
     body = (
@@ -245,8 +262,10 @@ def _down(form: _Form, tiles: int, stages: int, room: int, has_residual: bool) -
 
 
 @cache
-def _add(each: int, has_residual: bool) -> CudaKernel:
-    size = f"static_cast<long>(made_shape[0] / {each}) * made_shape[1]"
+def _add(each: int, has_residual: bool, is_counted: bool) -> CudaKernel:
+    num_tokens = "num_tokens[0]" if is_counted else f"made_shape[0] / {each}"
+    size = f"static_cast<long>({num_tokens}) * made_shape[1]"
     body = f"add_pairs<T, {each}>(made, {size}, made_shape[1], {residual_of(has_residual)}, y);"
-    inputs = ("made", *["residual"] * has_residual)
-    return CudaKernel(f"add_pairs_{each}{'_added' * has_residual}", ("pairs.cuh",), inputs, ("y",), body)
+    inputs = ("made", *["residual"] * has_residual, *["num_tokens"] * is_counted)
+    name = f"add_pairs_{each}{'_added' * has_residual}{'_counted' * is_counted}"
+    return CudaKernel(name, ("pairs.cuh",), inputs, ("y",), body)

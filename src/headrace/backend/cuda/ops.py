@@ -71,8 +71,9 @@ def mix(
     x: mx.array,
     logits: mx.array,
     residual: mx.array | None = None,
+    num_tokens: mx.array | None = None,
 ) -> mx.array:
-    """Each token's likeliest experts by their share, then the one that all have."""
+    """Each token's likeliest experts by their share, then the one that all have; no number for padding."""
     routed = logits[:, : routing.num_experts].astype(mx.float32)
     shares, chosen = mx.softmax(routed, axis=-1), mx.argsort(-routed, axis=-1)[:, : routing.per_token]
     weights = mx.take_along_axis(shares, chosen, axis=-1)
@@ -81,6 +82,8 @@ def mix(
     y = sum((weights[:, j, None] * _expert(experts, x, chosen[:, j]) for j in range(routing.per_token)), mx.array(0.0))
     if shared is not None:
         y = y + mx.sigmoid(logits[:, routing.num_experts :].astype(mx.float32)) * _expert(shared, x, None)
+    if num_tokens is not None:  # whoever reads what is undefined shall see it
+        y = mx.where(mx.arange(x.shape[0])[:, None] < num_tokens, y, mx.nan)
     y = y.astype(x.dtype)
     return y if residual is None else residual.reshape(y.shape) + y
 

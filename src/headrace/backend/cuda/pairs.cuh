@@ -14,14 +14,14 @@ struct Pairs {
   __device__ int operator[](int i) const { return order ? order[first + i] : first; }
 };
 
-// Sorts pairs by expert and cuts them into pieces of at most PIECE pairs of one: order int32 [num_pairs], pieces int32
-// [num_pieces, 3] as the numbers in `Pairs`, of which the last may have no pairs. Which pair of an expert comes first is
-// left to chance; they don't meet in any sum. One block.
+// Sorts pairs by expert and cuts them into pieces of at most PIECE pairs of one: order int32 [room], of which the first
+// num_pairs are written, pieces int32 [num_pieces, 3] as the numbers in `Pairs`, of which the last may have no pairs. Which
+// pair of an expert comes first is left to chance; they don't meet in any sum. room: with tokens that are left out. One block.
 template <int PER_TOKEN, bool SHARED, int NUM_EXPERTS, int PIECE>
-__device__ void sort_pairs(const int* chosen, int num_pairs, int* order, int* pieces) {
+__device__ void sort_pairs(const int* chosen, int num_pairs, int room, int* order, int* pieces) {
   __shared__ int counts[NUM_EXPERTS + SHARED], places[NUM_EXPERTS + SHARED];
   const int thread = threadIdx.x, threads = blockDim.x;
-  const int num_pieces = min(num_pairs, num_pairs / PIECE + NUM_EXPERTS + SHARED);
+  const int num_pieces = min(room, room / PIECE + NUM_EXPERTS + SHARED);
   for (int e = thread; e < NUM_EXPERTS + SHARED; e += threads) counts[e] = 0;
   for (int i = thread; i < num_pieces; i += threads) pieces[i * 3 + 2] = 0;
   __syncthreads();

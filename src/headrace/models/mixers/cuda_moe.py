@@ -46,7 +46,7 @@ class CudaMoE(nn.Module):
         self._parts = parts
         self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
 
-    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """x: `[1, T, hidden]`; residual: what is added to the output."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None, num_tokens: mx.array | None = None) -> mx.array:
+        """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `Exchange`."""
         tokens = x.reshape(-1, x.shape[-1])
-        return moe.mix(*self._parts, tokens, self._router(tokens), residual).reshape(x.shape)
+        return moe.mix(*self._parts, tokens, self._router(tokens), residual, num_tokens).reshape(x.shape)
