@@ -28,10 +28,8 @@ from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
-from headrace.models.mixers.fused import Exchange, Feed
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
-from headrace.models.step import PackedStep, View
 from headrace.perf.operations import operations
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
@@ -165,52 +163,25 @@ def test_layers_of_other_families_are_in_place_and_pass_the_check(name: str) -> 
     assert (CudaMLP in found) is (name not in OTHER_MLPS)
 
 
-@pytest.mark.parametrize(("few_forms", "num_compiled"), [(32, 6), (0, 5)])
-def test_beside_many_forms_one_is_compiled_once_it_comes_back(
-    few_forms: int, num_compiled: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("most_forms", "num_forms"), [(512, 2), (1, 1)])
+def test_forms_of_steps_are_kept_up_to_a_number(
+    most_forms: int, num_forms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiled, "MOST_FORMS", most_forms)
     reference, packed = fused("qwen3"), pack(build("qwen3"), tiny_fused.KERNELS)
-    state, ids = SequenceState(SlabPool(), LENGTH), SENTENCES[0]
-    state.begin(20)
-    mx.eval(packed.forward([Row(state, ids[:20])], [19]), state.arrays())
-    state.commit(20)
-    monkeypatch.setattr(compiled, "FEW_FORMS", few_forms)
-    traces = 0
-    trace = compiled.CompiledSteps._trace
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal traces
-        traces += 1
-        return trace(*arguments)
-
-    monkeypatch.setattr(compiled.CompiledSteps, "_trace", counted)
-    got = []
-    for at in range(20, 26):
-        state.begin(1)
-        got.append(packed.forward([Row(state, ids[at : at + 1])], [0]))
-        mx.eval(got[-1], state.arrays())
-        state.commit(1)
-    assert reference.off(0, 20, mx.concatenate(got)) < TOLERANCE
-    if mx.cuda.is_available():
-        assert traces <= 1  # the check has had this form before
-    else:
-        assert traces == num_compiled  # a compiled form is traced at each use
-
-
-@tiny_fused.only_operations  # which leave no number where kernels leave what they found
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_layer_tells_its_experts_which_tokens_are_padding(is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(self: Any, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array) -> Any:
-        return x + residual, ()
-
-    monkeypatch.setattr(CudaDeltaMixer, "compute", compute)
-    layer = fused("qwen3_5_moe").model.layers[0]
-    exchange = Exchange({(0,): Feed((), (), ())}, num_tokens=mx.array([2]))
-    view = View(PackedStep((), mx.arange(5), tiny_fused.KERNELS, exchange), (0,), None)
-    x = mx.random.normal((1, 5, layer.input_layernorm.weight.size))
-    output = layer(x, mask=None, cache=view) if is_named else layer(x, None, view)
-    assert mx.isnan(output).any(axis=-1).tolist() == [[False, False, True, True, True]]
-    assert not mx.isnan(output[:, :2]).any()
+    assert packed._compiled is not None
+    packed._compiled._forms.clear()
+    state, ids, before = SequenceState(SlabPool(), LENGTH), SENTENCES[0], packed.num_slow
+    for num_tokens in (20, 1, 1, 2, 1):
+        state.begin(num_tokens)
+        start = state.length
+        logits = packed.forward([Row(state, ids[start : start + num_tokens])], range(num_tokens))
+        mx.eval(logits, state.arrays())
+        state.commit(num_tokens)
+        assert reference.off(0, start, logits) < TOLERANCE
+    assert len(packed._compiled._forms) == num_forms
+    # of one token, of two, and where there is no room for both, of one again
+    assert packed.num_slow - before == 2 + (num_forms == 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])

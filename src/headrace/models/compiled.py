@@ -31,13 +31,7 @@ from headrace.models.step import PackedStep, Windows
 from headrace.state.layer import LayerKey
 
 MOST_FORMS = 512
-"""Compiled functions kept, of those that were used last: with drafts a step of eight rows has 8 to 40 tokens."""
-
-FEW_FORMS = 128
-FEWEST_USES = 2
-"""Of a form before it is compiled, beside more than FEW_FORMS others. Eight drafted rows of a 4B model on an H200 took
-13 to 18 ms in a step that is not compiled (less by now: see docs/decisions.md), 20 to 30 ms in one that is being
-compiled, and 8.5 ms ever after."""
+"""Compiled functions kept, of those that were used last."""
 
 Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.array]]
 """What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays of as many."""
@@ -68,9 +62,9 @@ class CompiledSteps:
         self._kernels = kernels
         self._kinds = _kinds(mixers, windows)
         self.num_slow = 0
-        """Steps so far that were of a new form, or of one that is not compiled: they took longer than others will."""
-        self._forms: OrderedDict[Any, Callable[..., Any] | int] = OrderedDict()
-        """By what a step's operations depend on; a number says how often one was asked for that is not compiled."""
+        """Steps so far that were of a new form: they took longer than others will."""
+        self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        """By what a step's operations depend on."""
 
     def run(
         self,
@@ -123,8 +117,6 @@ class CompiledSteps:
         numbers = to_device([number for part in known for number in part], mx.int32)
         sizes = _Sizes(num_rows, num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
         form = self._form((layout, sizes, variant))
-        if form is None:
-            return None
         arrays = [array for held in helds for array in held.arrays]
         given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
         found, given = form(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
@@ -133,20 +125,17 @@ class CompiledSteps:
         outputs: list[mx.array] = found
         return outputs
 
-    def _form(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any] | None:
-        """None for one that was seldom asked for."""
-        form = self._forms.pop(key, 0)
-        if isinstance(form, int):
+    def _form(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
+        form = self._forms.pop(key, None)
+        if form is None:
             self.num_slow += 1
-            form += 1
-            if form == FEWEST_USES or len(self._forms) < FEW_FORMS:
-                run = partial(self._trace, *key[:2])
-                # without CUDA what the kernels write in place is a change of the arrays' objects, lost in a trace
-                form = mx.compile(run) if mx.cuda.is_available() else run
+            run = partial(self._trace, *key[:2])
+            # without CUDA what the kernels write in place is a change of the arrays' objects, lost in a trace
+            form = mx.compile(run) if mx.cuda.is_available() else run
         self._forms[key] = form
         if len(self._forms) > MOST_FORMS:
             self._forms.popitem(last=False)
-        return None if isinstance(form, int) else form
+        return form
 
     def _trace(
         self,
