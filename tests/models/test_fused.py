@@ -54,8 +54,8 @@ OTHER_LAYERS = {"bailing_moe", "granite", "granitemoe", "lfm2", "lfm2_moe"}
 """Families that make their residual sums themselves, behind whatever parts: these have other names, or are scaled."""
 # fmt: off
 ROUNDED_APART = {
-    "bailing_moe", "deepseek", "dots1", "gpt_oss", "lfm2_moe", "mellum", "ministral3", "mixtral", "phi3", "phimoe",
-    "qwen2_moe", "qwen3_5_moe",
+    "bailing_moe", "deepseek", "dots1", "gpt_oss", "granitemoe", "lfm2_moe", "mellum", "ministral3", "mixtral", "phi3",
+    "phimoe", "qwen2_moe", "qwen3_5_moe",
 }
 # fmt: on
 """Families whose tiny models of random weights differ from themselves in half precision by more than the check allows.

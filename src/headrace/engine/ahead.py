@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from headrace.engine.draws import Draws
-from headrace.engine.windows import Ahead, Window
+from headrace.engine.windows import Ahead, LiveSequence, Window
 from headrace.models.packed import PackedModel
+from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.rows import pick
 from headrace.speculate.speculator import Speculator
-from headrace.state.sequence import StateCost
 
 
-def runs_ahead(model: PackedModel, speculator: Speculator | None, cost: StateCost) -> bool:
-    """Whether it is done: where the host is what a step waits for, nothing is drafted, and states are sliceable."""
-    return model.is_compiled and speculator is None and not cost.needs_snapshots
+def runs_ahead(model: PackedModel, speculator: Speculator | None) -> bool:
+    """Whether it is done: where the host is what a step waits for, and nothing is drafted."""
+    return model.is_compiled and speculator is None
 
 
 def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws) -> None:
     """Launch the next token of the rows that go on. All windows are plain, and their draws are one each.
 
-    Who joins and who leaves in that step is no matter: each row's logits wait for its next chunk. A state has then seen
-    every token of its sequence; so its layers must be sliceable, for an answer may end with this one.
+    Who joins and who leaves in that step is no matter: each row's logits wait for its next chunk. A state takes the
+    token as it would a draft, for an answer may end with this one; see `take_over`.
     """
     mx.async_eval(draws.arrays())
     for one in windows:
@@ -34,13 +34,23 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws) -> 
     if not going:
         return
     for _, live, _ in going:
-        live.state.begin(1)
+        live.state.begin(1, num_certain=0)
     rows = [row for _, _, row in going]
     logits = model.forward(rows, range(len(rows)), pick(draws.tokens, [at for at, _, _ in going]))
     mx.async_eval(logits, model.unevaluated(rows))
     for at, (_, live, _) in enumerate(going):
-        live.state.commit(1)
         live.ahead = Ahead(logits, at)
+
+
+def take_over(live: LiveSequence, token_id: int) -> None:
+    """Close the window of a token that was launched before it was known; one that ends the answer leaves nothing."""
+    if token_id == NO_TOKEN:
+        live.is_sound = False  # the state has gone on from a token that there isn't
+    elif token_id in live.request.stop_token_ids:
+        live.state.commit(0)
+        live.ahead = None
+    else:
+        live.state.commit(1)
 
 
 def computed(windows: Sequence[Window]) -> list[mx.array]:

@@ -313,7 +313,7 @@ def _prepare(
     scheduler = Scheduler(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
-    ahead = runs_ahead(loaded.packed, drafting.speculator, cost)
+    ahead = runs_ahead(loaded.packed, drafting.speculator)
     runner = Runner(loaded.packed, loaded.vocab_size, pool, constraints, drafting.speculator, features, ahead=ahead)
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)

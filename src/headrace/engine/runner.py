@@ -11,7 +11,7 @@ from itertools import islice
 import mlx.core as mx
 import numpy as np
 
-from headrace.engine.ahead import computed, launch_next
+from headrace.engine.ahead import computed, launch_next, take_over
 from headrace.engine.draws import Drawn, Draws
 from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
@@ -291,10 +291,10 @@ class Runner:
             failures.append(_not_drawn(chunk.sequence_id))
         if chunk.forks:
             results += self._fork(window, outcome.forks, failures)
+        if live.ahead is not None:
+            take_over(live, token_ids[-1])
         if is_drawn:
             live.grow(token_ids)
-        elif live.ahead is not None:
-            live.is_sound = False  # the state has gone on from a token that there isn't
         return results
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:

@@ -53,7 +53,7 @@ class LiveSequence:
     positions: TokenPositions | None = None
     watch: QueryWatch | None = None
     ahead: Ahead | None = None
-    """Then the state has committed all known tokens, and not one fewer."""
+    """Then the state has all known tokens, and not one fewer."""
     is_sound: bool = True
     """Whether the state is what the tokens say; not so after a failure."""
     record: SequenceRecord | None = None

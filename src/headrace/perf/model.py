@@ -67,7 +67,7 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
     for side in plan.sides:
         if side == "headrace":
             steps: OurSteps | PeerSteps = OurSteps(
-                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=runs_ahead(packed, None, cost)
+                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=runs_ahead(packed, None)
             )
         else:
             packed.undo()

@@ -114,6 +114,7 @@ ROWS = {
     "rows that stepped together before": ([(1, 1, 0, 7, 2), (3, 1, 2, 5, 0), (4, 2, 3, 6, 3), (2, 2, 1, 4, 1)], 4, 4),
     "the longest window behind the longest replay": ([(8, 1, 7, 11, 0), (1, 1, 0, 3, 1)], 2, 8),
     "nothing uncertain, no stash": ([(5, 5, 0, 3, 0), (2, 2, 0, 3, 0)], 1, 1),
+    "nothing certain": ([(1, 0, 1, 4, 1), (1, 0, 0, 4, 0), (3, 1, 3, 6, 2)], 3, 5),
     "rows of no tokens behind them": ([(3, 1, 2, 5, 1), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)], 2, 3),
 }
 NUM_ADDED = 2

@@ -2,8 +2,8 @@
 // and queries, gates, replay of what was accepted of the last window, and the new tokens.
 //
 // plan int32 [B, PLAN]: per row its first packed token, its tokens, how many of them are certain, how many tokens of
-// `old_*` are replayed, where its context ends in `old_window`, the row of the old state, and LONGEST, the most tokens
-// that any row has. Neither LONGEST nor OLD may be over MOST_OF_WINDOW.
+// `old_*` are replayed, where its context ends in `old_window`, the row of the old state, and LONGEST: no row has more
+// tokens, nor as many that are not certain. Neither LONGEST nor OLD may be over MOST_OF_WINDOW.
 // projected [T, WIDTH]: as in delta_prepare. old_window [B', OLD_WINDOW, C]: raw inputs of the last window, its context
 // first. old_k [B', OLD, HK, DK], old_v [B', OLD, HV, DV], old_g, old_beta [B', OLD, HV]: its uncertain tokens.
 // state [B', HV, DV, DK] float32.

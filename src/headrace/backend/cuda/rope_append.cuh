@@ -24,8 +24,13 @@ __device__ void rope_append(const int* plan, const int* positions, const T* proj
   }
   T* to = queries + (static_cast<long>(token) * HQ + own) * D;
   if (!is_query) {
-    int at = 0;
-    while (at < num_rows && token >= plan[at * ROW] + plan[at * ROW + 1]) at++;
+    // the first row that ends behind the token; a warp looks at 32 at a time
+    int at = num_rows;
+    for (int first = 0; first < num_rows && at == num_rows; first += 32) {
+      const int* of = plan + (first + lane) * ROW;
+      const unsigned found = __ballot_sync(~0u, first + lane < num_rows && token < of[0] + of[1]);
+      if (found) at = first + __ffs(found) - 1;
+    }
     if (at == num_rows) return;
     const Row row(plan, at);
     T* slab = is_value ? slab_values[row.slab] : slab_keys[row.slab];
