@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -11,7 +12,7 @@ from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import Drafting, Speculator, Verified
+from headrace.speculate.speculator import DraftedRow, Speculator, Verified
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.sequence import SequenceState
@@ -50,6 +51,21 @@ class ReadingHead(BrokenHead):
         return HeadOutputs(rows, rows, mx.argmax(rows, axis=-1))
 
 
+@dataclass
+class Drafting:
+    """A sequence with room for 100 tokens."""
+
+    row: DraftedRow
+    state: SequenceState
+    token_ids: Sequence[int]
+    room: int = 100
+    settings: SamplingRow = GREEDY
+    entry_media: None = None
+
+    def forced_tokens(self, limit: int) -> tuple[int, ...]:
+        return ()
+
+
 def compute(state: SequenceState, num_tokens: int) -> None:
     """Steps of one token each."""
     hidden = state.layer(HIDDEN, HiddenState)
@@ -73,7 +89,7 @@ def test_a_head_that_fails_leaves_no_hidden_rows_behind() -> None:
     hidden = state.layer(HIDDEN, HiddenState)
     for length in range(1, 301):
         compute(state, 1)
-        speculator.draft([Drafting(row, state, list(range(length + 1)), 100, GREEDY)])
+        speculator.draft([Drafting(row, state, list(range(length + 1)))])
     assert row.has_failed
     assert speculator.num_failures == 1
     assert sum(array.shape[1] for array in hidden.arrays()) < 10 + NUM_AGAIN
@@ -87,7 +103,7 @@ def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
     for length in (100, 40, 10):
         state = SequenceState(SlabPool())
         compute(state, length)
-        rows.append(Drafting(speculator.open(0), state, list(range(length + 1)), 100, GREEDY))
+        rows.append(Drafting(speculator.open(0), state, list(range(length + 1))))
     speculator.draft(rows)
     assert head.given == [[99, 39]]
     speculator.draft(rows)
@@ -102,8 +118,29 @@ def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() ->
     known = []
     for length, num_slow in ((1, 0), (2, 1), (3, 1), (4, 3)):
         compute(state, 1)
-        speculator.draft([Drafting(row, state, list(range(length + 1)), 100, GREEDY)])
+        speculator.draft([Drafting(row, state, list(range(length + 1)))])
         head.num_slow = num_slow
         speculator.report([Verified(row, 0, 0, False)], 0.01, is_mixed=False)
         known.append(costs.prices(1, length + 1).num_timed)
     assert known == [1, 1, 2, 2]
+
+
+def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
+    """Steps are so short that a look is due as seldom as can be: in every eighth step after the first sixteen."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(StepShape(2, 0, 0, 300), 0.01)
+    speculator = Speculator(None, 4, Ranking(), DepthPlanner(costs))
+    old = Drafting(speculator.open(None), SequenceState(SlabPool()), [0])
+    for token in range(1, 41):
+        old.token_ids = range(token)
+        speculator.draft([old])
+        speculator.report([Verified(old.row, 0, 0, False)], 1e-6, is_mixed=False)
+    new = Drafting(speculator.open(None), SequenceState(SlabPool()), [1, 2, 3, 4, 5, 1, 2, 3])
+    old.token_ids = range(41)
+    speculator.draft([old, new])
+    assert old.row.copies is not None
+    assert len(old.row.copies) == 40
+    assert old.row.guesses.num_drafts == 0
+    assert new.row.guesses.num_drafts > 0
+    assert new.row.guesses.read() == (4, 5, 1, 2)[: new.row.guesses.num_drafts]

@@ -338,11 +338,9 @@ class Runner:
             return {}
         started = time.monotonic()
         lives = [self._live[each] for each in gained]
-        rows = [live.drafted for live in lives if live.drafted is not None]
-        if not self._speculator.rests(rows):
-            self._speculator.draft([live.drafting(live.drafted) for live in lives if live.drafted is not None])
+        self._speculator.draft(lives)
         self._drafting_s = time.monotonic() - started
-        return {each: row.guesses.num_drafts for each, row in zip(gained, rows, strict=True)}
+        return {each: live.row.guesses.num_drafts for each, live in zip(gained, lives, strict=True)}
 
     def _report(self, windows: Sequence[Window], outcomes: Sequence[_Outcome], seconds: float) -> None:
         """Tell what became of the drafts of a step that took `seconds`."""

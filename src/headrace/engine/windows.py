@@ -19,7 +19,7 @@ from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.guesses import NOTHING, Guesses
 from headrace.speculate.head import EntryMedia
-from headrace.speculate.speculator import DraftedRow, Drafting
+from headrace.speculate.speculator import DraftedRow
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -84,12 +84,22 @@ class LiveSequence:
         if self.constraint is not None:
             self.constraint.accept(token_ids)
 
-    def drafting(self, row: DraftedRow) -> Drafting:
-        """What drafts for the next window are made from. No more of them than the output has room for beside one."""
-        has_ended = self.token_ids[-1] in self.request.stop_token_ids
-        room = 0 if has_ended else self.request.max_tokens - self.num_output - 1
-        forced = None if self.constraint is None else self.constraint.forced_tokens
-        return Drafting(row, self.state, self.token_ids, room, self.settings, forced, self.entry_media)
+    @property
+    def row(self) -> DraftedRow:
+        """How it is drafted for, where anything is drafted; this and the following are what a `Drafting` has."""
+        assert self.drafted is not None
+        return self.drafted
+
+    @property
+    def room(self) -> int:
+        """Drafts that its output has room for beside a token that is drawn."""
+        if self.token_ids[-1] in self.request.stop_token_ids:
+            return 0
+        return self.request.max_tokens - self.num_output - 1
+
+    def forced_tokens(self, limit: int) -> tuple[int, ...]:
+        """Those, at most so many, that its constraint leaves as the only ones to come next."""
+        return () if self.constraint is None else self.constraint.forced_tokens(limit)
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from headrace.speculate.step_costs import Prices, StepCosts, StepShape
+from headrace.speculate.step_costs import Offer, Prices, StepCosts, StepShape
 
 _SHARE_AT_RISK = 0.015
 """Of the time that decoding takes without drafts, what may be lost by them."""
@@ -45,8 +44,7 @@ _LEAST_GAIN = 1.01
 """Drafts are made if they promise to be at least so much faster."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutlook:
+class RowOutlook(NamedTuple):
     """What could be drafted for a row.
 
     survival: for each draft, how likely it and all before it are right; never rising.
@@ -75,17 +73,19 @@ class DepthPlanner:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
         nothing = (0,) * len(rows)
         self._is_try = False
-        if not any(row.survival for row in rows):
+        offered = tuple([(row.survival, row.uses_head) for row in rows if row.survival])
+        if not offered:
             return nothing
-        prices = self._costs.prices(len(rows), sum(row.num_context for row in rows))
+        prices = self._costs.prices(len(rows), sum([row.num_context for row in rows]))
         base = prices.base
         if base is None or prices.num_timed < _NUM_TIMED:
             return nothing
         if self._since_timed >= min(_FIRST_RETIME * prices.num_timed, _RETIME_AFTER):
             return nothing
-        best = self._fastest(rows, prices, base)
-        if best is not None:
-            return best
+        if offered not in prices.too_slow:
+            best = self._fastest(rows, prices, base, offered)
+            if best is not None:
+                return best
         if self._since_tried < self._pause:
             return nothing
         tried = self._likeliest(rows)
@@ -94,9 +94,11 @@ class DepthPlanner:
         self._is_try = True
         return tuple(int(number == tried) for number in range(len(rows)))
 
-    def _fastest(self, rows: Sequence[RowOutlook], prices: Prices, base: float) -> tuple[int, ...] | None:
+    def _fastest(
+        self, rows: Sequence[RowOutlook], prices: Prices, base: float, offered: Offer
+    ) -> tuple[int, ...] | None:
         """The affordable choice with the most tokens per second; None if none is clearly faster than no drafts."""
-        fastest, chosen = _LEAST_GAIN * len(rows) / base, list[_Draft]()
+        fastest, chosen, is_any_fast = _LEAST_GAIN * len(rows) / base, list[_Draft](), False
         ranked: list[_Draft] = []
         for head_depth in range(max([len(row.survival) for row in rows if row.uses_head], default=0) + 1):
             survivals = [row.survival[:head_depth] if row.uses_head else row.survival for row in rows]
@@ -114,8 +116,13 @@ class DepthPlanner:
                 if number < first:
                     continue
                 seconds = prices.expected(number, head_depth) or base
-                if gained[number] > fastest * seconds and self._is_affordable(prices, number, head_depth, base):
+                if gained[number] <= fastest * seconds:
+                    continue
+                is_any_fast = True
+                if self._is_affordable(prices, number, head_depth, base):
                     fastest, chosen = gained[number] / seconds, choice[:number]
+        if not is_any_fast:
+            prices.too_slow.add(offered)
         if not chosen:
             return None
         counts = Counter(draft.row for draft in chosen)
@@ -127,7 +134,7 @@ class DepthPlanner:
 
     def _likeliest(self, rows: Sequence[RowOutlook]) -> int:
         """The row whose first draft is most likely right."""
-        return max(range(len(rows)), key=lambda number: rows[number].survival[:1])
+        return max(range(len(rows)), key=[row.survival[:1] for row in rows].__getitem__)
 
     def observe(
         self, rows: Sequence[RowOutlook], depths: Sequence[int], num_gained: int, seconds: float, *, is_mixed: bool
@@ -196,9 +203,6 @@ def _ranked(rows: Sequence[RowOutlook]) -> list[_Draft]:
 
 
 def _shape(rows: Sequence[RowOutlook], depths: Sequence[int]) -> StepShape:
-    return StepShape(
-        num_rows=len(rows),
-        num_drafts=sum(depths),
-        head_depth=max((depth for row, depth in zip(rows, depths, strict=True) if row.uses_head), default=0),
-        num_context=sum(row.num_context for row in rows),
-    )
+    num_drafts = sum(depths)
+    by_head = [depth for row, depth in zip(rows, depths, strict=True) if row.uses_head] if num_drafts else ()
+    return StepShape(len(rows), num_drafts, max(by_head, default=0), sum([row.num_context for row in rows]))

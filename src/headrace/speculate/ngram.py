@@ -43,7 +43,7 @@ class NgramDrafter:
     to end a chain.
     """
 
-    __slots__ = ("_earlier", "_losses", "_newest", "_pause", "_silent_until", "_size", "_tokens")
+    __slots__ = ("_earlier", "_losses", "_newest", "_pause", "_shift", "_silent_until", "_size", "_tokens")
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         """token_ids: the sequence so far; 80,000 of them are indexed in about 20 ms."""
@@ -62,10 +62,18 @@ class NgramDrafter:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add committed tokens to the text."""
+        tokens, earlier, newest = self._tokens, self._earlier, self._newest
         for token_id in token_ids:
-            self._tokens.append(token_id)
-            self._add_place()
-        if len(self._tokens) > len(self._newest):
+            tokens.append(token_id)
+            place = len(tokens)
+            if place < MIN_MATCH:
+                earlier.append(0)
+                continue
+            total = tokens[-3] * _FACTORS[0] + tokens[-2] * _FACTORS[1] + token_id * _FACTORS[2]
+            hashed = (total & _HASH_MASK) >> self._shift
+            earlier.append(newest[hashed])
+            newest[hashed] = place
+        if len(tokens) > len(newest):
             self._index()
 
     def propose(self, max_tokens: int) -> Proposal | None:
@@ -102,13 +110,14 @@ class NgramDrafter:
     def _index(self) -> None:
         """Index the whole text, in a table with room for it to grow up to twofold."""
         num_tokens = len(self._tokens)
-        num_hashes = 1 << max(num_tokens, 64).bit_length()
+        num_bits = max(num_tokens, 64).bit_length()
+        self._shift = 32 - num_bits
         tokens = np.array(self._tokens, dtype=np.int64)
         earlier = np.zeros(num_tokens + 1, dtype=np.int32)
-        newest = np.zeros(num_hashes, dtype=np.int32)
+        newest = np.zeros(1 << num_bits, dtype=np.int32)
         if num_tokens >= MIN_MATCH:
-            windows = np.lib.stride_tricks.sliding_window_view(tokens, MIN_MATCH)
-            hashes = ((windows @ np.array(_FACTORS)) & _HASH_MASK) >> (32 - _num_bits(num_hashes))
+            totals = tokens[:-2] * _FACTORS[0] + tokens[1:-1] * _FACTORS[1] + tokens[2:] * _FACTORS[2]
+            hashes = (totals & _HASH_MASK) >> self._shift
             order = np.argsort(hashes, kind="stable")
             is_same = hashes[order[1:]] == hashes[order[:-1]]
             earlier[order[1:][is_same] + MIN_MATCH] = order[:-1][is_same] + MIN_MATCH
@@ -116,18 +125,6 @@ class NgramDrafter:
             newest[hashes[order[is_last]]] = order[is_last] + MIN_MATCH
         self._earlier = array("i", earlier.tobytes())
         self._newest = array("i", newest.tobytes())
-
-    def _add_place(self) -> None:
-        """Put the end of the text at the head of its chain."""
-        tokens = self._tokens
-        place = len(tokens)
-        if place < MIN_MATCH:
-            self._earlier.append(0)
-            return
-        total = tokens[place - 3] * _FACTORS[0] + tokens[place - 2] * _FACTORS[1] + tokens[place - 1] * _FACTORS[2]
-        hashed = (total & _HASH_MASK) >> (32 - _num_bits(len(self._newest)))
-        self._earlier.append(self._newest[hashed])
-        self._newest[hashed] = place
 
     def _longest_match(self) -> tuple[int, int]:
         """The place before which the text agrees longest with its end, of equals the newest, and for how many tokens.
@@ -145,7 +142,7 @@ class NgramDrafter:
                 break
             # one token tells most of the places that can't be better
             if best_length < place and tokens[place - 1 - best_length] == end[best_length]:
-                length = _agreement(end, tokens[max(0, place - MAX_MATCH) : place])
+                length = _agreement(end, tokens[max(0, place - MAX_MATCH) : place][::-1])
                 if length > best_length:
                     best, best_length = place, length
             place = self._earlier[place]
@@ -161,13 +158,10 @@ class NgramDrafter:
 
 
 def _agreement(end: array[int], others: array[int]) -> int:
-    """How many tokens are the same, counted backwards; `end` stands backwards already and is as long or longer."""
-    pairs = zip(end, reversed(others), strict=False)
-    return next((number for number, (one, other) in enumerate(pairs) if one != other), len(others))
-
-
-def _num_bits(num_hashes: int) -> int:
-    return num_hashes.bit_length() - 1
+    """How many tokens are the same, from the first on; `end` is as long or longer."""
+    if end[: len(others)] == others:
+        return len(others)
+    return next(number for number, other in enumerate(others) if end[number] != other)
 
 
 _CONFIDENCES = tuple(min(length, MAX_MATCH) / (min(length, MAX_MATCH) + 2) for length in range(MAX_MATCH + _MAX_SIZE))

@@ -116,16 +116,16 @@ class Ranking:
         them. copied: what follows in the row's own text. num_head: drafts that the head could guess, 0 without one.
         A copy is preferred to equal drafts of the head, because it costs none of the head's time.
         """
-        candidates = [_NOTHING]
-        certain = (_CERTAIN,) * len(forced)
+        best, certain = _NOTHING, (_CERTAIN,) * len(forced)
         if forced:
-            candidates.append(Candidate(tuple(forced), certain).first(max_drafts))
+            best = Candidate(tuple(forced), certain).first(max_drafts)
+        elif num_head:
+            best = self._of_head(record, min(num_head, max_drafts))
         if copied is not None and copied.token_ids[: len(forced)] == tuple(forced):
             rest = self._copied_places(record, copied.confidences[len(forced) :])
-            candidates.append(Candidate(copied.token_ids, certain + rest).first(max_drafts))
-        if num_head and not forced:
-            candidates.append(self._of_head(record, min(num_head, max_drafts)))
-        return max(candidates, key=_num_expected)
+            copy = Candidate(copied.token_ids, certain + rest).first(max_drafts)
+            best = copy if sum(copy.survival) >= sum(best.survival) else best
+        return best
 
     def _copied_places(self, record: RowRecord, confidences: Sequence[float]) -> tuple[Place, ...]:
         factor = record.factor(Source.COPY)
@@ -162,11 +162,6 @@ class Ranking:
             record.update(place.source, mean, is_right)
             weight = min(max(1 / (count + 1), _SLOWEST), _FASTEST)
             self._means[place.source, place.grade] = mean + weight * (is_right - mean), count + 1
-
-
-def _num_expected(candidate: Candidate) -> float:
-    """Drafts that are expected to be right."""
-    return sum(candidate.survival)
 
 
 _CERTAIN = Place(Source.FORCED, 0, 1.0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, RowOutlook
@@ -22,11 +23,12 @@ MAX_UNREAD = 64
 """Tokens of a sequence that may wait for the head: as long as it isn't asked for drafts, it reads them together."""
 
 _IDLE_STEPS, _LONGEST_REST = 16, 8
-"""Steps in a row for which no drafts were worth while, after which rows rest, and steps from one look to the next."""
+"""Steps after a right draft, for which all rows are looked at, and after a row's first, for which it is; and steps from
+one look to the next at most, when these are over."""
 
-_LOOK_SHARE = 0.01
-"""What looks may take of the time of steps without drafts: finding that nothing is worth while takes the host 10 to 40
-µs a row, which is a part of a quick step."""
+_LOOK_SHARE, _EARLY_SHARE = 0.01, 0.02
+"""What looks at all rows, where no draft was right lately, and looks at new rows alone may take of the time of steps:
+finding that nothing is worth while is a part of a quick step."""
 
 _NO_OUTLOOK = RowOutlook((), False, 0)
 
@@ -36,7 +38,7 @@ class DraftedRow:
     """How a sequence is drafted for.
 
     max_drafts: at once, as its request and the server allow. guesses: for its next window; outlook: what they were
-    chosen from. has_failed: drafting went wrong once; the sequence goes on without.
+    chosen from. num_steps: since it began. has_failed: drafting went wrong once; the sequence goes on without.
     """
 
     max_drafts: int
@@ -44,29 +46,60 @@ class DraftedRow:
     outlook: RowOutlook = _NO_OUTLOOK
     record: RowRecord = field(default_factory=RowRecord)
     copies: NgramDrafter | None = None
+    num_steps: int = 0
     has_failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """A sequence that may be drafted for now.
+class Drafting(Protocol):
+    """A sequence that may be drafted for, between two steps. It is asked for no more than is needed."""
 
-    token_ids: all known ones, the last of them not yet computed. max_drafts: what its output has room for.
-    settings: how the token behind the known ones will be drawn. forced_tokens: those,
-    at most so many, that a constraint leaves as the only ones to come next; None without a constraint. media: see
-    EntryMedia.
-    """
+    @property
+    def row(self) -> DraftedRow:
+        """What `Speculator.open` gave."""
 
-    row: DraftedRow
-    state: SequenceState
-    token_ids: Sequence[int]
-    max_drafts: int
-    settings: SamplingRow
-    forced_tokens: Callable[[int], tuple[int, ...]] | None = None
-    media: EntryMedia | None = None
+    @property
+    def state(self) -> SequenceState:
+        """What is computed: all known tokens but the last."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All known ones."""
+
+    @property
+    def room(self) -> int:
+        """Drafts that its output has room for."""
+
+    @property
+    def settings(self) -> SamplingRow:
+        """How the token behind the known ones will be drawn."""
+
+    @property
+    def entry_media(self) -> EntryMedia | None:
+        """See EntryMedia."""
+
+    def forced_tokens(self, limit: int) -> tuple[int, ...]:
+        """Those, at most so many, that a constraint leaves as the only ones to come next."""
 
 
-@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How often something is done that may take a share of the time of steps; at least each _LONGEST_REST steps."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._num_steps = 0
+        self._seconds = 0.0
+
+    def is_due(self, step_s: float) -> bool:
+        """To be asked in each step."""
+        self._num_steps += 1
+        return self._num_steps >= _LONGEST_REST or self._seconds <= self._share * step_s * self._num_steps
+
+    def note(self, seconds: float) -> None:
+        """It was done, and took so long."""
+        self._num_steps, self._seconds = 0, seconds
+
+
+@dataclass(slots=True)  # not frozen, which costs several times as much for each row in each step
 class Verified:
     """A row's window of a step: how many drafts were in it, how many right, and whether it ended at a stop token."""
 
@@ -85,10 +118,10 @@ class Speculator:
         self._ranking = ranking
         self._planner = planner
         self._num_idle = 0
-        """Steps since drafts were made last, or a sequence began."""
-        self._num_rested = 0
-        self._look_s = self._step_s = 0.0
-        """What the last look has taken, and the last step."""
+        """Steps since a draft was right."""
+        self._looks, self._early_looks = _Pace(_LOOK_SHARE), _Pace(_EARLY_SHARE)
+        self._step_s = 0.0
+        """What the last step took."""
         self._num_slow = 0
         """Of the head's, until the last step."""
         self.max_drafts = max_drafts
@@ -96,87 +129,91 @@ class Speculator:
 
     def open(self, max_drafts: int | None) -> DraftedRow:
         """Begin a sequence. max_drafts: what its request allows, None for the server's own."""
-        self._num_idle = 0
         return DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
 
-    def rests(self, rows: Sequence[DraftedRow]) -> bool:
-        """Whether the next windows of these rows have no drafts anyway; if not, `draft` is to be asked."""
-        self._num_idle += 1
-        self._num_rested += 1
-        rest = min(self._look_s / (_LOOK_SHARE * self._step_s), _LONGEST_REST) if self._step_s else 0
-        if self._num_idle <= _IDLE_STEPS or self._num_rested >= rest:
-            self._num_rested = 0
-            return False
-        for row in rows:
-            row.guesses = NOTHING
-        return True
-
     def draft(self, decoding: Sequence[Drafting]) -> None:
-        """Give each row the guesses for its next window, none where it is not worth while."""
-        started = time.monotonic()
-        self._give(decoding)
-        self._look_s = time.monotonic() - started
+        """Give each row the guesses for its next window, none where it is not worth while.
 
-    def _give(self, decoding: Sequence[Drafting]) -> None:
+        Where no draft was right lately, not every row is looked at in each step.
+        """
+        started = time.monotonic()
+        self._num_idle += 1
+        is_due, is_early = self._looks.is_due(self._step_s), self._early_looks.is_due(self._step_s)
+        is_due = is_due or self._num_idle <= _IDLE_STEPS
+        looked: list[Drafting] = []
+        others: list[Drafting] = []
         for one in decoding:
-            one.row.guesses, one.row.outlook = NOTHING, _NO_OUTLOOK
-            if one.row.has_failed and self._head is not None:
-                self._head.skip(one.state)
+            row = one.row
+            row.guesses = NOTHING
+            row.num_steps += 1
+            if row.has_failed:
+                if self._head is not None:
+                    self._head.skip(one.state)
+            elif is_due or (is_early and row.num_steps <= _IDLE_STEPS):
+                looked.append(one)
+            else:
+                others.append(one)
+        if looked:
+            self._look(looked, others)
+            (self._looks if is_due else self._early_looks).note(time.monotonic() - started)
+
+    def _look(self, looked: Sequence[Drafting], others: Sequence[Drafting]) -> None:
+        """others: rows of the same step, which get no drafts."""
         candidates: list[tuple[Drafting, Candidate]] = []
-        for one in decoding:
+        for one in looked:
             try:
-                if not one.row.has_failed:
-                    candidates.append((one, self._candidate(one)))
+                candidate = self._candidate(one)
             except Exception:  # an outer wall: a request must not fail of what only makes it faster
                 self._fail([one.row])
-        if not candidates:
-            return
+                continue
+            one.row.outlook = RowOutlook(candidate.survival, candidate.uses_head, len(one.token_ids))
+            candidates.append((one, candidate))
+        for one in others:
+            one.row.outlook = RowOutlook((), False, len(one.token_ids))
         try:
-            self._draft(candidates)
+            self._draft(candidates, [one.row.outlook for one in others])
+            if not others:
+                self._let_read([one for one, _ in candidates if not one.row.guesses.num_drafts])
         except Exception:  # the same for what is done for all rows together
             self._fail([one.row for one, _ in candidates])
 
-    def _draft(self, candidates: Sequence[tuple[Drafting, Candidate]]) -> None:
-        for one, candidate in candidates:
-            one.row.outlook = RowOutlook(candidate.survival, candidate.uses_head, len(one.token_ids))
-        depths = self._planner.plan([one.row.outlook for one, _ in candidates])
+    def _draft(self, candidates: Sequence[tuple[Drafting, Candidate]], others: Sequence[RowOutlook]) -> None:
+        depths = self._planner.plan([*[one.row.outlook for one, _ in candidates], *others])
+        if not any(depths):
+            return
         by_head: list[tuple[Drafting, Candidate]] = []
-        others: list[Drafting] = []
-        for (one, candidate), depth in zip(candidates, depths, strict=True):
-            chosen = NOTHING.candidate
-            if depth:
-                self._num_idle, chosen = 0, candidate.first(depth)
+        for (one, candidate), depth in zip(candidates, depths, strict=False):
+            chosen = candidate.first(depth)
             if chosen.uses_head:
                 by_head.append((one, chosen))
-                continue
-            others.append(one)
-            if depth:
+            elif depth:
                 one.row.guesses = Guesses(chosen, chosen.token_ids)
-        self._let_read(others)
-        if by_head:
-            assert self._head is not None
-            by_head.sort(key=lambda each: -len(each[1].places))
-            rows = [
-                HeadRow(one.state, one.token_ids, len(chosen.places), one.settings, one.media)
-                for one, chosen in by_head
-            ]
-            batch = self._head.draft(rows)
-            for number, (one, chosen) in enumerate(by_head):
-                one.row.guesses = Guesses(chosen, batch=batch, row=number)
+        if not by_head:
+            return
+        assert self._head is not None
+        by_head.sort(key=lambda each: -len(each[1].places))
+        rows = [
+            HeadRow(one.state, one.token_ids, len(chosen.places), one.settings, one.entry_media)
+            for one, chosen in by_head
+        ]
+        batch = self._head.draft(rows)
+        for number, (one, chosen) in enumerate(by_head):
+            one.row.guesses = Guesses(chosen, batch=batch, row=number)
 
     def _candidate(self, one: Drafting) -> Candidate:
-        limit = min(one.row.max_drafts, one.max_drafts)
+        row, token_ids = one.row, one.token_ids
+        limit = min(row.max_drafts, one.room)
         if limit < 1:
             return NOTHING.candidate
-        if one.row.copies is None:
-            one.row.copies = NgramDrafter(one.token_ids)
+        if row.copies is None:
+            row.copies = NgramDrafter(token_ids)
         else:
-            one.row.copies.append(one.token_ids[len(one.row.copies) :])
+            row.copies.append(token_ids[len(row.copies) :])
         return self._ranking.best(
-            one.row.record,
+            row.record,
             limit,
-            forced=() if one.forced_tokens is None else one.forced_tokens(limit),
-            copied=one.row.copies.propose(limit),
+            forced=one.forced_tokens(limit),
+            copied=row.copies.propose(limit),
             num_head=limit if self._head is not None else 0,
         )
 
@@ -188,7 +225,7 @@ class Speculator:
         if max(unread, default=0) <= MAX_UNREAD:
             return
         late = [one for one, num_tokens in zip(rows, unread, strict=True) if num_tokens > MAX_UNREAD // 2]
-        self._head.catch_up_together([(one.state, one.token_ids, one.media) for one in late])
+        self._head.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in late])
 
     def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
         """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too.
@@ -214,13 +251,14 @@ class Speculator:
             num_judged = one.num_right if one.is_stopped else one.num_verified
             judged = one.row.guesses.candidate.first(num_judged)
             self._ranking.report(one.row.record, judged, one.num_right)
+            self._num_idle = 0 if one.num_right else self._num_idle
             copied = [place.source is Source.COPY for place in judged.places]
             if one.row.copies is not None and any(copied):
                 one.row.copies.report(sum(copied), sum(copied[: one.num_right]))
         self._planner.observe(
             [one.row.outlook for one in windows],
             [one.num_verified for one in windows],
-            sum(one.num_right + 1 for one in windows),
+            len(windows) + sum([one.num_right for one in windows]),
             seconds,
             is_mixed=is_mixed,
         )

@@ -72,6 +72,9 @@ class _Times:
 _Kind = tuple[int, int]
 """Drafts, in coarse steps, and passes of the head."""
 
+Offer = tuple[tuple[tuple[float, ...], bool], ...]
+"""Of each row that could have drafts their survival, and whether the head has to guess them."""
+
 
 class StepCosts:
     """Running medians of step times by shape. All times are in seconds.
@@ -240,7 +243,7 @@ class Prices:
     Answers are remembered; `StepCosts` makes a new object once it has learned enough.
     """
 
-    __slots__ = ("_costs", "_expected", "_feared", "_least", "_rows", "base", "num_timed")
+    __slots__ = ("_costs", "_expected", "_feared", "_least", "_rows", "base", "num_timed", "too_slow")
 
     def __init__(self, costs: StepCosts, num_rows: int, context: int) -> None:
         self._costs = costs
@@ -252,6 +255,8 @@ class Prices:
         """Without drafts; None as long as no such step was timed for so many rows."""
         self.num_timed = costs.num_timed(self._rows, context)
         """Times of such steps that are known."""
+        self.too_slow = set[Offer]()
+        """Drafts none of which was found to pay at these prices."""
 
     def expected(self, num_drafts: int, head_depth: int) -> float | None:
         """With these drafts, over all rows; None if `base` is."""
