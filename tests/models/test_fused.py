@@ -148,7 +148,7 @@ def test_fused_layers_are_in_place_and_agree_in_mixed_steps(name: str) -> None:
     assert found.count(CudaMoE) == (num_layers if name == "qwen3_5_moe" else 0)
     assert handing(model) == with_own_parts(model, name)
     got = MixedSteps(packed, SENTENCES, VOCAB, seed=1).run()
-    assert max(fused(name).off(number, 0, logits) for number, logits in enumerate(got)) < TOLERANCE
+    assert all(fused(name).off(number, 0, logits) < TOLERANCE for number, logits in enumerate(got))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -281,7 +281,8 @@ class Program:
             done += num_kept
 
     def compare(self, one: Live, start: int, logits: mx.array) -> None:
-        self.worst = max(self.worst, self.fused.off(one.sentence, start, logits))
+        # what is no number stays
+        self.worst = float(np.maximum(self.worst, self.fused.off(one.sentence, start, logits)))
         self.num_compared += logits.shape[0]
 
     def come_back(self, one: Live) -> None:

@@ -2,6 +2,8 @@
 
 Arguments and results are those of the kernels' own functions, which come here where there is no such GPU. All is
 computed in float32 and rounded where the kernels round. Nothing here is made to be fast.
+
+What a kernel leaves as it was in memory is no number here, so that whoever reads it sees it.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def mix(
     y = sum((weights[:, j, None] * _expert(experts, x, chosen[:, j]) for j in range(routing.per_token)), mx.array(0.0))
     if shared is not None:
         y = y + mx.sigmoid(logits[:, routing.num_experts :].astype(mx.float32)) * _expert(shared, x, None)
-    if num_tokens is not None:  # whoever reads what is undefined shall see it
+    if num_tokens is not None:
         y = mx.where(mx.arange(x.shape[0])[:, None] < num_tokens, y, mx.nan)
     y = y.astype(x.dtype)
     return y if residual is None else residual.reshape(y.shape) + y
@@ -134,13 +136,13 @@ def window(
     """Row by row: the replayed tokens of the old stash, then the row's own, through the recurrence."""
     context, num_stashed = shape.kernel_size - 1, max(longest - 1, 1)
     rows: Rows = plan.tolist()  # type: ignore[assignment]
-    y = mx.zeros((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
+    y = _undefined((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
     states, raws, stashes = [], [], []
     for lo, num_tokens, num_certain, num_replay, end, old, _ in rows:
         if not num_tokens:
-            states.append(mx.zeros_like(state[0]))
-            raws.append(mx.zeros((context + longest, shape.num_channels), projected.dtype))
-            stashes.append([mx.zeros((num_stashed, *array.shape[2:]), array.dtype) for array in old_stash])
+            states.append(_undefined(state.shape[1:], state.dtype))
+            raws.append(_undefined((context + longest, shape.num_channels), projected.dtype))
+            stashes.append([_undefined((num_stashed, *array.shape[2:]), array.dtype) for array in old_stash])
             continue
         own, before = projected[:, lo : lo + num_tokens], old_raw[old : old + 1, end - context : end]
         new = prepare(shape, weights, own, before)
@@ -158,13 +160,13 @@ def window(
 
 
 def gather(shape: DeltaShape, plan: mx.array, sources: Sequence[Left]) -> Left:
-    """Row by row; zeros where the kernel leaves what was there."""
+    """Row by row."""
     most = LONGEST_WINDOW
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     (first_state, first_raw, first_stash), num_rows = sources[0], len(rows)
-    state = mx.zeros((num_rows, *first_state.shape[1:]))
-    raw = mx.zeros((num_rows, shape.kernel_size - 1 + most, shape.num_channels), first_raw.dtype)
-    stash = Stash(*(mx.zeros((num_rows, most - 1, *array.shape[2:]), array.dtype) for array in first_stash))
+    state = _undefined((num_rows, *first_state.shape[1:]), first_state.dtype)
+    raw = _undefined((num_rows, shape.kernel_size - 1 + most, shape.num_channels), first_raw.dtype)
+    stash = Stash(*(_undefined((num_rows, most - 1, *array.shape[2:]), array.dtype) for array in first_stash))
     for to, (source, row, end, num_replay) in enumerate(rows):
         if not end:
             continue
@@ -246,7 +248,7 @@ def attend(
     gates: tuple[mx.array, Gate] | None = None,
 ) -> mx.array:
     """Row by row: softmax over the keys that each token sees, and its sink."""
-    out = mx.zeros(queries.shape, queries.dtype)
+    out = _undefined(queries.shape, queries.dtype)
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     group = shape.num_heads // shape.num_kv_heads
     for lo, num_tokens, start, slab, slot, _, window, first in rows:
@@ -298,5 +300,9 @@ def _turned(x: mx.array, angles: mx.array, rotary: int) -> mx.array:
 
 
 def _padded(tokens: mx.array, length: int) -> mx.array:
-    """`[n, …]` to `[length, …]`."""
-    return mx.pad(tokens, [(0, length - tokens.shape[0])] + [(0, 0)] * (tokens.ndim - 1))
+    """`[n, …]` to `[length, …]`, undefined behind them."""
+    return mx.concatenate([tokens, _undefined((length - tokens.shape[0], *tokens.shape[1:]), tokens.dtype)])
+
+
+def _undefined(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.full(shape, mx.nan, dtype)
