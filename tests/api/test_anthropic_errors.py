@@ -42,6 +42,13 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_make_clients_shorte
     assert error_body(error)["error"]["message"] == "prompt is too long: 1234 tokens > 999 maximum"
 
 
-def test_an_answer_that_is_too_long_is_told_as_it_is() -> None:
-    error = ContextTooLong("7 and 4 make 11, but the context holds 10", param="max_tokens")
-    assert error_body(error)["error"]["message"] == "7 and 4 make 11, but the context holds 10"
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ContextTooLong("7 and 4 make 11", param="max_tokens"), "max_tokens: 7 and 4 make 11"),
+        (InvalidRequest("not a JSON schema", param="output_format"), "output_format: not a JSON schema"),
+        (InvalidRequest("top_p must not be 2", param="top_p"), "top_p must not be 2"),
+    ],
+)
+def test_a_message_begins_with_the_field_that_is_at_fault(error: HeadraceError, message: str) -> None:
+    assert error_body(error)["error"]["message"] == message

@@ -298,6 +298,16 @@ def test_fields_without_effect_are_accepted_and_unknown_ones_are_named() -> None
     assert call.ignored == ("alpha", "zeal", "messages[].mood")
 
 
+def test_unknown_fields_of_a_form_and_of_stream_options_are_named() -> None:
+    structured = {"regexp": "a", "whitespace_pattern": None}
+    call = read(structured_outputs=structured, stream=True, stream_options={"include_usage": True, "usage": True})
+    assert call.ignored == (
+        "stream_options.usage", "structured_outputs.regexp", "structured_outputs.whitespace_pattern"
+    )  # fmt: skip
+    schema = {"type": "json_schema", "schemas": {}, "json_schema": {"name": "n", "schema": {}}}
+    assert read(response_format=schema).ignored == ("response_format.schemas",)
+
+
 def test_usage_is_asked_for_in_stream_options_only() -> None:
     assert read(stream=True, stream_options={"include_usage": True}).include_usage is True
     assert read(stream=True, stream_options={"include_usage": None}).include_usage is False

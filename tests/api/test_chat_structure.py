@@ -75,6 +75,24 @@ def test_what_makes_no_sense_is_refused_by_its_path(fields: dict[str, Any], para
 
 
 @pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"response_format": NAMED}, "response_format"),
+        ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ({"guided_json": SCHEMA}, "guided_json"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+    ],
+)
+def test_a_form_knows_the_field_that_said_it(fields: dict[str, Any], path: str) -> None:
+    structure = read(**fields).structure
+    assert structure is not None
+    assert structure.path == path
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),

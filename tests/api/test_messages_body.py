@@ -197,7 +197,12 @@ def test_effort_and_form_of_the_answer_are_read() -> None:
     call = read(output_config={"effort": "max", "format": form, "task_budget": {}})
     assert (call.request.reasoning_effort, call.request.structure) == ("max", Structure("json_schema", SCHEMA))
     assert call.ignored == ("output_config.task_budget",)
-    assert read(output_format=form).request.structure == Structure("json_schema", SCHEMA)
+    older = read(output_format={**form, "strict": True}, thinking={"type": "adaptive", "budget": 1})
+    assert older.request.structure == Structure("json_schema", SCHEMA)
+    assert older.ignored == ("output_format.strict", "thinking.budget")
+    assert [each.request.structure.path for each in (call, older) if each.request.structure is not None] == [
+        "output_config.format", "output_format"
+    ]  # fmt: skip
 
 
 def test_the_clients_own_tools_are_read_and_those_that_run_elsewhere_are_named() -> None:

@@ -104,6 +104,8 @@ def test_thinking_is_sealed_for_clients_that_ask_for_it_or_have_no_stored_respon
 def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> None:
     call = read(
         zeal=1,
+        text={"format": {"type": "text"}, "mood": 1},
+        reasoning={"effort": "low", "zeal": 1},
         client_metadata={"a": "b"},
         truncation="auto",
         service_tier="flex",
@@ -111,7 +113,7 @@ def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> Non
         max_tool_calls=3,
         input=[{"role": "user", "content": "hello", "mood": 1, "phase": "commentary", "id": "msg_1", "status": None}],
     )
-    assert call.ignored == ("zeal", "input[].mood")
+    assert call.ignored == ("zeal", "reasoning.zeal", "text.mood", "input[].mood")
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,12 @@ def test_each_form_of_an_answer(structure: Structure, good: tuple[str, ...], bad
 @pytest.mark.parametrize(
     ("structure", "param", "words"),
     [
-        (Structure("regex", "(a"), "structured_outputs", "regular expression"),
-        (Structure("regex", r"\bword\b"), "structured_outputs", "regular expression"),
-        (Structure("grammar", "start: nothing"), "structured_outputs", "nothing"),
-        (Structure("grammar", "root ::= ("), "structured_outputs", "grammar"),
-        (Structure("choice", ()), "structured_outputs", "at least one"),
-        (Structure("json_schema", {"not": {}}), "response_format", "not"),
+        (Structure("regex", "(a", "guided_regex"), "guided_regex", "regular expression"),
+        (Structure("regex", r"\bword\b", "guided_regex"), "guided_regex", "regular expression"),
+        (Structure("grammar", "start: nothing", "guided_grammar"), "guided_grammar", "nothing"),
+        (Structure("grammar", "root ::= (", "guided_grammar"), "guided_grammar", "grammar"),
+        (Structure("choice", (), "guided_choice"), "guided_choice", "at least one"),
+        (Structure("json_schema", {"not": {}}, "text.format"), "text.format", "not"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(structure: Structure, param: str, words: str) -> None:

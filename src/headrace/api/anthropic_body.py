@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.api.openai_fields import FieldRules
+from headrace.api.openai_fields import FieldRules, unknown_inner_fields
 from headrace.api.openai_sampling import SparseBody
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -173,9 +173,14 @@ UNPARSED_INPUT = "__unparsedToolInput"
 """Where arguments that are no JSON object stand, as the model wrote them: the name is Claude Code's."""
 
 
+_OBJECTS: Mapping[str, type[BaseModel]] = {
+    "output_config": OutputBody,
+    "output_format": FormatBody,
+    "thinking": ThinkingBody,
+}
+
+
 def unknown_nested_fields(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields inside a checked body's messages and its output_config that nobody knows."""
+    """Fields inside a checked body's messages and its objects that nobody knows."""
     sent = {name for message in value["messages"] for name in message} - MessageBody.model_fields.keys()
-    output = (value.get("output_config") or {}).keys() - OutputBody.model_fields.keys()
-    names = [f"messages[].{name}" for name in sent] + [f"output_config.{name}" for name in output]
-    return tuple(sorted(names))
+    return tuple(sorted(f"messages[].{name}" for name in sent)) + unknown_inner_fields(value, _OBJECTS)

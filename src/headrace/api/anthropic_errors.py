@@ -29,4 +29,6 @@ def _message(error: HeadraceError) -> str:
         # Claude Code reads both numbers out of this sentence, and makes its conversation shorter. The answer needs a
         # token too.
         return f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len - 1} maximum"
-    return error.message
+    if error.param is None or error.message.startswith(error.param):
+        return error.message
+    return f"{error.param}: {error.message}"

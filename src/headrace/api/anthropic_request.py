@@ -105,7 +105,7 @@ def _json_structure(form: FormatBody, path: str) -> Structure:
         raise UnsupportedField(f"{path}.type must be json_schema", param=f"{path}.type")
     if form.schema_ is None:
         raise InvalidRequest(f"{path}.schema is missing", param=f"{path}.schema")
-    return Structure("json_schema", form.schema_)
+    return Structure("json_schema", form.schema_, path)
 
 
 def _ignored(value: dict[str, Any], parsed: MessagesBody, thinker: Thinker) -> tuple[str, ...]:

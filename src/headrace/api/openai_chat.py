@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.api.json_body import check, read_object
-from headrace.api.openai_fields import CHAT_FIELDS, refuse_unbuilt, unknown_fields
+from headrace.api.openai_fields import CHAT_FIELDS, refuse_unbuilt, unknown_fields, unknown_inner_fields
 from headrace.api.openai_messages import MessageBody, chat_message, refuse_too_many, unknown_message_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     Call,
     SamplingBody,
+    StreamOptionsBody,
     check_stream,
     includes_usage,
     requested_sampling,
@@ -27,12 +28,18 @@ from headrace.api.openai_sampling import (
     requested_sparse,
     requested_stop,
 )
-from headrace.api.openai_structure import StructureBody, answer_structure
+from headrace.api.openai_structure import ResponseFormatBody, StructureBody, StructuredOutputsBody, answer_structure
 from headrace.api.openai_tools import ToolBody, ToolsBody, tool_choice, tool_definitions, unknown_tool_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest, RequestedAnswers
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_OBJECTS: Mapping[str, type[BaseModel]] = {
+    "response_format": ResponseFormatBody,
+    "stream_options": StreamOptionsBody,
+    "structured_outputs": StructuredOutputsBody,
+}
 
 
 class PromptBody(BaseModel):
@@ -84,6 +91,7 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
         cache_salt=parsed.cache_salt or "",
     )
     ignored = unknown_fields(value, ChatCompletionBody.model_fields, CHAT_FIELDS)
+    ignored += unknown_inner_fields(value, _OBJECTS)
     ignored += unknown_tool_fields(value.get("tools") or (), ToolBody.model_fields)
     return Call(
         request=request,

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from headrace.errors import UnsupportedField
 
 
@@ -112,6 +114,15 @@ def refuse_unbuilt(body: Mapping[str, Any], rules: FieldRules) -> None:
 def unknown_fields(body: Mapping[str, Any], declared: Mapping[str, Any], rules: FieldRules) -> tuple[str, ...]:
     """Names in a body that nobody knows, sorted."""
     return tuple(sorted(body.keys() - declared.keys() - rules.neutral_values.keys() - rules.without_effect))
+
+
+def unknown_inner_fields(body: Mapping[str, Any], objects: Mapping[str, type[BaseModel]]) -> tuple[str, ...]:
+    """Names inside a checked body's objects that nobody knows, as `object.name`, sorted."""
+    found = []
+    for outer, declared in objects.items():
+        known = {field.alias or name for name, field in declared.model_fields.items()}
+        found += [f"{outer}.{name}" for name in (body.get(outer) or {}).keys() - known]
+    return tuple(sorted(found))
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -69,31 +69,31 @@ def answer_structure(parsed: StructureBody) -> Structure | None:
     """The form, None for plain text. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     found = [*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)]
     if len(found) > 1:
-        (first, _), (second, _) = found[:2]
+        first, second = found[0].path, found[1].path
         raise InvalidRequest(f"{first} and {second} exclude each other", param=second)
-    return found[0][1] if found else None
+    return found[0] if found else None
 
 
-def _of_response_format(parsed: StructureBody) -> Iterator[tuple[str, Structure]]:
+def _of_response_format(parsed: StructureBody) -> Iterator[Structure]:
     asked = parsed.response_format
     if asked is None or asked.type == "text":
         return
     if asked.type == "json_object":
         # Some servers take a schema here too.
         schema = asked.schema_
-        yield "response_format", Structure("json_object") if schema is None else Structure("json_schema", schema)
+        yield Structure("json_object") if schema is None else Structure("json_schema", schema)
     elif asked.type == "json_schema":
         named = asked.json_schema
         if named is None or named.schema_ is None:
             path = "response_format.json_schema" + ("" if named is None else ".schema")
             raise InvalidRequest(f"{path} is missing", param=path)
-        yield "response_format", Structure("json_schema", named.schema_)
+        yield Structure("json_schema", named.schema_)
     else:
         path = "response_format.type"
         raise UnsupportedField(f"{path} must be text, json_object or json_schema", param=path)
 
 
-def _of_structured_outputs(parsed: StructureBody) -> Iterator[tuple[str, Structure]]:
+def _of_structured_outputs(parsed: StructureBody) -> Iterator[Structure]:
     asked = parsed.structured_outputs
     if asked is None:
         return
@@ -101,11 +101,11 @@ def _of_structured_outputs(parsed: StructureBody) -> Iterator[tuple[str, Structu
     if asked.structural_tag is not None:
         raise UnsupportedField(f"{path}.structural_tag is not supported", param=f"{path}.structural_tag")
     if asked.json_object:
-        yield f"{path}.json_object", Structure("json_object")
+        yield Structure("json_object", path=f"{path}.json_object")
     yield from _said(path + ".", asked.json_, asked.regex, asked.choice, asked.grammar)
 
 
-def _of_guided_fields(parsed: StructureBody) -> Iterator[tuple[str, Structure]]:
+def _of_guided_fields(parsed: StructureBody) -> Iterator[Structure]:
     return _said("guided_", parsed.guided_json, parsed.guided_regex, parsed.guided_choice, parsed.guided_grammar)
 
 
@@ -115,15 +115,16 @@ def _said(
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,
-) -> Iterator[tuple[str, Structure]]:
+) -> Iterator[Structure]:
     if schema is not None:
-        yield f"{prefix}json", Structure("json_schema", _schema(schema, f"{prefix}json"))
+        path = f"{prefix}json"
+        yield Structure("json_schema", _schema(schema, path), path)
     if regex is not None:
-        yield f"{prefix}regex", Structure("regex", regex)
+        yield Structure("regex", regex, f"{prefix}regex")
     if choice is not None:
-        yield f"{prefix}choice", Structure("choice", tuple(choice))
+        yield Structure("choice", tuple(choice), f"{prefix}choice")
     if grammar is not None:
-        yield f"{prefix}grammar", Structure("grammar", grammar)
+        yield Structure("grammar", grammar, f"{prefix}grammar")
 
 
 def _schema(schema: dict[str, Any] | bool | str, path: str) -> dict[str, Any] | bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from headrace.api.json_body import check, check_at, read_object
-from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
+from headrace.api.openai_fields import refuse_unbuilt, unknown_fields, unknown_inner_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     Call,
@@ -176,6 +176,7 @@ def _ignored(value: Mapping[str, Any], parsed: ResponsesBody, items: Sequence[It
     included = set(parsed.include or ()) - _WITHOUT_EFFECT - {_LOGPROBS, _ENCRYPTED}
     return (
         *unknown_fields(value, ResponsesBody.model_fields, RESPONSES_FIELDS),
+        *unknown_inner_fields(value, {"text": TextBody, "reasoning": ReasoningBody}),
         *(f"include[].{name}" for name in sorted(included)),
         *unknown_item_fields(items),
     )

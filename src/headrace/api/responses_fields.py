@@ -64,7 +64,6 @@ _PARAMS: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
-    "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "thinking_budget": "thinking_token_budget",
 }

@@ -57,5 +57,5 @@ def requested_structure(text: TextBody | None) -> Structure | None:
     """The form that the answer must have."""
     form = text.format if text is not None else None
     if isinstance(form, SchemaFormat):
-        return Structure("json_schema", form.json_schema)
-    return Structure("json_object") if form is not None and form.type == "json_object" else None
+        return Structure("json_schema", form.json_schema, "text.format")
+    return Structure("json_object", path="text.format") if form is not None and form.type == "json_object" else None

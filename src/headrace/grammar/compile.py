@@ -18,9 +18,6 @@ from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.hold import OutputHold
 
-_FIELDS = {"json_schema": "response_format", "json_object": "response_format"}
-_FIELD = "structured_outputs"
-
 HARMONY = "harmony"
 """The syntax in which an output is a row of messages, and a call is one of them."""
 
@@ -191,14 +188,14 @@ def answer_rule(
     others: further grammars that its rule names, to which this may add. refused: regular expressions that a text which
     is only held to another one may not match.
     """
-    param = _FIELDS.get(structure.kind, _FIELD)
+    param = structure.path
     match structure.kind:
         case "json_schema":
             return rules.rule(json_value(compiled_schema(structure.value, param)))
         case "json_object":
             return rules.rule(json_value(compiled_schema({"type": "object"}, param)))
         case "choice":
-            return rules.rule(_choice(structure.value))
+            return rules.rule(_choice(structure.value, param))
         case "regex":
             pattern = regex(structure.value)
             _check(f"start: {pattern}", "the regular expression", param, vocabulary)
@@ -208,9 +205,9 @@ def answer_rule(
             return "@answer"
 
 
-def _choice(texts: Sequence[str]) -> str:
+def _choice(texts: Sequence[str], param: str) -> str:
     if not texts:
-        raise InvalidRequest("a choice needs at least one text", param=_FIELD)
+        raise InvalidRequest("a choice needs at least one text", param=param)
     return " | ".join(map(literal, texts))
 
 

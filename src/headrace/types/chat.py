@@ -76,11 +76,13 @@ class Structure:
     """The form that the answer must have, thinking left out.
 
     kind: what `value` is: a JSON schema (mapping or boolean), nothing for any JSON object, a regular expression, a
-    tuple of texts of which one must come, or a grammar in Lark's syntax as llguidance reads it.
+    tuple of texts of which one must come, or a grammar in Lark's syntax as llguidance reads it. path: the field that
+    said it, which an error names.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     value: Any = None
+    path: str = field(default="response_format", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
