@@ -169,7 +169,7 @@ class CompiledSteps:
             for layer in kind:
                 feeds[layer] = Feed(plans, arrays[start : start + num_own], constants)
                 start += num_own
-        exchange = Exchange(feeds, num_tokens=num_real)
+        exchange = Exchange(feeds, num_real)
         outputs = self._body(PackedStep((), positions, self._kernels, exchange), ids, picks, others)
         return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
 

@@ -95,7 +95,7 @@ class MtpHead:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it reads a few tokens a row as one compiled function, which there is for each number of tokens."""
+        """Whether it reads a few tokens a row as one compiled function."""
         return self._compiled is not None
 
     @property

@@ -84,7 +84,8 @@ def gather(rows: Sequence[BatchRow]) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRecord:
-    """State `[1, num_v_heads, head_v_dim, head_k_dim]`, conv context `[1, kernel - 1, channels]`; None at length 0."""
+    """State `[1, num_v_heads, head_v_dim, head_k_dim]`, and the conv's raw inputs `[1, n, channels]` up to there, of
+    which at least the context; None at length 0."""
 
     state: mx.array | None
     context: mx.array | None
@@ -166,7 +167,7 @@ class RecurrentState:
         if self.state is None or self.window is None:
             return RecurrentRecord(None, None)
         self.settle()
-        # what is left of the window is the context only: earlier inputs are never read again
+        # later inputs are never read again
         return RecurrentRecord(self.state.copy(), mx.contiguous(self.window.copy()[:, : self.end]))
 
     def restore(self, record: RecurrentRecord, length: int) -> None:

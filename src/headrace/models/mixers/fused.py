@@ -41,12 +41,12 @@ class Feed:
 class Exchange:
     """Feeds of a step's layers, and what each gives back.
 
-    num_tokens: int32 `[1]`, on the device: how many packed tokens are some row's; None where all are.
+    num_tokens: int32 `[1]`, on the device: how many packed tokens are some row's.
     """
 
     feeds: dict[LayerKey, Feed]
+    num_tokens: mx.array
     given: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
-    num_tokens: mx.array | None = None
 
 
 MOST_TOKENS = 8
