@@ -87,10 +87,10 @@ def test_exit_ends_and_empty_lines_ask_nothing() -> None:
     assert engine.requests == []
 
 
-def test_thinking_is_dim_on_a_terminal_and_plain_elsewhere() -> None:
+def test_thinking_is_a_line_of_its_own_dim_on_a_terminal_and_plain_elsewhere() -> None:
     script: list[Step] = ["<think>hm</think>", "yes"]
-    assert talk(FakeEngine(*script), "q", out=Terminal(colored=True)).startswith("\x1b[2mhm\x1b[0myes\n\x1b[2m[")
-    assert talk(FakeEngine(*script), "q").startswith("hmyes\n[")
+    assert talk(FakeEngine(*script), "q", out=Terminal(colored=True)).startswith("\x1b[2mhm\x1b[0m\nyes\n\x1b[2m[")
+    assert talk(FakeEngine(*script), "q").startswith("hm\nyes\n[")
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -167,6 +168,17 @@ def test_a_variable_that_is_no_knob_is_warned_of_by_name(
     monkeypatch.setenv("HEADRACE_MAX_NUM_SEQ", "4")
     assert main([command, "some/where", *(("--port", "0") if command == "serve" else ())]) == 2
     assert "HEADRACE_MAX_NUM_SEQ is unknown" in caplog.text
+
+
+def test_the_log_is_told_in_full_but_not_in_the_middle_of_a_conversation() -> None:
+    ours = logging.getLogger("headrace")
+    before, levels = ours.level, {}
+    for word in ("chat", "serve"):
+        ours.setLevel(logging.NOTSET)
+        assert main([word, "--no-such-flag"]) == 2
+        levels[word] = ours.level
+    ours.setLevel(before)
+    assert levels == {"chat": logging.NOTSET, "serve": logging.INFO}
 
 
 def test_simple_answers_do_not_wait_for_heavy_imports() -> None:

@@ -64,6 +64,7 @@ class Conversation:
         self._clock = clock
         self._messages: list[ChatMessage] = []
         self._colored = out.isatty()
+        self._ends_thinking = False
 
     def reset(self) -> None:
         """Forgets all turns."""
@@ -78,6 +79,7 @@ class Conversation:
         """
         messages = (*self._messages, ChatMessage("user", (TextPart(text),)))
         turn = _Turn(self._clock)
+        self._ends_thinking = False
         try:
             events = self._session.chat(ChatRequest(f"chat-{secrets.token_hex(8)}", messages))
             async with aclosing(events):
@@ -99,8 +101,10 @@ class Conversation:
         match event:
             case Reasoning(text):
                 self._write(self._dimmed(text.translate(_CONTROL_CHARACTERS)))
+                self._ends_thinking = True
             case Text(text):
-                self._write(text.translate(_CONTROL_CHARACTERS))
+                self._write(("\n" if self._ends_thinking else "") + text.translate(_CONTROL_CHARACTERS))
+                self._ends_thinking = False
 
     def _dimmed(self, text: str) -> str:
         return f"{_DIM}{text}{_PLAIN}" if self._colored else text

@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] not in _COMMANDS:
         return _without_command(words)
     module, _ = _COMMANDS[words[0]]
-    # Our own log in full, of the libraries only what went wrong.
+    # Our own log in full, except in the middle of a conversation; of the libraries only what went wrong.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("headrace").setLevel(logging.INFO)
+    if words[0] != "chat":
+        logging.getLogger("headrace").setLevel(logging.INFO)
     quiet_libraries()
     try:
         import_module(module).run(words[1:])
