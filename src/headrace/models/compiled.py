@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import mlx.core as mx
@@ -108,13 +108,15 @@ class CompiledSteps:
         num_picks = padded_tokens(len(picks), len(step.spans))
         assert not isinstance(step.placed, mx.array)
         num_missing = num_tokens - step.num_tokens
-        known: list[Sequence[int]] = [[step.num_tokens], [*picks, *[0] * (num_picks - len(picks))]]
-        known += [[*axis, *[0] * num_missing] for axis in step.placed.reshape(-1, step.num_tokens).tolist()]
+        known = [step.num_tokens, *picks, *[0] * (num_picks - len(picks))]
+        for axis in step.placed.reshape(-1, step.num_tokens).tolist():
+            known += [*axis, *[0] * num_missing]
         if not isinstance(ids, mx.array):
-            known.append([*ids, *[0] * num_missing])
+            known += [*ids, *[0] * num_missing]
         for table in tables.values():
-            known += [*table, *[(0,) * len(table[0])] * (num_rows - len(table))]
-        numbers = to_device([number for part in known for number in part], mx.int32)
+            known += chain.from_iterable(table)
+            known += [0] * (len(table[0]) * (num_rows - len(table)))
+        numbers = to_device(known, mx.int32)
         sizes = _Sizes(num_rows, num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
         form = self._form((layout, sizes, variant))
         arrays = [array for held in helds for array in held.arrays]

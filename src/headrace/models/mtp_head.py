@@ -54,7 +54,7 @@ class HeadModule(nn.Module):
         return output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `RowSpan`
 class HeadEntries:
     """What the head is to read of one sequence: tokens `start` and following.
 
@@ -117,17 +117,18 @@ class MtpHead:
         launch: not if the outputs, or what is made of them, are launched before anything else is done with the rows.
         """
         spans: list[RowSpan] = []
-        lo = 0
+        tokens: list[int] = []
+        placed: list[tuple[int, int, RowMedia | None]] = []
         for one in entries:
             one.state.full_attention(self._trunk.head_key, first=1)
-            spans.append(RowSpan(one.state, lo, lo + len(one.token_ids), one.start, len(one.token_ids)))
-            lo += len(one.token_ids)
-        # an entry is turned by the position of its hidden row
-        positions = packed_positions([(one.start - 1, len(one.token_ids), one.media) for one in entries])
-        step = PackedStep(tuple(spans), positions, self._kernels)
-        tokens = [token for one in entries for token in one.token_ids]
+            lo, num_tokens = len(tokens), len(one.token_ids)
+            spans.append(RowSpan(one.state, lo, lo + num_tokens, one.start, num_tokens))
+            # an entry is turned by the position of its hidden row
+            placed.append((one.start - 1, num_tokens, one.media))
+            tokens += one.token_ids
+        step = PackedStep(tuple(spans), packed_positions(placed), self._kernels)
         picks = [span.hi - 1 for span in spans]
-        media = step_media([(len(one.token_ids), one.media) for one in entries])
+        media = step_media([(num_tokens, media) for _, num_tokens, media in placed])
         found = None
         if media is None and self._compiled is not None:
             found = self._compiled.run(step, tokens if ids is None else ids, picks, (hidden,))

@@ -96,7 +96,7 @@ class PackedStep:
     @cached_property
     def counts(self) -> tuple[tuple[int, int, int], ...]:
         """Per row its first packed token, its tokens, and how many of them are certain."""
-        return tuple((span.lo, span.num_tokens, span.num_certain) for span in self.spans)
+        return tuple([(span.lo, span.hi - span.lo, span.num_certain) for span in self.spans])
 
     def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
         """The table as an int32 array: one for all layers of the step that need the same."""
