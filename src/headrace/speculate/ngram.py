@@ -112,17 +112,17 @@ class NgramDrafter:
         num_tokens = len(self._tokens)
         num_bits = max(num_tokens, 64).bit_length()
         self._shift = 32 - num_bits
-        tokens = np.array(self._tokens, dtype=np.int64)
         earlier = np.zeros(num_tokens + 1, dtype=np.int32)
         newest = np.zeros(1 << num_bits, dtype=np.int32)
         if num_tokens >= MIN_MATCH:
+            tokens = np.array(self._tokens, dtype=np.uint32)
             totals = tokens[:-2] * _FACTORS[0] + tokens[1:-1] * _FACTORS[1] + tokens[2:] * _FACTORS[2]
-            hashes = (totals & _HASH_MASK) >> self._shift
+            hashes = totals >> np.uint32(self._shift)
             order = np.argsort(hashes, kind="stable")
-            is_same = hashes[order[1:]] == hashes[order[:-1]]
-            earlier[order[1:][is_same] + MIN_MATCH] = order[:-1][is_same] + MIN_MATCH
-            is_last = np.append(~is_same, True)
-            newest[hashes[order[is_last]]] = order[is_last] + MIN_MATCH
+            hashes, places = hashes[order], order + MIN_MATCH
+            earlier[places[1:]] = places[:-1] * (hashes[1:] == hashes[:-1])
+            # of equal ones the last stays
+            newest[hashes] = places
         self._earlier = array("i", earlier.tobytes())
         self._newest = array("i", newest.tobytes())
 

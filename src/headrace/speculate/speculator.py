@@ -26,9 +26,9 @@ _IDLE_STEPS, _LONGEST_REST = 16, 8
 """Steps after a right draft, for which all rows are looked at, and after a row's first, for which it is; and steps from
 one look to the next at most, when these are over."""
 
-_LOOK_SHARE, _EARLY_SHARE = 0.01, 0.02
-"""What looks at all rows, where no draft was right lately, and looks at new rows alone may take of the time of steps:
-finding that nothing is worth while is a part of a quick step."""
+_LOOK_SHARE = 0.01
+"""What looks at all rows may take of the time of steps where no draft was right lately, and as much again those at new
+rows alone: finding that nothing is worth while is a part of a quick step."""
 
 _NO_OUTLOOK = RowOutlook((), False, 0)
 
@@ -82,20 +82,19 @@ class Drafting(Protocol):
 
 
 class _Pace:
-    """How often something is done that may take a share of the time of steps; at least each _LONGEST_REST steps."""
+    """How often to look so that it takes _LOOK_SHARE of the time of steps; at least each _LONGEST_REST steps."""
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self) -> None:
         self._num_steps = 0
         self._seconds = 0.0
 
     def is_due(self, step_s: float) -> bool:
         """To be asked in each step."""
         self._num_steps += 1
-        return self._num_steps >= _LONGEST_REST or self._seconds <= self._share * step_s * self._num_steps
+        return self._num_steps >= _LONGEST_REST or self._seconds <= _LOOK_SHARE * step_s * self._num_steps
 
     def note(self, seconds: float) -> None:
-        """It was done, and took so long."""
+        """A look was taken, and took so long."""
         self._num_steps, self._seconds = 0, seconds
 
 
@@ -119,7 +118,7 @@ class Speculator:
         self._planner = planner
         self._num_idle = 0
         """Steps since a draft was right."""
-        self._looks, self._early_looks = _Pace(_LOOK_SHARE), _Pace(_EARLY_SHARE)
+        self._looks, self._early_looks = _Pace(), _Pace()
         self._step_s = 0.0
         """What the last step took."""
         self._num_slow = 0
