@@ -8,9 +8,17 @@ import re
 import mlx.core as mx
 import pytest
 
-from headrace.backend.transfer import MOST_NUMBERS, MOST_READ, Fetched, fetch_source, place_source, to_device
+from headrace.backend.transfer import (
+    MOST_KERNELS,
+    MOST_NUMBERS,
+    MOST_READ,
+    Fetched,
+    fetch_source,
+    place_source,
+    to_device,
+)
 
-COUNTS = [0, 1, 2, 3, 15, 16, 17, 100, 999, MOST_NUMBERS, MOST_NUMBERS + 1]
+COUNTS = [0, 1, 2, 3, 15, 16, 17, 100, 999, MOST_NUMBERS, MOST_NUMBERS + 1, MOST_KERNELS * MOST_NUMBERS + 1]
 only_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="its kernels need a GPU")
 
 

@@ -14,7 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 MOST_NUMBERS = 1024
-"""That go as parameters. CUDA 12.1 and later take eight times as many, but building such a kernel takes seconds."""
+"""That go as parameters of one kernel. CUDA 12.1 and later take eight times as many, but building such a kernel takes
+seconds."""
+MOST_KERNELS = 4
+"""That bring numbers; more of these, as a long prompt has them, are no matter beside what is computed with them."""
 MOST_READ = 64
 """That come back in pairs."""
 
@@ -23,8 +26,11 @@ _FEWEST = 16
 
 def to_device(numbers: Sequence[int] | Sequence[float], dtype: mx.Dtype) -> mx.array:
     """An array `[n]` of Python's numbers. dtype: int32 or float32."""
-    if not mx.cuda.is_available() or not 0 < len(numbers) <= MOST_NUMBERS:
+    if not mx.cuda.is_available() or not 0 < len(numbers) <= MOST_KERNELS * MOST_NUMBERS:
         return mx.array(list(numbers), dtype=dtype)
+    if len(numbers) > MOST_NUMBERS:
+        starts = range(0, len(numbers), MOST_NUMBERS)
+        return mx.concatenate([to_device(numbers[start : start + MOST_NUMBERS], dtype) for start in starts])
     # by their bits: the binding takes no floats, whatever it says of them (MLX 0.32.4)
     words = numbers if dtype == mx.int32 else np.array(numbers, np.float32).view(np.int32).tolist()
     # few sizes, so that few kernels are built

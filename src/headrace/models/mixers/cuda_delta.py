@@ -284,11 +284,13 @@ def _plan(
 ) -> tuple[Table, tuple[int, ...]]:
     """What the kernel reads of each row, and what its launch depends on. counts: see `PackedStep.counts`.
 
-    There is room for the longest window whatever the rows have, so that the next step finds arrays of one shape. The
-    arrays begin with a layer's own; while rows join and leave their shapes differ by what is told of them here.
+    There is room for the longest window whatever the rows have, and for rows that are added, see `padded_rows`, so that
+    the next step finds arrays of one shape. The arrays begin with a layer's own; while rows join and leave their shapes
+    differ by what is told of them here.
     """
     longest = shapes.LONGEST_WINDOW
-    plan = tuple([(*count, *place, longest) for count, place in zip(counts, places, strict=True)])
+    rows = [(*count, *place, longest) for count, place in zip(counts, places, strict=True)]
+    plan = (*rows, *[(0,) * len(rows[0])] * (padded_rows(len(rows)) - len(rows)))
     memory, raw, keys, *_ = arrays
     return plan, (longest, memory.shape[0], *raw.shape[:2], *keys.shape[:2])
 
