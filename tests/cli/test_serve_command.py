@@ -15,7 +15,7 @@ from loopback import serving
 
 from headrace.cli import serve
 from headrace.config import Config, ServerConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 
 
 @pytest.mark.parametrize("takes_chats", [True, False])
@@ -93,3 +93,16 @@ def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatc
     with pytest.raises(ConfigError):
         serve.run(["--port", "0"])
     assert engine.stopped
+
+
+def test_what_is_being_loaded_is_said_before_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "configured_words", lambda config: SimpleNamespace(constraints=None))
+
+    def launch(*_: object) -> FakeEngine:
+        raise ModelError(f"after {capsys.readouterr().out!r}")
+
+    monkeypatch.setattr(serve.Engine, "launch", launch)
+    with pytest.raises(ModelError, match="after 'loading some-model"):
+        serve.run(["--port", "0", "some-model"])

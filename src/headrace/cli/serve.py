@@ -23,6 +23,7 @@ def run(argv: Sequence[str]) -> None:
     use_log_format(config.server.log_format)
     warn_of_unknown_variables()
     with open_listener(config.server) as listener:
+        print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
         words = configured_words(config)
         engine = Engine.launch(config, words.constraints)
         is_interrupted = False
