@@ -6,7 +6,15 @@ from dataclasses import fields
 
 import pytest
 
-from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig, load_config, warn_of_unknown_variables
+from headrace.config import (
+    Config,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    load_config,
+    warn_of_unknown_variables,
+    with_flags,
+)
 from headrace.errors import ConfigError
 
 
@@ -165,3 +173,16 @@ def test_a_command_has_no_flags_of_sections_that_it_does_not_use() -> None:
 
 def test_a_command_may_have_no_default_model() -> None:
     assert load_config([], {}, default_model="").model == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("max_model_len 5 is over the model's own context", "--max-model-len 5 is over the model's own context"),
+        ("cache_dir /x/cache_dir can't be used", "--cache-dir /x/cache_dir can't be used"),
+        ("--cache-dir and mtp, and some_other", "--cache-dir and mtp, and some_other"),
+        ("not my_cache_dir, nor cache_dir.json", "not my_cache_dir, nor cache_dir.json"),
+    ],
+)
+def test_a_message_on_the_command_line_names_flags(message: str, said: str) -> None:
+    assert with_flags(message) == said

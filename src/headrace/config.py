@@ -14,6 +14,7 @@ import argparse
 import difflib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -281,6 +282,13 @@ def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
             close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), known, n=1)
             hint = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
             log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
+
+
+def with_flags(message: str) -> str:
+    """A message in which knobs that it calls by their fields, like `max_model_len`, are called by their flags."""
+    flags = {knob.name: knob.flag for section in _SECTIONS.values() for knob in knobs_of(section) if "_" in knob.name}
+    # not inside a path or another name
+    return re.sub(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])", lambda found: flags.get(found[0], found[0]), message)
 
 
 def load_config(

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from headrace import __version__
-from headrace.config import quiet_libraries
+from headrace.config import quiet_libraries, with_flags
 from headrace.errors import HeadraceError
 
 # Modules, not functions: importing a command imports MLX and the web framework, a second or more that `--version`,
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import_module(module).run(words[1:])
     except HeadraceError as error:
-        print(f"headrace: {error.message}", file=sys.stderr)
+        print(f"headrace: {with_flags(error.message)}", file=sys.stderr)
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
