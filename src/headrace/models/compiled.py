@@ -24,6 +24,7 @@ from headrace.models.mixers.fused import (
     FusedLayers,
     FusedMixer,
     Held,
+    padded,
     padded_rows,
     padded_tokens,
 )
@@ -114,8 +115,7 @@ class CompiledSteps:
         if not isinstance(ids, mx.array):
             known += [*ids, *[0] * num_missing]
         for table in tables.values():
-            known += chain.from_iterable(table)
-            known += [0] * (len(table[0]) * (num_rows - len(table)))
+            known += chain.from_iterable(padded(table))
         numbers = to_device(known, mx.int32)
         sizes = _Sizes(num_rows, num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
         form = self._form((layout, sizes, variant))

@@ -9,15 +9,12 @@ import mlx.core as mx
 
 from headrace.backend.cuda import limits, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
-from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, Gate, HeadShape, Projection
 
 SHORTEST_SPLIT = 256
 """Keys that a block reads at least: fewer are not worth the work of putting parts together."""
 BLOCKS_AT_ONCE = {64: 264, 128: 264, 256: 132}
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200, by head_dim; more would wait for others."""
-
-FEW_TOKENS = 8
-"""Of a row, most often for fewer that come: blocks of a second tile have nothing to do then and don't count."""
 
 MOST_TILES = 1 << 16
 """Rows, key heads and tiles of query rows of a launch, multiplied: what there are counters for."""
@@ -105,7 +102,8 @@ def attend(
     held, number = _even_number(slabs)
     num_rows = plan.shape[0]
     tiles = -(-longest[1] * (shape.num_heads // shape.num_kv_heads) // _TILE)
-    splits = num_splits(shape, num_rows, 1 if longest[1] <= FEW_TOKENS else tiles, longest[0])
+    # most often fewer tokens come: blocks of a second tile have nothing to do then and don't count
+    splits = num_splits(shape, num_rows, 1 if longest[1] <= LONGEST_WINDOW else tiles, longest[0])
     # nobody writes parts where keys aren't split
     parts = (num_rows, shape.num_kv_heads * tiles, splits, _TILE, shape.head_dim + 2) if splits > 1 else (1,)
     gate = Gate(0, 0, 0) if gates is None else gates[1]

@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3_5
 from headrace.backend.cuda import delta, shapes
 from headrace.backend.gated_delta import scan
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held, Table, padded_rows
+from headrace.models.mixers.fused import Feed, Held, Table, padded
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.layer import LayerKey
 from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash
@@ -136,7 +136,7 @@ class CudaDeltaMixer(nn.Module):
 
     def _window(self, projected: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
         """Rows of a few tokens in one launch: y `[T, Hv, Dv]`, undefined elsewhere, and the states' new arrays."""
-        (plan,), (state, raw, *stash), (longest, *_) = feed.tables, feed.arrays, feed.constants
+        (plan,), (state, raw, *stash), longest = feed.tables, feed.arrays, shapes.LONGEST_WINDOW
         result = delta.window(self._shape, self._weights, plan, longest, projected, raw, shapes.Stash(*stash), state)
         return result.y, (result.state, result.raw, *result.stash)
 
@@ -173,8 +173,7 @@ class CudaDeltaMixer(nn.Module):
         self, step: PackedStep, places: Sequence[tuple[int, ...]], sources: Sequence[shapes.Left]
     ) -> shapes.Left:
         """places: see delta_gather.cuh."""
-        added = [(0, 0, 0, 0)] * (padded_rows(len(places)) - len(places))
-        return delta.gather(self._shape, step.shared((*places, *added)), sources)
+        return delta.gather(self._shape, step.shared(padded(tuple(places))), sources)
 
     def _left(self, state: RecurrentState) -> _Row:
         """What the row's last step left, as it is if a window can go on from there."""
@@ -289,10 +288,9 @@ def _plan(
     differ by what is told of them here.
     """
     longest = shapes.LONGEST_WINDOW
-    rows = [(*count, *place, longest) for count, place in zip(counts, places, strict=True)]
-    plan = (*rows, *[(0,) * len(rows[0])] * (padded_rows(len(rows)) - len(rows)))
+    plan = tuple([(*count, *place, longest) for count, place in zip(counts, places, strict=True)])
     memory, raw, keys, *_ = arrays
-    return plan, (longest, memory.shape[0], *raw.shape[:2], *keys.shape[:2])
+    return padded(plan), (memory.shape[0], *raw.shape[:2], *keys.shape[:2])
 
 
 def _is_short(span: RowSpan, state: RecurrentState) -> bool:

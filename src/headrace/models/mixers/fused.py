@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.models.step import PackedStep
 from headrace.state.layer import LayerKey
 
@@ -49,7 +50,7 @@ class Exchange:
     given: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
 
 
-MOST_TOKENS = 8
+MOST_TOKENS = LONGEST_WINDOW
 """Of a row, in a step that is compiled: a longer one is a prompt's chunk, whose work the host doesn't bound."""
 
 
@@ -74,6 +75,11 @@ def padded_rows(num_rows: int) -> int:
     """
     power = coarse(num_rows)
     return power * 3 // 4 if num_rows <= power * 3 // 4 else power
+
+
+def padded(table: Table) -> Table:
+    """With rows of zeros up to the padded number: rows of no tokens."""
+    return (*table, *[(0,) * len(table[0])] * (padded_rows(len(table)) - len(table)))
 
 
 def padded_tokens(num_tokens: int, num_rows: int) -> int:
