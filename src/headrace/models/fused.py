@@ -36,6 +36,8 @@ class FusedLinear:
         products = [_product(list(run)) for _, run in groupby(parts, _form)]
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
+        self.adds_residual = self._own is not None
+        """Whether what is added costs no operation of its own."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""

@@ -20,9 +20,10 @@ from headrace.models.fused import FusedHead, can_be_head
 from headrace.models.mixers import cuda_moe
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
-from headrace.models.mixers.cuda_layer import hand_residuals
+from headrace.models.mixers.cuda_layer import hand_residuals, is_of_kernels
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
+from headrace.models.mixers.cuda_norm import SumNorm
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.parts import attention_parts, mlp_parts
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
@@ -222,7 +223,7 @@ class Installation:
             for place in _places_where(lambda module: isinstance(module, cuda_moe.LAYER), model):
                 if (experts := cuda_moe.parts_of(place.module)) is not None:
                     self._replace(place, CudaMoE(place.module, experts))
-            self._undos += [undo for layer in model.layers if (undo := hand_residuals(layer)) is not None]
+            self._hand_residuals(model)
         around = {**REPLACEMENTS, **kernels.replacements}
         self._undos += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)
@@ -249,6 +250,22 @@ class Installation:
     def _replace(self, place: Place, mixer: nn.Module) -> None:
         setattr(place.parent, place.name, mixer)
         self._undos.append(lambda: setattr(place.parent, place.name, place.module))
+
+    def _hand_residuals(self, model: Any) -> None:
+        """Let parts of layers, or the norms behind them, make the residual sums."""
+        for layer, following in zip(model.layers, [*model.layers[1:], None], strict=True):
+            if is_of_kernels(layer):
+                behind = _final_norm(model) if following is None else _norm_of(following, "input_layernorm")
+                inner = self._with_sum(_norm_of(layer, "post_attention_layernorm"))
+                self._undos.append(hand_residuals(layer, inner, self._with_sum(behind)))
+
+    def _with_sum(self, place: Place | None) -> SumNorm | None:
+        """A norm that makes the sum before it, in the place of one of a kind that it can stand for."""
+        if place is None or type(place.module) is not nn.RMSNorm:
+            return None
+        norm = SumNorm(place.module)
+        self._replace(place, norm)
+        return norm
 
     def _tap_final_norm(self, model: Any) -> None:
         place = _final_norm(model)
@@ -288,6 +305,10 @@ def _users_of(names: Mapping[str, Any], model: Any) -> list[nn.Module]:
         if code is not None and any(name in code.co_names for name in names):
             found.append(module)
     return found
+
+
+def _norm_of(layer: Any, name: str) -> Place | None:
+    return Place(layer, name, layer[name]) if name in layer else None
 
 
 def _final_norm(model: Any) -> Place | None:

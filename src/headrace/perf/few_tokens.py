@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from headrace.backend.cuda import activations, matmul, moe
+from headrace.backend.cuda import activations, matmul, moe, norm
 from headrace.backend.device import DeviceKind
 from headrace.perf import layer_references as right
 from headrace.perf.case import Case, Chain, Step
@@ -24,10 +24,11 @@ _NUM_LOGITS = 16
 
 
 def few_tokens(kind: DeviceKind) -> Iterator[Case]:
-    """Activations, products beside MLX's own, and experts; the kernel of products on CUDA alone."""
+    """Activations, sums with their norms, products beside MLX's own, and experts; that of products on CUDA alone."""
     sizes = sizes_of(kind)
     for num_tokens in sizes.num_tokens:
         yield _swiglu(sizes, num_tokens)
+        yield _sum_norm(sizes, num_tokens)
     for num_out, num_in in sizes.products:
         for bits in (16, 4):
             yield from _products(sizes, num_out, num_in, bits)
@@ -47,6 +48,22 @@ def _swiglu(sizes: LayerSizes, num_tokens: int) -> Case:
         3 * x.nbytes // 2,
         Chain(x, lambda given, _: [activations.swiglu(given)]),
         lambda found: largest_error(found[0], wanted),
+    )
+
+
+def _sum_norm(sizes: LayerSizes, num_tokens: int) -> Case:
+    x, y = (normal(sizes, 1, num_tokens, sizes.products[0][1]) for _ in range(2))
+    weight, eps = 1 + normal(sizes, x.shape[-1], scale=0.1), mx.array([1e-6])
+    mx.eval(x, y, weight, eps)
+    total = double(x + y)
+    wanted = total, right.rms_norm(total, double(weight), 1e-6)
+    return case_of(
+        "norm.sum_norm",
+        form_here(),
+        f"{num_tokens} × {x.shape[-1]}",
+        4 * x.nbytes,
+        Chain(x, lambda given, _: list(norm.sum_norm(given, y, weight, eps))),
+        lambda found: max(largest_error(*pair) for pair in zip(found, wanted, strict=True)),
     )
 
 

@@ -39,6 +39,14 @@ def swiglu(projected: mx.array) -> mx.array:
     return (_rounded(_silu(gate), projected.dtype) * value).astype(projected.dtype)
 
 
+def sum_norm(x: mx.array, y: mx.array, weight: mx.array, eps: mx.array) -> tuple[mx.array, mx.array]:
+    """The sum, and its RMS norm."""
+    total = x + y
+    one = mx.ones(total.shape[-1])
+    normed = _normed(total.astype(mx.float32), one, eps, total.dtype) * weight.astype(mx.float32)
+    return total, normed.astype(total.dtype)
+
+
 # Products
 
 

@@ -98,6 +98,7 @@ class CudaAttentionMixer(nn.Module):
         self._parts = parts
         self._project = FusedLinear(parts.inputs)
         self._out = FusedLinear([parts.output])
+        self.adds_residual = self._out.adds_residual
         self._frequencies = mx.array(parts.frequencies.astype(np.float32))
         num_pairs = len(parts.frequencies)
         self._one_axis = mx.zeros(num_pairs, mx.int32)

@@ -69,6 +69,7 @@ class CudaDeltaMixer(nn.Module):
         self._shape = shape
         self._project = FusedLinear([inner[name] for name in PROJECTIONS])
         self._out = FusedLinear([inner.out_proj])
+        self.adds_residual = self._out.adds_residual
         conv = mx.contiguous(inner.conv1d.weight[:, :, 0])
         self._weights = shapes.Weights(
             conv, inner.A_log.astype(mx.float32), inner.dt_bias, inner.norm.weight, mx.array([inner.norm.eps])

@@ -1,4 +1,4 @@
-"""Decoder layers on NVIDIA GPUs: the last kernel of each part makes the residual sum behind it.
+"""Decoder layers on NVIDIA GPUs: the last kernel of each part makes the residual sum behind it, or the norm does.
 
 Experts learn which tokens are padding, for which they would be read in vain.
 """
@@ -14,28 +14,43 @@ from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
+from headrace.models.mixers.cuda_norm import SumNorm
 from headrace.models.mixers.parts import mixer_name
 from headrace.models.seams import Undo, give_forward
 from headrace.models.step import View
 
 
-def hand_residuals(layer: Any) -> Undo | None:
-    """Let a layer hand its parts what is added to their outputs; None if one of them is no kernel of ours."""
+def is_of_kernels(layer: Any) -> bool:
+    """Whether all parts of a layer are kernels of ours."""
     name = mixer_name(layer)
     if name is None or not isinstance(layer[name], CudaAttentionMixer | CudaDeltaMixer):
-        return None
-    if not isinstance(layer.mlp, CudaMLP | CudaMoE):
-        return None
+        return False
+    return isinstance(layer.mlp, CudaMLP | CudaMoE)
+
+
+def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) -> Undo:
+    """Let a layer that `is_of_kernels` hand its parts what is added to their outputs.
+
+    inner, behind: the norms of its two sums, for parts that would need an operation for it; None for other norms.
+    """
+    name = mixer_name(layer)
 
     def forward(layer: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        h = layer[name](layer.input_layernorm(x), *given, residual=x, **named)
+        h = _added(layer[name], inner, x, layer.input_layernorm(x), *given, **named)
         y = layer.post_attention_layernorm(h)
         if isinstance(layer.mlp, CudaMoE):
             return layer.mlp(y, h, _num_tokens((*given, *named.values())))
-        output: mx.array = layer.mlp(y, residual=h)
-        return output
+        return _added(layer.mlp, behind, h, y)
 
     return give_forward(layer, forward)
+
+
+def _added(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **named: Any) -> mx.array:
+    """The residual, and what a part makes of the rest."""
+    if norm is not None and not part.adds_residual:
+        return norm.sum(residual, part(*given, **named))
+    output: mx.array = part(*given, residual=residual, **named)
+    return output
 
 
 def _num_tokens(given: Sequence[Any]) -> mx.array | None:

@@ -22,6 +22,7 @@ class CudaMLP(nn.Module):
         self.inner = inner
         self._project = FusedLinear(parts.inputs)
         self._down = FusedLinear([parts.output])
+        self.adds_residual = self._down.adds_residual
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, hidden]`; residual: what is added to the output."""
