@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.backend.cuda import attention, delta
-from headrace.backend.cuda.shapes import Gate, Projection, Stash, Weights
+from headrace.backend.cuda.shapes import Gate, ProjectedHeads, Projection, Stash, Weights
 from headrace.backend.device import DeviceKind
 from headrace.perf import layer_references as right
 from headrace.perf.case import Case, Chain
@@ -176,13 +176,14 @@ def _rope_append(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: 
     pairs = np.arange(sizes.rotary // 2)
     turns, axes = (1e7 ** (-pairs / len(pairs))).astype(np.float32), np.zeros(len(pairs), np.int32)
     frequencies = mx.array(turns), mx.array(axes)
-    of_queries, of_keys = (1 + normal(sizes, heads.head_dim, scale=0.1) for _ in range(2))
+    of_queries, of_keys = (1 + normal(sizes, heads.head_dim, scale=0.1).astype(mx.float32) for _ in range(2))
     norms = of_queries, of_keys, mx.array([1e-6])
     mx.eval(x, positions, frequencies, norms)
 
     def step(given: mx.array, i: int) -> list[mx.array]:
         plan = cached.plans[i % len(cached.plans)]
-        found = attention.rope_append(heads, layout, plan, positions, given, frequencies, [cached.slabs], norms)
+        new = ProjectedHeads(layout, given, positions, frequencies, norms)
+        found = attention.rope_append(heads, plan, new, [cached.slabs])
         return [found, *cached.slabs]
 
     first = double(positions[:, :num_tokens]), double(x)[0, :num_tokens], turns.astype(np.float64), axes

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from backend.cuda.references import TOLERANCE, error
 
 from headrace.backend.cuda import attention
-from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads, Projection
 from headrace.perf import layer_references
-from headrace.perf.references import double
+from headrace.perf.references import Float64, double
 
 SLABS = ((4, 256), (1, 1024), (1, 2048), (1, 512))
 """Slots and capacity of each."""
@@ -133,35 +135,30 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_keys_are_turned_and_written_in_place(name: str) -> None:
+class Drawn(NamedTuple):
+    """A projection with what makes heads of it, and these in float64."""
+
+    shape: HeadShape
+    heads: ProjectedHeads
+    queries: Float64
+    keys: Float64
+    values: Float64
+    tolerance: float
+
+
+def heads_of(name: str, num_tokens: int) -> Drawn:
     shape, dtype, rotary, is_gated, num_axes, is_normed = LAYOUTS[name]
     head_dim, q_stride = shape.head_dim, shape.head_dim * (2 if is_gated else 1)
     k_at, kv_dim = shape.num_heads * q_stride, shape.num_kv_heads * head_dim
     layout = Projection(k_at + 2 * kv_dim, q_stride, k_at, k_at + kv_dim, rotary)
     random = np.random.default_rng(len(name))
-    # the last ones are of no row
-    num_tokens = NUM_TOKENS + 3
     positions = random.integers(0, 3000, (num_axes, num_tokens)).astype(np.int32)
     turns = (1e6 ** (-np.arange(rotary // 2) / (rotary // 2))).astype(np.float32)
     axes = (np.arange(rotary // 2) % num_axes).astype(np.int32)
-    projected, slabs = drawn(1, dtype, 1, num_tokens, layout.width), slabs_of(shape, dtype)
-    mx.eval(slabs)
-    before = [tuple(double(array) for array in pair) for pair in slabs]
-    norms = (1 + drawn(2, dtype, head_dim) / 8, 1 + drawn(3, dtype, head_dim) / 8, mx.array([1e-6]))
-    plan = plan_of(0, 0)
-    got = attention.rope_append(
-        shape,
-        layout,
-        mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32),
-        mx.array(positions),
-        projected,
-        (mx.array(turns), mx.array(axes)),
-        slabs,
-        norms if is_normed else None,
-    )
-    mx.eval(got)
-    queries, keys, values = layer_references.rope_append(
+    projected = drawn(1, dtype, 1, num_tokens, layout.width)
+    norms = (*(1 + drawn(seed, mx.float32, head_dim) / 8 for seed in (2, 3)), mx.array([1e-6]))
+    frequencies = mx.array(turns), mx.array(axes)
+    wanted = layer_references.rope_append(
         shape,
         layout,
         positions.astype(np.float64),
@@ -170,12 +167,18 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
         axes,
         (double(norms[0]), double(norms[1]), 1e-6) if is_normed else None,
     )
+    heads = ProjectedHeads(layout, projected, mx.array(positions), frequencies, norms if is_normed else None)
     # an angle of thousands of radians is known to a float32's 24 bits
-    tolerance = max(TOLERANCE[dtype], 1e-4)
-    assert got.dtype == dtype and error(got, queries) < tolerance
+    return Drawn(shape, heads, *wanted, max(TOLERANCE[dtype], 1e-4))
+
+
+def check_written(
+    drawn: Drawn, plan: list[tuple[int, ...]], slabs: list[tuple[mx.array, mx.array]], before: list[tuple[Float64, ...]]
+) -> None:
+    """Whether the tokens' keys and values are in their places, and all else is as it was."""
     for lo, num_tokens, start, slab, slot, *_ in plan:
         tokens = slice(start, start + num_tokens)
-        for held, new, allowed in zip(slabs[slab], (keys, values), (tolerance, 0.0), strict=True):
+        for held, new, allowed in zip(slabs[slab], (drawn.keys, drawn.values), (drawn.tolerance, 0.0), strict=True):
             wanted = new[lo : lo + num_tokens].swapaxes(0, 1)
             assert error(held[slot, :, tokens], wanted) <= allowed
         # so that what is left below is what nobody was to touch
@@ -183,6 +186,61 @@ def test_keys_are_turned_and_written_in_place(name: str) -> None:
             old[slot, :, tokens] = double(held)[slot, :, tokens]
     for pair, olds in zip(slabs, before, strict=True):
         assert all(np.array_equal(double(array), old) for array, old in zip(pair, olds, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_keys_are_turned_and_written_in_place(name: str) -> None:
+    # the last tokens are of no row
+    drawn, plan = heads_of(name, NUM_TOKENS + 3), plan_of(0, 0)
+    dtype = drawn.heads.projected.dtype
+    slabs = slabs_of(drawn.shape, dtype)
+    mx.eval(slabs)
+    before = [tuple(double(array) for array in pair) for pair in slabs]
+    table = mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32)
+    got = attention.rope_append(drawn.shape, table, drawn.heads, slabs)
+    mx.eval(got)
+    assert got.dtype == dtype and error(got, drawn.queries) < drawn.tolerance
+    check_written(drawn, plan, slabs, before)
+
+
+SHORT = (
+    (0, 1, 0, 0, 1),
+    (1, 4, 766, 1, 0),
+    (5, 2, 1100, 2, 0),
+    (7, 8, 77, 0, 3),
+    (15, 1, 255, 0, 2),
+    (16, 8, 500, 3, 0),
+)
+"""As PLAN; the second row's tokens stand where keys are split, on both sides."""
+
+
+@pytest.mark.parametrize("window", [0, 3, 300])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_new_heads_see_what_they_write(name: str, window: int) -> None:
+    drawn, plan, scale = heads_of(name, 26), plan_of(window, 0, SHORT), 0.1
+    layout, projected = drawn.heads.layout, drawn.heads.projected
+    if mx.cuda.is_available() and attention.refusal(drawn.shape, projected.dtype) is not None:
+        pytest.skip("not a type that the kernels do")
+    slabs = slabs_of(drawn.shape, projected.dtype)
+    mx.eval(slabs)
+    before = [tuple(double(array) for array in pair) for pair in slabs]
+    # queries with gates between them
+    gate = Gate(layout.width, drawn.shape.head_dim, layout.q_stride) if layout.q_stride > drawn.shape.head_dim else None
+    table, gates = mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32), None if gate is None else (projected, gate)
+    got = attention.attend(drawn.shape, table, (1102, 8), drawn.heads, slabs, mx.array([scale]), None, gates)
+    mx.eval(got)
+    check_written(drawn, plan, slabs, before)
+    heads = double(projected)[0][:24, : drawn.shape.num_heads * layout.q_stride].reshape(24, drawn.shape.num_heads, -1)
+    wanted = layer_references.attend(
+        drawn.shape,
+        plan,
+        drawn.queries[:24],
+        slabs,
+        scale,
+        None,
+        None if gate is None else heads[..., drawn.shape.head_dim :],
+    )
+    assert got.shape[1] == 26 and error(got[:, :24], wanted) < drawn.tolerance
 
 
 def test_keys_are_split_into_as_many_parts_as_run_at_a_time() -> None:

@@ -1,4 +1,5 @@
-// Attention of rows of a few tokens over keys and values in slabs [slots, HKV, capacity, D], see state/slabs.py.
+// Attention of rows of a few tokens over keys and values in slabs [slots, HKV, capacity, D], see state/slabs.py. Where
+// heads are new, see heads.cuh, their keys and values are written there first.
 //
 // plan: see rows.cuh.
 
@@ -47,18 +48,19 @@ __device__ float quad_sum(float x) {
 // that comes last. blockIdx.y: key head and tile of query rows; blockIdx.z: row.
 //
 // As a sum over dimensions doesn't care for their order, a thread takes eight neighbouring ones where the matrix units
-// would have it take four pairs, of keys and queries alike; and the eight dimensions of a value that it loads go to
-// eight output tiles. So each thread reads from shared memory only what it has copied there itself: no barrier and no
-// bank conflict. STAGES tiles of keys and values are under way at a time.
+// would have it take four pairs, of keys and queries alike; and the eight dimensions of a value that it takes go to
+// eight output tiles. A thread copies the keys that it reads itself. Values are copied in whole stretches, as memory
+// gives them quickest (four keys of 128 bytes at a time, 512 apart, came at two thirds of the speed), and the chunks of
+// 16 bytes of a value change places so that no two of them are wanted from one bank. STAGES tiles of keys and values are
+// under way at a time.
 //
-// queries, out: [T, HQ, D]. partial [R, gridDim.y, splits, TILE, D + 2]: sums, maxima, weights. counters: zero before
-// and after.
-template <typename T, int HQ, int HKV, int D, int STAGES, bool SINKS, bool GATED, int GATE_WIDTH, int GATE_STRIDE>
-__device__ void attend(const int* plan, const T* queries, const T* const* slab_keys, const T* const* slab_values,
-                       const T* sinks, const T* gates, float scale, int shortest_split, T* out, float* partial,
-                       unsigned* counters) {
+// out: [T, HQ, D]. partial [R, gridDim.y, splits, TILE, D + 2]: sums, maxima, weights. counters: zero before and after.
+template <typename T, int HQ, int HKV, int D, int STAGES, bool SINKS, bool GATED, int GATE_WIDTH, int GATE_STRIDE,
+          typename Heads>
+__device__ void attend(const int* plan, const Heads heads, T* const* slab_keys, T* const* slab_values, const T* sinks,
+                       const T* gates, float scale, int shortest_split, T* out, float* partial, unsigned* counters) {
   constexpr int GROUP = HQ / HKV, STEPS = D / 16, LOADS = D / 32, BLOCKS = D / 64, TILES = D / 8;
-  constexpr int CHUNKS = 2 * LOADS + 4 * BLOCKS;  // that a thread copies for a tile of keys and values
+  constexpr int CHUNKS = 2 * STEPS;  // that a thread copies for a tile of keys and values
   constexpr bool Q_IN_REGISTERS = D <= 128;
   const Row row(plan, blockIdx.z);
   const int tiles = gridDim.y / HKV, head = blockIdx.y / tiles, first_row = blockIdx.y % tiles * TILE;
@@ -73,11 +75,11 @@ __device__ void attend(const int* plan, const T* queries, const T* const* slab_k
   const int begin = begin_all + blockIdx.x * split, end = min(begin + split, num_keys);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, t = lane % 4;
   const long base = (static_cast<long>(row.slot) * HKV + head) * row.capacity;
-  const T* keys = slab_keys[row.slab] + base * D;
-  const T* values = slab_values[row.slab] + base * D;
+  T* keys = slab_keys[row.slab] + base * D;
+  T* values = slab_values[row.slab] + base * D;
 
   extern __shared__ uint4 staged[];
-  uint4* own_stages = staged + warp * (STAGES * CHUNKS * 32) + lane;
+  uint4* own_stages = staged + warp * (STAGES * CHUNKS * 32);
   auto fetch = [&](int at, int stage) {
     uint4* to = own_stages + stage * (CHUNKS * 32);
     if (at < end) {
@@ -85,47 +87,56 @@ __device__ void attend(const int* plan, const T* queries, const T* const* slab_k
       for (int half = 0; half < 2; half++) {
         const T* from = keys + static_cast<long>(min(at + half * 8 + r, num_keys - 1)) * D + t * 8;
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) copy_async(to + (half * LOADS + i) * 32, from + i * 32);
+        for (int i = 0; i < LOADS; i++) copy_async(to + (half * LOADS + i) * 32 + lane, from + i * 32);
       }
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const T* from = values + static_cast<long>(min(at + t * 2 + j % 2 + j / 2 * 8, num_keys - 1)) * D + r * 8;
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) copy_async(to + (2 * LOADS + i * 4 + j) * 32, from + i * 64);
+      for (int i = 0; i < STEPS; i++) {
+        const int key = (i * 32 + lane) / TILES, chunk = (i * 32 + lane) % TILES;
+        copy_async(to + STEPS * 32 + key * TILES + (chunk ^ (key / 2 % 4 * 2)),
+                   values + static_cast<long>(min(at + key, num_keys - 1)) * D + chunk * 8);
       }
     }
     end_stage();
   };
-#pragma unroll
-  for (int i = 0; i + 1 < STAGES; i++) fetch(begin + warp * TILE + i * per_warps, i);
-
-  // fragments of queries: rows r and r + 8, dimensions as the keys are loaded
-  __shared__ __align__(16) unsigned shared_q[Q_IN_REGISTERS ? 4 : STEPS * 32 * 4];
-  __shared__ float maxima[WARPS][TILE], weights[WARPS][TILE];
-  unsigned q[Q_IN_REGISTERS ? STEPS : 1][4];
-  auto query = [&](int m, int d) -> const T* {
-    const int at = first_row + m;
-    return queries + (static_cast<long>(row.lo + at / GROUP) * HQ + head * GROUP + at % GROUP) * D + d;
+  auto begin_fetching = [&] {
+#pragma unroll 1
+    for (int i = 0; i + 1 < STAGES; i++) fetch(begin + warp * TILE + i * per_warps, i);
   };
+  const bool has_new = Heads::ARE_NEW && end > row.start;
+  if (!has_new) begin_fetching();
+
+  // Queries as the matrix units take them: two numbers next to each other, of rows r and r + 8 in turn, dimensions as the
+  // keys are loaded.
+  __shared__ __align__(16) T shared_q[STEPS * 32 * 8];
+  __shared__ float maxima[WARPS][TILE], weights[WARPS][TILE];
+  const int first_new = max(begin, row.start), num_new = has_new ? end - first_new : 0;
+#pragma unroll 1
+  for (int m = warp; m < TILE + 2 * num_new; m += WARPS) {
+    // queries first, then a key and a value of each new token
+    const int at = first_row + m, new_key = first_new + (m - TILE) / 2;
+    const bool is_query = m < TILE;
+    const Sort sort = is_query ? Sort::QUERY : (m % 2 ? Sort::VALUE : Sort::KEY);
+    float x[LOADS] = {};
+    if (!is_query || m < num_rows)
+      heads.make(sort, row.lo + (is_query ? at / GROUP : new_key - row.start), is_query ? head * GROUP + at % GROUP : head, x);
+    if (!is_query) {
+      store((sort == Sort::KEY ? keys : values) + static_cast<long>(new_key) * D, x);
+      continue;
+    }
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) {
-    if (!Q_IN_REGISTERS && i % WARPS != warp) continue;
-    Eight<T> low = {}, high = {};
-    if (r < num_rows) low = *reinterpret_cast<const Eight<T>*>(query(r, i * 32 + t * 8));
-    if (r + 8 < num_rows) high = *reinterpret_cast<const Eight<T>*>(query(r + 8, i * 32 + t * 8));
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const unsigned a[4] = {pair(low.of[4 * half], low.of[4 * half + 1]), pair(high.of[4 * half], high.of[4 * half + 1]),
-                             pair(low.of[4 * half + 2], low.of[4 * half + 3]),
-                             pair(high.of[4 * half + 2], high.of[4 * half + 3])};
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        if (Q_IN_REGISTERS) q[Q_IN_REGISTERS ? 2 * i + half : 0][j] = a[j];
-        else shared_q[((2 * i + half) * 32 + lane) * 4 + j] = a[j];
-      }
+    for (int i = 0; i < LOADS; i++) {
+      const int step = 2 * i + lane % 8 / 4, thread = m % 8 * 4 + lane / 8, number = m / 8 + lane % 4 / 2 * 2;
+      shared_q[((step * 32 + thread) * 4 + number) * 2 + lane % 2] = static_cast<T>(x[i]);
     }
   }
-  if (!Q_IN_REGISTERS) __syncthreads();
+  __syncthreads();
+  if (has_new) begin_fetching();
+  const uint4* fragments = reinterpret_cast<const uint4*>(shared_q) + lane;
+  uint4 q[Q_IN_REGISTERS ? STEPS : 1];
+  if (Q_IN_REGISTERS) {
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) q[Q_IN_REGISTERS ? i : 0] = fragments[i * 32];
+  }
 
   float o[TILES][4] = {};
   float top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
@@ -134,23 +145,18 @@ __device__ void attend(const int* plan, const T* queries, const T* const* slab_k
   for (int at = begin + warp * TILE, stage = 0; at < end; at += per_warps, stage = stage + 1 < STAGES ? stage + 1 : 0) {
     fetch(at + (STAGES - 1) * per_warps, stage ? stage - 1 : STAGES - 1);
     await_stage<STAGES - 1>();
+    __syncwarp();
     const uint4* mine = own_stages + stage * (CHUNKS * 32);
     float s[2][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int i = 0; i < LOADS; i++) {
-        const uint4 k = mine[(half * LOADS + i) * 32];
+        const uint4 k = mine[(half * LOADS + i) * 32 + lane];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          unsigned a[4];
-          if (Q_IN_REGISTERS) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) a[n] = q[Q_IN_REGISTERS ? 2 * i + j : 0][n];
-          } else {
-            const uint4 found = reinterpret_cast<const uint4*>(shared_q)[(2 * i + j) * 32 + lane];
-            a[0] = found.x, a[1] = found.y, a[2] = found.z, a[3] = found.w;
-          }
+          const uint4 found = Q_IN_REGISTERS ? q[Q_IN_REGISTERS ? 2 * i + j : 0] : fragments[(2 * i + j) * 32];
+          const unsigned a[4] = {found.x, found.y, found.z, found.w};
           multiply(s[half], a, j ? k.z : k.x, j ? k.w : k.y, T());
         }
       }
@@ -187,11 +193,15 @@ __device__ void attend(const int* plan, const T* queries, const T* const* slab_k
     for (int block = 0; block < BLOCKS; block++) {
       Eight<T> v[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(&v[j]) = mine[(2 * LOADS + block * 4 + j) * 32];
+      for (int j = 0; j < 4; j++) {
+        const int key = t * 2 + j % 2 + j / 2 * 8;
+        *reinterpret_cast<uint4*>(&v[j]) = mine[STEPS * 32 + key * TILES + block * 8 + (r ^ t * 2)];
+      }
 #pragma unroll
       for (int i = 0; i < 8; i++)
         multiply(o[block * 8 + i], p, pair(v[0].of[i], v[1].of[i]), pair(v[2].of[i], v[3].of[i]), T());
     }
+    __syncwarp();  // all have read what is copied over next
   }
 
   // put the warps together: each leaves what it has found where its keys and values were

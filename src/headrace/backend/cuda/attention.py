@@ -1,4 +1,8 @@
-"""Attention of rows of a few tokens on NVIDIA GPUs: one launch a layer, whatever the rows' lengths and places."""
+"""Attention of rows of a few tokens on NVIDIA GPUs: one launch a layer, whatever the rows' lengths and places.
+
+It makes its queries of a projection, and writes keys and values, too; `rope_append` does no more than that, for rows
+whose attention is computed elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from functools import cache
 import mlx.core as mx
 
 from headrace.backend.cuda import limits, ops
-from headrace.backend.cuda.kernel import CudaKernel, or_ops
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, Gate, HeadShape, Projection
+from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, Gate, HeadShape, ProjectedHeads
 
 SHORTEST_SPLIT = 256
 """Keys that a block reads at least: fewer are not worth the work of putting parts together."""
@@ -26,44 +30,61 @@ _STAGES = {64: 3, 128: 3, 256: 2}
 Elsewhere there are as many of them as one block has room for."""
 
 
+_PROJECTED = ("projected", "positions", "frequencies", "axes")
+_NORMS = ("q_norm", "k_norm", "eps")
+
+
+def _heads(normed: bool) -> str:
+    """Heads of a projection, in a kernel's body."""
+    norms = "q_norm, k_norm, eps[0]" if normed else "nullptr, nullptr, 0.0f"
+    return (
+        f"ProjectedHeads<T, D, ROTARY, WIDTH, Q_STRIDE, K_AT, V_AT, {str(normed).lower()}>"
+        f"{{projected, positions, positions_shape[1], frequencies, axes, {norms}}}"
+    )
+
+
 @cache
-def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int) -> CudaKernel:
+def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: bool | None) -> CudaKernel:
+    """normed: whether heads that it makes of a projection are; None for queries that are made."""
     keys, values = _slab_names(num_slabs)
-    inputs = ["plan", "queries", "scale", "counters", *keys, *values]
+    inputs = ["plan", "scale", "counters", *keys, *values]
+    inputs += ["queries"] if normed is None else [*_PROJECTED, *_NORMS * normed]
     inputs += ["sinks"] * sinks + ["gates"] * gated
+    heads = "MadeQueries<T, HQ, D>{queries}" if normed is None else _heads(normed)
     body = (
-        f"const T* keys[] = {{{', '.join(keys)}}}; const T* values[] = {{{', '.join(values)}}};"
+        f"{_slab_pointers(keys, values)}"
         f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(sinks).lower()}, {str(gated).lower()}, "
-        "GATE_WIDTH, GATE_STRIDE>("
-        f"plan, queries, keys, values, {'sinks' if sinks else 'static_cast<const T*>(nullptr)'}, "
+        f"GATE_WIDTH, GATE_STRIDE>(plan, {heads}, keys, values, "
+        f"{'sinks' if sinks else 'static_cast<const T*>(nullptr)'}, "
         f"{'gates + GATE_AT' if gated else 'nullptr'}, scale[0] * 1.44269504f, SHORTEST, out, partial, "
         "const_cast<unsigned*>(counters));"
     )
-    name = f"attend_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}"
+    made = "" if normed is None else f"_new{'_normed' * normed}"
+    name = f"attend_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}{made}"
     shared = _stages(head_dim) * _stage_bytes(head_dim)
-    return CudaKernel(name, ("mma.cuh", "rows.cuh", "attention.cuh"), inputs, ("out", "partial"), body, shared)
+    sources = ("mma.cuh", "rows.cuh", "heads.cuh", "attention.cuh")
+    return CudaKernel(name, sources, inputs, ("out", "partial"), body, shared)
 
 
 @cache
 def _rope_append(num_slabs: int, normed: bool) -> CudaKernel:
     keys, values = _slab_names(num_slabs)
-    inputs = ["plan", "positions", "projected", "frequencies", "axes", *keys, *values]
-    inputs += ["q_norm", "k_norm", "eps"] * normed
+    inputs = ["plan", *keys, *values, *_PROJECTED, *_NORMS * normed]
     body = (
-        f"T* keys[] = {{{', '.join(f'const_cast<T*>({key})' for key in keys)}}};"
-        f"T* values[] = {{{', '.join(f'const_cast<T*>({value})' for value in values)}}};"
-        f"rope_append<T, HQ, HKV, D, ROTARY, WIDTH, Q_STRIDE, K_AT, V_AT, {str(normed).lower()}>("
-        f"plan, positions, projected, {'q_norm, k_norm' if normed else 'projected, projected'}, "
-        f"frequencies, axes, {'eps[0]' if normed else '0.0f'}, projected_shape[1], plan_shape[0], "
-        "keys, values, queries);"
+        f"{_slab_pointers(keys, values)}"
+        f"rope_append<T, HQ, HKV, D>(plan, {_heads(normed)}, plan_shape[0], keys, values, queries);"
     )
-    return CudaKernel(
-        f"rope_append_{num_slabs}{'_normed' * normed}",
-        ("rows.cuh", "rope_append.cuh"),
-        inputs,
-        ("queries",),
-        body,
+    name = f"rope_append_{num_slabs}{'_normed' * normed}"
+    return CudaKernel(name, ("rows.cuh", "heads.cuh", "rope_append.cuh"), inputs, ("queries",), body)
+
+
+def _slab_pointers(keys: Sequence[str], values: Sequence[str]) -> str:
+    """In a kernel's body."""
+    lists = (
+        (name, ", ".join([f"const_cast<T*>({each})" for each in of]))
+        for name, of in (("keys", keys), ("values", values))
     )
+    return "".join([f"T* {name}[] = {{{pointers}}}; " for name, pointers in lists])
 
 
 def _slab_names(num_slabs: int) -> tuple[list[str], list[str]]:
@@ -88,13 +109,16 @@ def attend(
     shape: HeadShape,
     plan: mx.array,
     longest: tuple[int, int],
-    queries: mx.array,
+    queries: mx.array | ProjectedHeads,
     slabs: Sequence[tuple[mx.array, mx.array]],
     scale: mx.array,
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Gate] | None = None,
 ) -> mx.array:
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
+
+    Where these are yet to be made of a projection, its keys and values are written there first, in place. Nothing but
+    the result says that the writing is done.
 
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. longest: most keys and most tokens of a row.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
@@ -107,12 +131,17 @@ def attend(
     # nobody writes parts where keys aren't split
     parts = (num_rows, shape.num_kv_heads * tiles, splits, _TILE, shape.head_dim + 2) if splits > 1 else (1,)
     gate = Gate(0, 0, 0) if gates is None else gates[1]
-    inputs = [plan, queries, scale, counters(), *held]
+    if isinstance(queries, ProjectedHeads):
+        dtype, num_tokens, normed = queries.projected.dtype, queries.projected.shape[1], queries.norms is not None
+        heads, template = _inputs(queries)
+    else:
+        dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
+    inputs = [plan, scale, counters(), *held, *heads]
     inputs += ([] if sinks is None else [sinks]) + ([] if gates is None else [gates[0]])
-    out, _ = _attend(number, sinks is not None, gates is not None, shape.head_dim)(
+    out, _ = _attend(number, sinks is not None, gates is not None, shape.head_dim, normed)(
         inputs,
         {
-            "T": queries.dtype,
+            "T": dtype,
             "HQ": shape.num_heads,
             "HKV": shape.num_kv_heads,
             "D": shape.head_dim,
@@ -120,11 +149,12 @@ def attend(
             "GATE_STRIDE": gate.stride,
             "GATE_AT": gate.at,
             "SHORTEST": SHORTEST_SPLIT,
+            **template,
         },
         (splits, shape.num_kv_heads * tiles, num_rows),
         _THREADS,
         (
-            ((1, queries.shape[0], shape.num_heads * shape.head_dim), queries.dtype),
+            ((1, num_tokens, shape.num_heads * shape.head_dim), dtype),
             (parts, mx.float32),
         ),
     )
@@ -133,43 +163,39 @@ def attend(
 
 @or_ops(ops.rope_append)
 def rope_append(
-    shape: HeadShape,
-    layout: Projection,
-    plan: mx.array,
-    positions: mx.array,
-    projected: mx.array,
-    frequencies: tuple[mx.array, mx.array],
-    slabs: Sequence[tuple[mx.array, mx.array]],
-    norms: tuple[mx.array, mx.array, mx.array] | None,
+    shape: HeadShape, plan: mx.array, heads: ProjectedHeads, slabs: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
     """Turned queries `[T, num_heads, head_dim]`; keys and values are written into the slabs, in place.
 
     Whoever reads the slabs must read the queries, too: nothing else says that the writing is done.
 
-    plan: int32 `[R, 8]` of all rows in their order, see rows.cuh; those without tokens come last. projected:
-    `[1, T, width]`. positions: int32 `[axes, T]`. frequencies: radians a position, float32 `[rotary / 2]`, and the axis
-    of each, int32. norms: weights of queries and keys `[head_dim]`, eps float32 `[1]`.
+    plan: int32 `[R, 8]` of all rows in their order, see rows.cuh; those without tokens come last.
     """
     held, number = _even_number(slabs)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
-    (queries,) = _rope_append(number, norms is not None)(
-        [plan, positions, projected, *frequencies, *held, *(norms or ())],
-        {
-            "T": projected.dtype,
-            "HQ": shape.num_heads,
-            "HKV": shape.num_kv_heads,
-            "D": shape.head_dim,
-            "ROTARY": layout.rotary,
-            "WIDTH": layout.width,
-            "Q_STRIDE": layout.q_stride,
-            "K_AT": layout.k_at,
-            "V_AT": layout.v_at,
-        },
-        (-(-num_heads // (_THREADS // 32)), projected.shape[1], 1),
+    dtype, num_tokens = heads.projected.dtype, heads.projected.shape[1]
+    inputs, template = _inputs(heads)
+    (queries,) = _rope_append(number, heads.norms is not None)(
+        [plan, *held, *inputs],
+        {"T": dtype, "HQ": shape.num_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim, **template},
+        (-(-num_heads // (_THREADS // 32)), num_tokens, 1),
         _THREADS,
-        (((projected.shape[1], shape.num_heads, shape.head_dim), projected.dtype),),
+        (((num_tokens, shape.num_heads, shape.head_dim), dtype),),
     )
     return queries
+
+
+def _inputs(heads: ProjectedHeads) -> tuple[list[mx.array], Template]:
+    """Of a kernel that makes them, and its constants."""
+    layout = heads.layout
+    constants = {
+        "ROTARY": layout.rotary,
+        "WIDTH": layout.width,
+        "Q_STRIDE": layout.q_stride,
+        "K_AT": layout.k_at,
+        "V_AT": layout.v_at,
+    }
+    return [heads.projected, heads.positions, *heads.frequencies, *(heads.norms or ())], constants
 
 
 def refusal(shape: HeadShape, dtype: mx.Dtype) -> str | None:
@@ -188,7 +214,7 @@ def _stage_bytes(head_dim: int) -> int:
 
 def _stages(head_dim: int) -> int:
     """That a block has room for; 0 if there is none for one."""
-    own = (head_dim * _TILE * 2 if head_dim > 128 else 0) + 1024  # see attention.cuh
+    own = head_dim * _TILE * 2 + 1024  # see attention.cuh
     return max(0, min(_STAGES[head_dim], (limits.largest_block() - own) // _stage_bytes(head_dim)))
 
 

@@ -20,7 +20,7 @@ from headrace.backend.cuda.shapes import (
     HeadShape,
     Left,
     Prepared,
-    Projection,
+    ProjectedHeads,
     Stash,
     Weights,
     Windowed,
@@ -213,16 +213,10 @@ def gated_norm(shape: DeltaShape, weights: Weights, y: mx.array, projected: mx.a
 
 
 def rope_append(
-    shape: HeadShape,
-    layout: Projection,
-    plan: mx.array,
-    positions: mx.array,
-    projected: mx.array,
-    frequencies: tuple[mx.array, mx.array],
-    slabs: Sequence[tuple[mx.array, mx.array]],
-    norms: tuple[mx.array, mx.array, mx.array] | None,
+    shape: HeadShape, plan: mx.array, heads: ProjectedHeads, slabs: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
     """Norm, turn, write. The slabs' arrays are changed as objects, so that whoever holds them has the new ones."""
+    layout, projected, positions, (turns, axes), norms = heads
     own, head_dim = projected[0].astype(mx.float32), shape.head_dim
     kv_dim = shape.num_kv_heads * head_dim
     queries = own[:, : shape.num_heads * layout.q_stride].reshape(-1, shape.num_heads, layout.q_stride)[..., :head_dim]
@@ -233,7 +227,6 @@ def rope_append(
         of_queries, of_keys, eps = norms
         queries = _normed(queries, of_queries, eps, projected.dtype)
         keys = _normed(keys, of_keys, eps, projected.dtype)
-    turns, axes = frequencies
     angles = (positions[axes].T * turns)[:, None]
     queries, keys = (_turned(x, angles, layout.rotary).astype(projected.dtype) for x in (queries, keys))
     rows: Rows = plan.tolist()  # type: ignore[assignment]
@@ -249,13 +242,15 @@ def attend(
     shape: HeadShape,
     plan: mx.array,
     longest: tuple[int, int],
-    queries: mx.array,
+    queries: mx.array | ProjectedHeads,
     slabs: Sequence[tuple[mx.array, mx.array]],
     scale: mx.array,
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Gate] | None = None,
 ) -> mx.array:
     """Row by row: softmax over the keys that each token sees, and its sink."""
+    if isinstance(queries, ProjectedHeads):
+        queries = rope_append(shape, plan, queries, slabs)
     out = _undefined(queries.shape, queries.dtype)
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     group = shape.num_heads // shape.num_kv_heads

@@ -43,6 +43,20 @@ class Projection:
     rotary: int
 
 
+class ProjectedHeads(NamedTuple):
+    """A layer's projection `[1, T, width]`, and what makes queries, keys and values of it.
+
+    positions: int32 `[axes, T]`. frequencies: radians a position, float32 `[rotary / 2]`, and the axis of each, int32.
+    norms: weights of queries and keys `[head_dim]` and eps `[1]`, float32; None where they are not normed.
+    """
+
+    layout: Projection
+    projected: mx.array
+    positions: mx.array
+    frequencies: tuple[mx.array, mx.array]
+    norms: tuple[mx.array, mx.array, mx.array] | None
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
     """A layer's heads, and where its projection `[1, T, width]` has what: q, k, v first, then at `*_at` the rest."""

@@ -1,4 +1,4 @@
-"""Attention layers on NVIDIA GPUs: two launches between the projections, whatever rows there are."""
+"""Attention layers on NVIDIA GPUs: a launch between the projections, two where prompts' chunks are among the rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.backend.cuda import attention as kernels
+from headrace.backend.cuda.shapes import ProjectedHeads
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
 from headrace.models.mixers.fused import Feed, Held, Table, coarse, padded_rows, room_for
@@ -133,7 +134,7 @@ class CudaAttentionMixer(nn.Module):
         together = [span for span in step.spans if _is_short(span, cache.window)]
         feed = Feed([step.shared(table) for table in places.plans], arrays, places.constants)
         projected = self._project(x)
-        queries = self._turned(projected, step.positions, feed, factor)
+        queries = self._turned(self._heads(projected, step.positions), feed, factor)
         for span, state in zip(step.spans, states, strict=True):
             for mark in span.state.marks:
                 state.note(mark)
@@ -166,7 +167,9 @@ class CudaAttentionMixer(nn.Module):
     ) -> tuple[mx.array, Sequence[mx.array]]:
         """See `FusedMixer`. factor: on queries, `[T, 1]`."""
         projected = self._project(x)
-        queries = self._turned(projected, positions, feed, factor)
+        heads = self._heads(projected, positions)
+        # what is between turning and attending keeps them apart
+        queries = heads if factor is None else self._turned(heads, feed, factor)
         return self._out(self._window(queries, projected, feed), residual), ()
 
     def prepare(self, layer: LayerKey, slot: Slot) -> None:
@@ -187,21 +190,21 @@ class CudaAttentionMixer(nn.Module):
             arrays += state.arrays()
         return arrays
 
-    def _turned(self, projected: mx.array, positions: mx.array, feed: Feed, factor: mx.array | None) -> mx.array:
-        """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
+    def _heads(self, projected: mx.array, positions: mx.array) -> ProjectedHeads:
         has_axes = positions.ndim == 2
         if has_axes and self._axes is None:
             raise ValueError("the model's rope has one axis, the step's positions have three")
         axes = self._axes if has_axes and self._axes is not None else self._one_axis
-        parts, frequencies = self._parts, (self._frequencies, axes)
         places = positions if has_axes else positions[None]
-        queries = kernels.rope_append(
-            parts.shape, parts.layout, feed.tables[0], places, projected, frequencies, _pairs(feed), self._norms
-        )
+        return ProjectedHeads(self._parts.layout, projected, places, (self._frequencies, axes), self._norms)
+
+    def _turned(self, heads: ProjectedHeads, feed: Feed, factor: mx.array | None) -> mx.array:
+        """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
+        queries = kernels.rope_append(self._parts.shape, feed.tables[0], heads, _pairs(feed))
         return queries if factor is None else queries * factor[..., None]
 
-    def _window(self, queries: mx.array, projected: mx.array, feed: Feed) -> mx.array:
-        """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere."""
+    def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, feed: Feed) -> mx.array:
+        """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere; see `kernels.attend`."""
         longest, most, *_ = feed.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)

@@ -137,7 +137,7 @@ _NORM_CENTRES: dict[type[nn.Module], float] = {nn.RMSNorm: 0.0, gemma3_text.RMSN
 class AttentionParts:
     """A layer as the kernels see it.
 
-    gate: of the heads' outputs. norms: weights of queries and keys `[head_dim]`, eps float32 `[1]`.
+    gate: of the heads' outputs. norms: weights of queries and keys `[head_dim]`, eps `[1]`, float32.
     frequencies: radians a position, by pair of channels. scale: of the scores. sinks: `[num_heads]`.
     arguments: see `Names`.
     """
@@ -219,9 +219,9 @@ def attention_parts(inner: Any) -> AttentionParts | None:
 
 
 def _weight(norm: Any) -> mx.array:
-    """What it multiplies by."""
+    """What it multiplies by: in the model's type, which is to be rounded to as there, and then in float32."""
     weight: mx.array = norm.weight + _NORM_CENTRES[type(norm)]
-    return weight
+    return weight.astype(mx.float32)
 
 
 def _turns(rope: Any, head_dim: int) -> tuple[np.ndarray, float] | None:
