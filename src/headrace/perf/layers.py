@@ -5,8 +5,9 @@ Slabs and states are so many, and taken in turn, that a GPU's cache serves none 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +18,7 @@ from headrace.backend.device import DeviceKind
 from headrace.perf import layer_references as right
 from headrace.perf.case import Case, Chain
 from headrace.perf.layer_sizes import LayerSizes, case_of, form_here, normal, num_bytes, num_turns, rows_name, sizes_of
-from headrace.perf.references import double, largest_error
+from headrace.perf.references import Float64, double, largest_error
 
 # Gated delta layers
 
@@ -169,7 +170,15 @@ def _layout(sizes: LayerSizes) -> tuple[Projection, Gate]:
     return layout, Gate(layout.width, heads.head_dim, stride)
 
 
-def _rope_append(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, context: int) -> Case:
+class _Heads(NamedTuple):
+    """Projections of rows behind a context. make: heads of them; wanted: queries, keys and values of the first row."""
+
+    projected: mx.array
+    make: Callable[[mx.array], ProjectedHeads]
+    wanted: tuple[Float64, Float64, Float64]
+
+
+def _heads(sizes: LayerSizes, num_rows: int, num_tokens: int, context: int) -> _Heads:
     heads, layout = sizes.heads, _layout(sizes)[0]
     x = normal(sizes, 1, num_rows * num_tokens, layout.width)
     positions = mx.array([[context + at % num_tokens for at in range(num_rows * num_tokens)]], mx.int32)
@@ -179,44 +188,46 @@ def _rope_append(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: 
     of_queries, of_keys = (1 + normal(sizes, heads.head_dim, scale=0.1).astype(mx.float32) for _ in range(2))
     norms = of_queries, of_keys, mx.array([1e-6])
     mx.eval(x, positions, frequencies, norms)
+    first = double(positions[:, :num_tokens]), double(x)[0, :num_tokens], turns.astype(np.float64), axes
+    wanted = right.rope_append(heads, layout, *first, (double(of_queries), double(of_keys), 1e-6))
+    return _Heads(x, lambda given: ProjectedHeads(layout, given, positions, frequencies, norms), wanted)
+
+
+def _rope_append(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, context: int) -> Case:
+    heads, (x, make, wanted) = sizes.heads, _heads(sizes, num_rows, num_tokens, context)
 
     def step(given: mx.array, i: int) -> list[mx.array]:
         plan = cached.plans[i % len(cached.plans)]
-        new = ProjectedHeads(layout, given, positions, frequencies, norms)
-        found = attention.rope_append(heads, plan, new, [cached.slabs])
-        return [found, *cached.slabs]
-
-    first = double(positions[:, :num_tokens]), double(x)[0, :num_tokens], turns.astype(np.float64), axes
-    wanted = right.rope_append(heads, layout, *first, (double(of_queries), double(of_keys), 1e-6))
+        return [attention.rope_append(heads, plan, make(given), [cached.slabs]), *cached.slabs]
 
     def error(found: Sequence[mx.array]) -> float:
         written = (array[0, :, context : context + num_tokens].swapaxes(0, 1) for array in found[1:])
         pairs = zip((found[0][:num_tokens], *written), wanted, strict=True)
         return max(largest_error(*pair) for pair in pairs)
 
-    moved = 2 * x.nbytes * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim // layout.width
+    moved = 2 * x.nbytes * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim // _layout(sizes)[0].width
     return case_of("attention.rope_append", form_here(), rows_name(num_rows, num_tokens), moved, Chain(x, step), error)
 
 
 def _attend(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, context: int) -> Case:
-    heads, (layout, gate) = sizes.heads, _layout(sizes)
-    packed, scale = num_rows * num_tokens, heads.head_dim**-0.5
-    x, projected = normal(sizes, packed, heads.num_heads, heads.head_dim), normal(sizes, 1, packed, layout.width)
+    """Keys and values that it writes included."""
+    heads, (layout, gate), scale = sizes.heads, _layout(sizes), sizes.heads.head_dim**-0.5
+    x, make, (queries, *new) = _heads(sizes, num_rows, num_tokens, context)
     scales = mx.array([scale])
-    mx.eval(x, projected, scales)
     longest = context + num_tokens, num_tokens
 
     def step(given: mx.array, i: int) -> list[mx.array]:
         plan = cached.plans[i % len(cached.plans)]
-        return [attention.attend(heads, plan, longest, given, [cached.slabs], scales, None, (projected, gate))]
+        return [attention.attend(heads, plan, longest, make(given), [cached.slabs], scales, None, (given, gate))]
 
-    of_row = double(projected)[0, :num_tokens, : layout.k_at].reshape(num_tokens, heads.num_heads, 2, -1)
-    keys, values = cached.slabs
-    wanted = right.attend(
-        heads, cached.rows[0][:1], double(x[:num_tokens]), [(keys[:1], values[:1])], scale, None, of_row[:, :, 1]
-    )
-    # keys and values of the context; queries, gates and outputs
-    moved = num_rows * 2 * keys[0, :, : context + num_tokens].nbytes + 3 * x.nbytes
+    of_row = double(x)[0, :num_tokens, : layout.k_at].reshape(num_tokens, heads.num_heads, 2, -1)
+    held = [mx.array(array[:1]) for array in cached.slabs]
+    for array, tokens in zip(held, new, strict=True):
+        array[0, :, context : context + num_tokens] = mx.array(tokens.swapaxes(0, 1)).astype(array.dtype)
+    wanted = right.attend(heads, cached.rows[0][:1], queries, [(held[0], held[1])], scale, None, of_row[:, :, 1])
+    # keys and values of the context; what is made of a projection, and as many outputs as queries
+    row = held[0][0, :, : context + num_tokens].nbytes
+    moved = num_rows * 2 * row + x.nbytes + x.nbytes * heads.num_heads * heads.head_dim // layout.width
     shape = f"{rows_name(num_rows, num_tokens)} behind {context}"
 
     def error(found: Sequence[mx.array]) -> float:

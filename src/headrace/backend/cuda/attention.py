@@ -15,8 +15,8 @@ from headrace.backend.cuda import limits, ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
 from headrace.backend.cuda.shapes import LONGEST_WINDOW, Gate, HeadShape, ProjectedHeads
 
-SHORTEST_SPLIT = 256
-"""Keys that a block reads at least: fewer are not worth the work of putting parts together."""
+SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
+"""Keys that a block reads at least, by head_dim: fewer are not worth the work of putting parts together."""
 BLOCKS_AT_ONCE = {64: 264, 128: 264, 256: 132}
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200, by head_dim; more would wait for others."""
 
@@ -101,7 +101,7 @@ def _even_number(slabs: Sequence[tuple[mx.array, mx.array]]) -> tuple[list[mx.ar
 def num_splits(shape: HeadShape, num_rows: int, num_tiles: int, longest: int) -> int:
     """Parts that the keys of a row of `longest` are split into: as many as run at a time."""
     at_once = BLOCKS_AT_ONCE[shape.head_dim] // (num_rows * shape.num_kv_heads * num_tiles)
-    return max(1, min(at_once, -(-longest // SHORTEST_SPLIT)))
+    return max(1, min(at_once, -(-longest // SHORTEST_SPLIT[shape.head_dim])))
 
 
 @or_ops(ops.attend)
@@ -148,7 +148,7 @@ def attend(
             "GATE_WIDTH": gate.width,
             "GATE_STRIDE": gate.stride,
             "GATE_AT": gate.at,
-            "SHORTEST": SHORTEST_SPLIT,
+            "SHORTEST": SHORTEST_SPLIT[shape.head_dim],
             **template,
         },
         (splits, shape.num_kv_heads * tiles, num_rows),
