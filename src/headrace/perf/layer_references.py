@@ -86,7 +86,7 @@ def window(
     state: Array,
 ) -> tuple[Array, ...]:
     """One row of a plan: y, the state after its certain tokens, its raw inputs, and k, v, g, beta of the others."""
-    lo, num_tokens, num_certain, num_replay, end, old, _ = row
+    lo, num_tokens, num_certain, num_replay, end, old = row
     context = old_raw[old, end - shape.kernel_size + 1 : end]
     q, *news, raw = prepare(shape, weights, projected[lo : lo + num_tokens], context)
     olds = [double(array)[old, :num_replay] if num_replay else np.zeros((0, *array.shape[2:])) for array in old_stash]

@@ -60,19 +60,18 @@ def _window(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int)
     x = normal(sizes, 1, num_rows * num_tokens, shape.width)
     row = (num_tokens, 1, replayed, context + num_tokens)
     plans = [
-        mx.array([(r * num_tokens, *row, t * num_rows + r, num_tokens) for r in range(num_rows)], mx.int32)
-        for t in range(turns)
+        mx.array([(r * num_tokens, *row, t * num_rows + r) for r in range(num_rows)], mx.int32) for t in range(turns)
     ]
     mx.eval(state, raw, stash, x, plans)
 
     def step(given: mx.array, i: int) -> list[mx.array]:
-        found = delta.window(shape, weights, plans[i % turns], num_tokens, given, raw, stash, state)
-        return [found.y, found.state, found.raw, *found.stash]
+        found = delta.window(shape, weights, plans[i % turns], given, raw, stash, state)
+        return [found.out, found.state, found.raw, *found.stash]
 
     first = Stash(*(array[:1] for array in stash))
-    y, kept, *_ = right.window(
-        shape, weights, (0, *row, 0, num_tokens), double(x)[0], double(raw[:1]), first, double(state[:1])
-    )
+    own = double(x)[0]
+    y, kept, *_ = right.window(shape, weights, (0, *row, 0), own, double(raw[:1]), first, double(state[:1]))
+    out = right.gated_norm(shape, weights, y, own[:num_tokens])
     read = state_bytes + raw[:1, :context].nbytes + num_bytes([array[:1, :replayed] for array in stash])
     return case_of(
         "delta.window",
@@ -80,7 +79,7 @@ def _window(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int)
         rows_name(num_rows, num_tokens),
         x.nbytes + num_rows * read + num_bytes(step(x, 0)),
         Chain(x, step),
-        lambda found: max(largest_error(found[0][:num_tokens], y), largest_error(found[1][0], kept)),
+        lambda found: max(largest_error(found[0][:, :num_tokens], out), largest_error(found[1][0], kept)),
     )
 
 

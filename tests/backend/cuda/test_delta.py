@@ -13,11 +13,12 @@ from headrace.backend.gated_delta import scan
 from headrace.perf import layer_references
 from headrace.perf.references import double
 
-HEADS = [(1, 1, 64, 16), (2, 4, 128, 128), (2, 6, 64, 48), (1, 2, 256, 32)]
+HEADS = [(1, 1, 64, 16), (2, 4, 128, 128), (2, 6, 64, 48), (1, 2, 256, 32), (1, 1, 256, 256), (1, 2, 64, 208)]
 """Key heads, value heads, and their dimensions."""
 SORTS = [
     *((HEADS[0], mx.float32), (HEADS[0], mx.float16), (HEADS[1], mx.float32), (HEADS[1], mx.bfloat16)),
-    *((HEADS[2], mx.float32), (HEADS[2], mx.bfloat16), (HEADS[3], mx.float16)),
+    *((HEADS[2], mx.float32), (HEADS[2], mx.bfloat16), (HEADS[3], mx.float16), (HEADS[4], mx.float32)),
+    (HEADS[5], mx.bfloat16),
 ]
 
 
@@ -128,17 +129,18 @@ def test_a_window_is_the_layer_between_its_projections(
 ) -> None:
     rows, num_old, old_longest = ROWS[case]
     shape, drawn = shape_of(*heads), Numbers(len(case), dtype)
-    longest, context = max(row[0] for row in rows), shape.kernel_size - 1
+    longest, context = LONGEST_WINDOW, shape.kernel_size - 1
     starts = np.cumsum([0, *(row[0] for row in rows)]).tolist()
-    plan = [(lo, *row, longest) for lo, row in zip(starts, rows, strict=False)]
+    plan = [(lo, *row) for lo, row in zip(starts, rows, strict=False)]
     weights, projected = drawn.weights(shape), drawn(1, starts[-1] + NUM_ADDED, shape.width)
     old_raw = drawn(num_old, context + old_longest, shape.num_channels)
     old_stash = drawn.stash(num_old, max(old_longest - 1, 1), shape)
     state = drawn(num_old, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32)
     table = mx.array(plan, dtype=mx.int32)
-    got = delta.window(shape, weights, table, longest, projected, old_raw, old_stash, state)
+    got = delta.window(shape, weights, table, projected, old_raw, old_stash, state)
+    assert got.out.dtype == dtype and got.state.dtype == mx.float32
     assert got.raw.shape == (len(rows), context + longest, shape.num_channels)
-    assert [array.shape[:2] for array in got.stash] == [(len(rows), max(longest - 1, 1))] * 4
+    assert [array.shape[:2] for array in got.stash] == [(len(rows), longest - 1)] * 4
     said = []
     for place, row in enumerate(plan):
         _, num_tokens, num_certain, *_ = row
@@ -152,7 +154,9 @@ def test_a_window_is_the_layer_between_its_projections(
         assert error(got.raw[place, : context + num_tokens], raw) == 0
         for array, wanted in zip(got.stash, stash, strict=True):
             assert error(array[place, : num_tokens - num_certain], wanted) < TOLERANCE[dtype]
-    assert error(got.y[: starts[-1]], np.concatenate(said)) < TOLERANCE[dtype]
+    num_tokens = starts[-1]
+    wanted = layer_references.gated_norm(shape, weights, np.concatenate(said), double(projected)[0, :num_tokens])
+    assert error(got.out[:, :num_tokens], wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
@@ -194,9 +198,10 @@ def test_a_window_and_a_chunk_of_the_same_tokens_agree(cut: int) -> None:
     state = drawn(1, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
     chunk = delta.prepare(shape, weights, projected, before)
     wanted = scan("cuda", *(array[None] for array in chunk), state, keep=cut)
-    plan = mx.array([(0, num_tokens, cut, 0, context, 0, num_tokens)], dtype=mx.int32)
-    got = delta.window(shape, weights, plan, num_tokens, projected, before, drawn.stash(1, 1, shape), state)
-    assert error(got.y, double(wanted.y)[0]) < TOLERANCE[mx.float32]
+    plan = mx.array([(0, num_tokens, cut, 0, context, 0)], dtype=mx.int32)
+    got = delta.window(shape, weights, plan, projected, before, drawn.stash(1, 1, shape), state)
+    out = delta.gated_norm(shape, weights, wanted.y[0], projected)
+    assert error(got.out, double(out)) < TOLERANCE[mx.float32]
     assert wanted.kept_state is not None
     assert error(got.state, double(wanted.kept_state)) < TOLERANCE[mx.float32]
 
@@ -215,3 +220,4 @@ def test_heads_that_the_kernels_can_not_do_are_named() -> None:
     assert delta.refusal(128, 128) is None
     assert delta.refusal(96, 128) == "a key head of 96"
     assert delta.refusal(128, 24) == "a value head of 24"
+    assert delta.refusal(128, 272) == "a value head of 272"

@@ -45,6 +45,12 @@ def test_a_name_within_a_longer_one_asks_for_no_shape() -> None:
     assert "(const float* k, const float* old_k, float* y, int old_k_0)" in source
 
 
+def test_bounds_are_told_to_the_compiler() -> None:
+    kernel = CudaKernel("bounded", (), ("x",), ("y",), "y[0] = x[0];", bounds=(512, 2))
+    source = kernel.source((mx.zeros(1),), {}, [mx.float32])
+    assert 'extern "C" __global__ void __launch_bounds__(512, 2) bounded(const float* x, float* y) {' in source
+
+
 @only_cuda
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_each_form_of_a_kernel_is_its_own(dtype: mx.Dtype) -> None:

@@ -2,14 +2,11 @@
 //
 // LANES threads share a value channel, i.e. a row of the state S [Dv, Dk], which stays in their registers. A thread
 // holds the quads of columns lane, lane + LANES, …: a warp then reads keys and queries from shared memory without bank
-// conflicts, and the state from global memory in whole lines. Blocks are of THREADS threads and CHANNELS channels of
-// one value head of one row.
+// conflicts, and the state from global memory in whole lines.
 
 constexpr int LANES = 8;
-constexpr int THREADS = 128;
-constexpr int CHANNELS = THREADS / LANES;
 
-// N channels of a thread, each LANES threads' worth of threads apart: more of them, fewer reads of keys and queries.
+// N channels of a thread: more of them, fewer reads of keys and queries.
 template <int DK, int N = 1>
 struct Channels {
   static constexpr int QUADS = DK / (4 * LANES);
@@ -30,7 +27,7 @@ struct Channels {
   }
 
   // One token: y = g S q + (k·q) delta reads the state once for k and q together. k, q: [DK] in shared memory; v: of
-  // the thread's channels, CHANNELS apart, in place of which comes y.
+  // the thread's channels, in place of which comes y.
   __device__ void step(const float* k, const float* q, float kq, float (&v)[N], float g, float beta, int lane) {
     float4 kk[QUADS];
     float2 sk[N] = {}, sq[N] = {};

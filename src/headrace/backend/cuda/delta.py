@@ -18,7 +18,13 @@ _GATHERING_BLOCKS = 64
 """For each row."""
 _THREADS = 128
 _CHANNELS = 16
-"""Value channels of a block, as in delta.cuh."""
+"""Value channels of a scan's block that has one for a thread, as in delta_scan.cuh."""
+_LANES = 8
+"""Threads of a value channel, as in delta.cuh."""
+_WIDEST = 64
+"""Value channels that a window's block sees to at a time, but for those that share a thread."""
+_MOST_SLICES = 4
+"""Of them, that a window's block sees to."""
 _PREPARED_TOKENS = 64
 """Tokens whose inputs a block prepares."""
 _NORM_THREADS = 256
@@ -32,7 +38,7 @@ _SCAN = CudaKernel(
 )
 _PREPARE = CudaKernel(
     "delta_prepare",
-    ("delta.cuh", "delta_prepare.cuh"),
+    ("delta_prepare.cuh",),
     ("projected", "context", "weight", "a_log", "dt_bias"),
     ("q", "k", "v", "g", "beta"),
     "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS>("
@@ -40,12 +46,17 @@ _PREPARE = CudaKernel(
 )
 _WINDOW = CudaKernel(
     "delta_window",
-    ("delta.cuh", "delta_window.cuh"),
-    ("plan", "projected", "weight", "a_log", "dt_bias", "old_window", "old_k", "old_v", "old_g", "old_beta", "state"),
-    ("y", "new_state", "window", "k", "v", "g", "beta"),
-    "delta_window<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT>("
-    "plan, old_window_shape[1], old_k_shape[1], projected, weight, a_log, dt_bias, "
-    "old_window, old_k, old_v, old_g, old_beta, state, y, new_state, window, k, v, g, beta);",
+    ("delta.cuh", "gated_norm.cuh", "delta_window.cuh"),
+    (
+        *("plan", "projected", "weight", "a_log", "dt_bias", "norm", "eps"),
+        *("old_window", "old_k", "old_v", "old_g", "old_beta", "state"),
+    ),
+    ("out", "new_state", "window", "k", "v", "g", "beta"),
+    "delta_window<T, HK, HV, DK, DV, KERNEL, WIDTH, Z_AT, B_AT, A_AT, LONGEST, SLICES>("
+    "plan, old_window_shape[1], old_k_shape[1], projected, weight, a_log, dt_bias, norm, eps[0], "
+    "old_window, old_k, old_v, old_g, old_beta, state, out, new_state, window, k, v, g, beta);",
+    # 8 rows of 32 value heads, at which a GPU of 132 multiprocessors works at once
+    bounds=(_LANES * _WIDEST, 2),
 )
 _NORM = CudaKernel(
     "gated_norm",
@@ -60,7 +71,9 @@ def refusal(head_k_dim: int, head_v_dim: int) -> str | None:
     """Why the kernels don't do heads of this size; None if they do."""
     if head_k_dim not in (64, 128, 256):
         return f"a key head of {head_k_dim}"
-    return f"a value head of {head_v_dim}" if head_v_dim % _CHANNELS else None
+    if head_v_dim % _CHANNELS or head_v_dim > _WIDEST * _MOST_SLICES:
+        return f"a value head of {head_v_dim}"
+    return None
 
 
 def scan(
@@ -103,35 +116,34 @@ def window(
     shape: DeltaShape,
     weights: Weights,
     plan: mx.array,
-    longest: int,
     projected: mx.array,
     old_raw: mx.array,
     old_stash: Stash,
     state: mx.array,
 ) -> Windowed:
-    """Rows of at most `longest` tokens, of which LONGEST_WINDOW is the most, from projection to the output's norm.
+    """Rows of at most LONGEST_WINDOW tokens, from projection to projection.
 
     plan, old_raw and old_stash: see delta_window.cuh; rows may have no tokens.
     """
-    rows, stashed = plan.shape[0], max(longest - 1, 1)
-    key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
-    gates = ((rows, stashed, shape.num_v_heads), mx.float32)
-    y, new_state, raw, *stash = _WINDOW(
-        (plan, projected, weights.conv, weights.a_log, weights.dt_bias, old_raw, *old_stash, state),
-        _template(shape, projected),
-        (shape.head_v_dim // _CHANNELS, shape.num_v_heads, rows),
-        _THREADS,
+    rows, stashed, heads, head_v_dim = plan.shape[0], LONGEST_WINDOW - 1, shape.num_v_heads, shape.head_v_dim
+    slices = next(number for number in (1, 2, _MOST_SLICES) if head_v_dim <= number * _WIDEST)
+    gates = ((rows, stashed, heads), mx.float32)
+    out, new_state, raw, *stash = _WINDOW(
+        (plan, projected, *weights, old_raw, *old_stash, state),
+        {**_template(shape, projected), "Z_AT": shape.z_at, "LONGEST": LONGEST_WINDOW, "SLICES": slices},
+        (heads, rows, 1),
+        _LANES * head_v_dim // slices,
         (
-            ((projected.shape[1], *value), projected.dtype),
-            ((rows, *value, shape.head_k_dim), mx.float32),
-            ((rows, shape.kernel_size - 1 + longest, shape.num_channels), projected.dtype),
-            ((rows, stashed, *key), projected.dtype),
-            ((rows, stashed, *value), projected.dtype),
+            ((1, projected.shape[1], heads * head_v_dim), projected.dtype),
+            ((rows, heads, head_v_dim, shape.head_k_dim), mx.float32),
+            ((rows, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels), projected.dtype),
+            ((rows, stashed, shape.num_k_heads, shape.head_k_dim), projected.dtype),
+            ((rows, stashed, heads, head_v_dim), projected.dtype),
             gates,
             gates,
         ),
     )
-    return Windowed(y, new_state, raw, Stash(*stash))
+    return Windowed(out, new_state, raw, Stash(*stash))
 
 
 @cache

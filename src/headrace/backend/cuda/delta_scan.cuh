@@ -1,7 +1,10 @@
 // A scan over T tokens: q, k [B, T, HK, DK], v [B, T, HV, DV], g, beta [B, T, HV] float32, state [B, HV, DV, DK].
 // Tokens are staged through shared memory, a stage ahead of the one that is computed.
 
-// N: channels of a thread; a block does N * CHANNELS of them.
+// A block does N * CHANNELS channels of one value head of one row, CHANNELS apart those of a thread.
+
+constexpr int THREADS = 128;
+constexpr int CHANNELS = THREADS / LANES;
 
 template <typename T, int HK, int HV, int DK, int DV, int N>
 __device__ void delta_scan(const T* q, const T* k, const T* v, const float* g, const float* beta, const float* state,

@@ -1,114 +1,185 @@
 // A whole gated delta layer between its projections, for rows of a few tokens: convolution, activation, unit keys
-// and queries, gates, replay of what was accepted of the last window, and the new tokens.
+// and queries, gates, replay of what was accepted of the last window, the new tokens, and the norm of what these say.
 //
 // plan int32 [B, PLAN]: per row its first packed token, its tokens, how many of them are certain, how many tokens of
-// `old_*` are replayed, where its context ends in `old_window`, the row of the old state, and LONGEST: no row has more
-// tokens, nor as many that are not certain. Neither LONGEST nor OLD may be over MOST_OF_WINDOW.
-// projected [T, WIDTH]: as in delta_prepare. old_window [B', OLD_WINDOW, C]: raw inputs of the last window, its context
-// first. old_k [B', OLD, HK, DK], old_v [B', OLD, HV, DV], old_g, old_beta [B', OLD, HV]: its uncertain tokens.
-// state [B', HV, DV, DK] float32.
-// Out: y [T, HV, DV]; new_state [B, HV, DV, DK] after the certain tokens; window [B, KERNEL - 1 + LONGEST, C];
+// `old_*` are replayed, where its context ends in `old_window`, and the row of the old state. There are at most
+// LONGEST tokens, and fewer that are not certain, or replayed.
+// projected [T, WIDTH]: as in delta_prepare, with the gates of the norm at Z_AT. old_window [B', OLD_WINDOW, C]: raw
+// inputs of the last window, its context first. old_k [B', OLD, HK, DK], old_v [B', OLD, HV, DV], old_g, old_beta
+// [B', OLD, HV]: its uncertain tokens. state [B', HV, DV, DK] float32.
+// Out: out [T, HV * DV]; new_state [B, HV, DV, DK] after the certain tokens; window [B, KERNEL - 1 + LONGEST, C];
 // and k, v, g, beta [B, LONGEST - 1, …] of the uncertain tokens, the first at 0.
+//
+// A block does a value head of a row, for the norm goes over all its channels. They are SLICES of DV / SLICES; a thread
+// has one channel of as many slices as 32 numbers of the state in its registers allow, and the block does others after
+// them. What is read from memory is asked for before any of it is waited for: weights even before the plan, and small
+// inputs before the state, which takes longest, so that all else is made ready meanwhile.
 
-constexpr int PLAN = 7;
-constexpr int MOST_OF_WINDOW = 8;
+constexpr int PLAN = 6;
 
-template <typename T, int HK, int HV, int DK, int DV, int KERNEL, int WIDTH, int B_AT, int A_AT, typename W, typename D>
-__device__ void delta_window(const int* plan, int OLD_WINDOW, int OLD, const T* projected, const W* weight, const float* a_log, const D* dt_bias,
-                             const T* old_window, const T* old_k, const T* old_v, const float* old_g,
-                             const float* old_beta, const float* state, T* y, float* new_state, T* window, T* k, T* v,
-                             float* g, float* beta) {
-  constexpr int C = 2 * HK * DK + HV * DV, MOST = 2 * MOST_OF_WINDOW;
-  __shared__ __align__(16) float sk[MOST * DK], sq[MOST * DK];
-  __shared__ float sv[MOST * CHANNELS], sg[MOST], sb[MOST], skq[MOST];
-  const int tid = threadIdx.x, lane = tid % LANES, channel = tid / LANES;
-  const int first = blockIdx.x * CHANNELS, hv = blockIdx.y, row = blockIdx.z, hk = hv / (HV / HK);
+template <typename T, int HK, int HV, int DK, int DV, int KERNEL, int WIDTH, int Z_AT, int B_AT, int A_AT, int LONGEST,
+          int SLICES, typename W, typename D, typename N>
+__device__ void delta_window(const int* plan, int OLD_WINDOW, int OLD, const T* projected, const W* weight,
+                             const float* a_log, const D* dt_bias, const N* norm, float eps, const T* old_window,
+                             const T* old_k, const T* old_v, const float* old_g, const float* old_beta,
+                             const float* state, T* out, float* new_state, T* window, T* k, T* v, float* g,
+                             float* beta) {
+  constexpr int C = 2 * HK * DK + HV * DV, CONTEXT = KERNEL - 1, STASH = LONGEST - 1, MOST = STASH + LONGEST;
+  constexpr int WIDE = DV / SLICES, THREADS = LANES * WIDE;
+  constexpr int HELD = SLICES < 256 / DK ? SLICES : 256 / DK;
+  // channels of the head's queries, keys, values and gates, in this order, and how many of them a thread sees to
+  constexpr int VALUES = 2 * DK, GATES = VALUES + DV, ALL = GATES + DV, SHARE = (ALL + THREADS - 1) / THREADS;
+  __shared__ __align__(16) float sk[MOST * DK], sq[LONGEST * DK];
+  __shared__ float sz[LONGEST * DV], sg[MOST], sb[MOST], skq[LONGEST];
+  __shared__ T sv[MOST * DV];
+  __shared__ N scales[DV];
+  const int tid = threadIdx.x, back = THREADS - 1 - tid, hv = blockIdx.x, row = blockIdx.y, hk = hv / (HV / HK);
+  const bool writes_key_head = hv % (HV / HK) == 0;  // for the heads that share it
   plan += row * PLAN;
-  const int lo = plan[0], n = plan[1], num_certain = plan[2], num_replay = plan[3], context_end = plan[4];
-  const int old = plan[5], LONGEST = plan[6], STASH = max(LONGEST - 1, 1);
-  if (!n) return;  // a row that is there to make up the number
-  // the blocks of a head share what it writes beside its channels: the first one does it
-  const bool writes_key_head = blockIdx.x == 0 && hv % (HV / HK) == 0, writes_head = blockIdx.x == 0;
+  const int lo = plan[0], n = plan[1], num_certain = plan[2], num_replay = plan[3], context_end = plan[4], old = plan[5];
 
-  for (int i = tid; i < num_replay * DK; i += THREADS) {
-    sk[i] = static_cast<float>(old_k[((static_cast<long>(old) * OLD + i / DK) * HK + hk) * DK + i % DK]);
-    sq[i] = 0.0f;  // nobody reads what a replayed token would say
-  }
-  for (int i = tid; i < num_replay * CHANNELS; i += THREADS)
-    sv[i] = static_cast<float>(old_v[((static_cast<long>(old) * OLD + i / CHANNELS) * HV + hv) * DV + first + i % CHANNELS]);
-  if (tid < num_replay) {
-    sg[tid] = old_g[(static_cast<long>(old) * OLD + tid) * HV + hv];
-    sb[tid] = old_beta[(static_cast<long>(old) * OLD + tid) * HV + hv];
-    skq[tid] = 0.0f;
-  }
-  const T* context = old_window + (static_cast<long>(old) * OLD_WINDOW + context_end - (KERNEL - 1)) * C;
-  T* kept = window + static_cast<long>(row) * (KERNEL - 1 + LONGEST) * C;
-  auto raw = [&](int t, int c) {
-    return t < 0 ? context[(t + KERNEL - 1) * C + c] : projected[static_cast<long>(lo + t) * WIDTH + c];
+  auto place = [&](int i) {  // in a projection, of one of the head's channels
+    if (i < VALUES) return (i / DK * HK + hk) * DK + i % DK;
+    return i < GATES ? 2 * HK * DK + hv * DV + i - VALUES : Z_AT + hv * DV + i - GATES;
   };
-  auto activated = [&](int t, int c) {
-    float sum = 0;
+  struct alignas(KERNEL & (KERNEL - 1) ? sizeof(W) : KERNEL * sizeof(W)) Taps { W of[KERNEL]; };
+  Taps taps[SHARE];
+  N scale[SHARE];
 #pragma unroll
-    for (int j = 0; j < KERNEL; j++)
-      sum += static_cast<float>(raw(t + j - (KERNEL - 1), c)) * static_cast<float>(weight[c * KERNEL + j]);
-    return rounded<T>(silu(rounded<T>(sum)));
-  };
-  for (int i = tid; i < n * DK; i += THREADS) {
-    sq[num_replay * DK + i] = activated(i / DK, hk * DK + i % DK);
-    sk[num_replay * DK + i] = activated(i / DK, (HK + hk) * DK + i % DK);
-  }
-  for (int i = tid; i < n * CHANNELS; i += THREADS)
-    sv[num_replay * CHANNELS + i] = activated(i / CHANNELS, 2 * HK * DK + hv * DV + first + i % CHANNELS);
-  if (tid < n) {
-    const T* gates = projected + static_cast<long>(lo + tid) * WIDTH;
-    const float decay = decay_of(static_cast<float>(gates[A_AT + hv]), a_log[hv], static_cast<float>(dt_bias[hv]));
-    const float step_size = rounded<T>(sigmoid(static_cast<float>(gates[B_AT + hv])));
-    sg[num_replay + tid] = decay;
-    sb[num_replay + tid] = step_size;
-    if (writes_head && tid >= num_certain) {
-      g[(static_cast<long>(row) * STASH + tid - num_certain) * HV + hv] = decay;
-      beta[(static_cast<long>(row) * STASH + tid - num_certain) * HV + hv] = step_size;
+  for (int s = 0; s < SHARE; s++) {
+    const int i = s * THREADS + tid;
+    if (i < GATES) {
+      taps[s] = reinterpret_cast<const Taps*>(weight)[place(i)];
+    } else if (i < ALL) {
+      scale[s] = norm[i - GATES];
     }
   }
-  for (int i = tid; i < (KERNEL - 1 + n) * CHANNELS; i += THREADS) {
-    const int c = 2 * HK * DK + hv * DV + first + i % CHANNELS;
-    kept[i / CHANNELS * C + c] = raw(i / CHANNELS - (KERNEL - 1), c);
+  const float rate = a_log[hv];
+  const D bias = dt_bias[hv];
+  if (!n) return;  // a row that is there to make up the number
+
+  const T* context = old_window + (static_cast<long>(old) * OLD_WINDOW + context_end - CONTEXT) * C;
+  const T* own = projected + static_cast<long>(lo) * WIDTH;
+  T raw[SHARE][CONTEXT + LONGEST], a, b;
+#pragma unroll
+  for (int s = 0; s < SHARE; s++) {
+    const int i = s * THREADS + tid;
+    if (i < GATES) {
+#pragma unroll
+      for (int t = 0; t < CONTEXT; t++) raw[s][t] = context[t * C + place(i)];
+    }
+    if (i < ALL) {
+#pragma unroll
+      for (int t = 0; t < LONGEST; t++)
+        if (t < n) raw[s][CONTEXT + t] = own[static_cast<long>(t) * WIDTH + place(i)];
+    }
   }
-  if (writes_key_head)
-    for (int i = tid; i < (KERNEL - 1 + n) * DK; i += THREADS)
-      for (int c = hk * DK + i % DK; c < 2 * HK * DK; c += HK * DK)
-        kept[i / DK * C + c] = raw(i / DK - (KERNEL - 1), c);
-  Channels<DK> s;
-  s.load(state + ((static_cast<long>(old) * HV + hv) * DV + first + channel) * DK, 0, lane);
+  if (back < n) {
+    a = own[static_cast<long>(back) * WIDTH + A_AT + hv];
+    b = own[static_cast<long>(back) * WIDTH + B_AT + hv];
+  }
+  const int lane = tid % LANES, channel = tid / LANES;
+  const long first = static_cast<long>(hv) * DV + channel, stride = static_cast<long>(HV) * DV * DK;
+  Channels<DK, HELD> held;
+  held.load(state + old * stride + first * DK, WIDE * DK, lane);
+
+#pragma unroll
+  for (int s = 0; s < SHARE; s++) {
+    const int i = s * THREADS + tid;
+    if (i < VALUES ? writes_key_head : i < GATES) {
+      T* kept = window + static_cast<long>(row) * (CONTEXT + LONGEST) * C + place(i);
+#pragma unroll
+      for (int t = 0; t < CONTEXT + LONGEST; t++)
+        if (t < CONTEXT + n) kept[t * C] = raw[s][t];
+    }
+    if (GATES <= i && i < ALL) scales[i - GATES] = scale[s];
+#pragma unroll 1  // in turns the code is an eighth as long
+    for (int t = 0; t < n && i < ALL; t++) {
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < KERNEL; j++) sum += static_cast<float>(raw[s][j]) * static_cast<float>(taps[s].of[j]);
+      const float x = silu(i < GATES ? rounded<T>(sum) : static_cast<float>(raw[s][CONTEXT]));
+#pragma unroll
+      for (int j = 1; j < CONTEXT + LONGEST; j++) raw[s][j - 1] = raw[s][j];
+      if (i < DK) {
+        sq[t * DK + i] = rounded<T>(x);
+      } else if (i < VALUES) {
+        sk[(num_replay + t) * DK + i - DK] = rounded<T>(x);
+      } else if (i < GATES) {
+        sv[(num_replay + t) * DV + i - VALUES] = static_cast<T>(x);
+        if (t >= num_certain)
+          v[((static_cast<long>(row) * STASH + t - num_certain) * HV + hv) * DV + i - VALUES] = static_cast<T>(x);
+      } else {
+        sz[t * DV + i - GATES] = x;
+      }
+    }
+  }
+  if (back < n) {
+    const float decay = decay_of(static_cast<float>(a), rate, static_cast<float>(bias));
+    const float step_size = rounded<T>(sigmoid(static_cast<float>(b)));
+    sg[num_replay + back] = decay;
+    sb[num_replay + back] = step_size;
+    if (back >= num_certain) {
+      g[(static_cast<long>(row) * STASH + back - num_certain) * HV + hv] = decay;
+      beta[(static_cast<long>(row) * STASH + back - num_certain) * HV + hv] = step_size;
+    }
+  }
   __syncthreads();
   for (int t = tid / 32; t < n; t += THREADS / 32) {
-    float* keys = sk + (num_replay + t) * DK;
-    float* queries = sq + (num_replay + t) * DK;
-    float of_k = 0, of_q = 0, dot = 0;
-    for (int i = tid % 32; i < DK; i += 32) of_k += keys[i] * keys[i], of_q += queries[i] * queries[i];
+    float keys[DK / 32], queries[DK / 32], of_k = 0, of_q = 0, dot = 0;
+#pragma unroll
+    for (int i = 0; i < DK / 32; i++) {
+      keys[i] = sk[(num_replay + t) * DK + i * 32 + tid % 32], queries[i] = sq[t * DK + i * 32 + tid % 32];
+      of_k += keys[i] * keys[i], of_q += queries[i] * queries[i];
+    }
     const float by_k = unit_scale(sum_over<32>(of_k));
     const float by_q = unit_scale(sum_over<32>(of_q)) * rsqrtf(static_cast<float>(DK));
-    for (int i = tid % 32; i < DK; i += 32) {
-      keys[i] = rounded<T>(keys[i] * by_k);
-      queries[i] = rounded<T>(queries[i] * by_q);
-      dot += keys[i] * queries[i];
+#pragma unroll
+    for (int i = 0; i < DK / 32; i++) {
+      const T key = static_cast<T>(keys[i] * by_k), query = static_cast<T>(queries[i] * by_q);
+      dot += static_cast<float>(key) * static_cast<float>(query);
+      sk[(num_replay + t) * DK + i * 32 + tid % 32] = static_cast<float>(key);
+      sq[t * DK + i * 32 + tid % 32] = static_cast<float>(query);
       if (writes_key_head && t >= num_certain)
-        k[((static_cast<long>(row) * STASH + t - num_certain) * HK + hk) * DK + i] = static_cast<T>(keys[i]);
+        k[((static_cast<long>(row) * STASH + t - num_certain) * HK + hk) * DK + i * 32 + tid % 32] = key;
     }
     dot = sum_over<32>(dot);
-    if (tid % 32 == 0) skq[num_replay + t] = dot;
+    if (tid % 32 == 0) skq[t] = dot;
   }
-  for (int i = tid; i < (n - num_certain) * CHANNELS; i += THREADS)
-    v[((static_cast<long>(row) * STASH + i / CHANNELS) * HV + hv) * DV + first + i % CHANNELS] =
-        static_cast<T>(sv[(num_replay + num_certain) * CHANNELS + i]);
+  // by the last warps first, as the first have had keys to see to
+  const long stashed = static_cast<long>(old) * OLD;
+  for (int i = back; i < num_replay * DK; i += THREADS)
+    sk[i] = static_cast<float>(old_k[((stashed + i / DK) * HK + hk) * DK + i % DK]);
+  for (int i = back; i < num_replay * DV; i += THREADS) sv[i] = old_v[((stashed + i / DV) * HV + hv) * DV + i % DV];
+  if (back < num_replay) {
+    sg[back] = old_g[(stashed + back) * HV + hv];
+    sb[back] = old_beta[(stashed + back) * HV + hv];
+  }
   __syncthreads();
-  float* own = new_state + ((static_cast<long>(row) * HV + hv) * DV + first + channel) * DK;
-  for (int i = 0; i < num_replay + n; i++) {
-    if (i == num_replay + num_certain) s.store(own, 0, lane);
-    float out[1] = {sv[i * CHANNELS + channel]};
-    s.step(sk + i * DK, sq + i * DK, skq[i], out, sg[i], sb[i], lane);
-    if (i >= num_replay && lane == 0)
-      y[(static_cast<long>(lo + i - num_replay) * HV + hv) * DV + first + channel] = static_cast<T>(out[0]);
+
+#pragma unroll
+  for (int slice = 0; slice < SLICES; slice += HELD) {
+    if (slice) held.load(state + old * stride + (first + slice * WIDE) * DK, WIDE * DK, lane);
+    float* kept = new_state + row * stride + (first + slice * WIDE) * DK;
+    T* values = sv + slice * WIDE + channel;
+    for (int i = 0; i < num_replay + n; i++, values += DV) {
+      if (i == num_replay + num_certain) held.store(kept, WIDE * DK, lane);
+      const int t = i - num_replay;
+      // what a replayed token would say is not asked for: its key stands in for its query
+      const float* query = t < 0 ? sk + i * DK : sq + t * DK;
+      float said[HELD];
+#pragma unroll
+      for (int m = 0; m < HELD; m++) said[m] = static_cast<float>(values[m * WIDE]);
+      held.step(sk + i * DK, query, t < 0 ? 0.0f : skq[t], said, sg[i], sb[i], lane);
+#pragma unroll
+      for (int m = 0; m < HELD; m++)
+        if (lane == m) values[m * WIDE] = static_cast<T>(said[m]);
+    }
+    if (n == num_certain) held.store(kept, WIDE * DK, lane);
   }
-  if (n == num_certain) s.store(own, 0, lane);
+  __syncthreads();
+  for (int t = tid / 32; t < n; t += THREADS / 32)
+    norm_head<DV>(
+        sv + (num_replay + t) * DV, scales, eps, [&](int d) { return sz[t * DV + d]; },
+        out + (static_cast<long>(lo + t) * HV + hv) * DV);
 }

@@ -63,8 +63,10 @@ class CudaKernel:
         outputs: Sequence[str],
         body: str,
         shared_bytes: int = 0,
+        bounds: tuple[int, int] | None = None,
     ) -> None:
-        """shared_bytes: dynamic shared memory of a block."""
+        """shared_bytes: dynamic shared memory of a block. bounds: most threads of a block, and how many blocks a
+        multiprocessor is to have room for, which limits a thread's registers."""
         self._name = name
         self._sources = ("numbers.cuh", *sources)
         self._inputs = tuple(inputs)
@@ -72,6 +74,7 @@ class CudaKernel:
         self._body = body
         self._shaped = [re.search(rf"\b{name}_shape\b", body) is not None for name in inputs]
         self._shared_bytes = shared_bytes
+        self._bounds = "" if bounds is None else "__launch_bounds__({}, {}) ".format(*bounds)
         self._built: dict[Any, bytes] = {}
 
     def __call__(
@@ -115,6 +118,6 @@ class CudaKernel:
         for name, value in template.items():
             is_type = isinstance(value, mx.Dtype)
             constants.append(f"using {name} = {_TYPES[value]};" if is_type else f"constexpr int {name} = {value:d};")
-        head = f'extern "C" __global__ void {self._name}({", ".join(parameters)})'
+        head = f'extern "C" __global__ void {self._bounds}{self._name}({", ".join(parameters)})'
         code = "".join(source_of(file) for file in self._sources)
         return f"{code}\n{head} {{\n{' '.join(constants)}\n{self._body}\n}}\n"

@@ -135,18 +135,17 @@ def window(
     shape: DeltaShape,
     weights: Weights,
     plan: mx.array,
-    longest: int,
     projected: mx.array,
     old_raw: mx.array,
     old_stash: Stash,
     state: mx.array,
 ) -> Windowed:
-    """Row by row: the replayed tokens of the old stash, then the row's own, through the recurrence."""
-    context, num_stashed = shape.kernel_size - 1, max(longest - 1, 1)
+    """Row by row: the replayed tokens of the old stash, then the row's own, through the recurrence; then the norm."""
+    context, longest, num_stashed = shape.kernel_size - 1, LONGEST_WINDOW, LONGEST_WINDOW - 1
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     y = _undefined((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
     states, raws, stashes = [], [], []
-    for lo, num_tokens, num_certain, num_replay, end, old, _ in rows:
+    for lo, num_tokens, num_certain, num_replay, end, old in rows:
         if not num_tokens:
             states.append(_undefined(state.shape[1:], state.dtype))
             raws.append(_undefined((context + longest, shape.num_channels), projected.dtype))
@@ -164,7 +163,7 @@ def window(
         raws.append(_padded(mx.concatenate([before, own[..., : shape.num_channels]], axis=1)[0], context + longest))
         stashes.append([_padded(array[num_certain:], num_stashed) for array in new[1:]])
     stash = Stash(*(mx.stack(list(arrays)) for arrays in zip(*stashes, strict=True)))
-    return Windowed(y, mx.stack(states), mx.stack(raws), stash)
+    return Windowed(gated_norm(shape, weights, y, projected), mx.stack(states), mx.stack(raws), stash)
 
 
 def gather(shape: DeltaShape, plan: mx.array, sources: Sequence[Left]) -> Left:

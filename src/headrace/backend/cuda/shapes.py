@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 LONGEST_WINDOW = 8
-"""Most tokens of a row that a gated delta layer takes at once, and replays: MOST_OF_WINDOW in delta_window.cuh."""
+"""Most tokens of a row that a gated delta layer takes at once; it replays fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,10 @@ class Left(NamedTuple):
 
 
 class Windowed(NamedTuple):
-    """y `[T, Hv, Dv]`, state `[B, Hv, Dv, Dk]` after the certain tokens, raw inputs, and the uncertain tokens."""
+    """Output `[1, T, Hv · Dv]`, normed and gated; state `[B, Hv, Dv, Dk]` after the certain tokens, raw inputs, and the
+    uncertain tokens."""
 
-    y: mx.array
+    out: mx.array
     state: mx.array
     raw: mx.array
     stash: Stash

@@ -1,4 +1,4 @@
-"""Gated delta net layers on NVIDIA GPUs: a launch for all rows of a few tokens, two for a longer chunk."""
+"""Gated delta net layers on NVIDIA GPUs: a launch for all rows of a few tokens, three for a longer chunk."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ class CudaDeltaMixer(nn.Module):
             parts = []
             for span, state in zip(step.spans, states, strict=True):
                 if y is not None and span.lo in windowed:
-                    parts.append(y[span.lo : span.hi])
+                    parts.append(y[:, span.lo : span.hi])
                 else:
-                    parts.append(self._chunk(span, state, projected))
-            y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return self._output(y, projected, residual)
+                    parts.append(self._chunk(span, state, projected[:, span.lo : span.hi]))
+            y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        return self._out(y, residual)
 
     @staticmethod
     def together(mixers: Mapping[LayerKey, CudaDeltaMixer], window: Any) -> DeltaLayers:
@@ -125,21 +125,18 @@ class CudaDeltaMixer(nn.Module):
         """See `FusedMixer`."""
         projected = self._project(x)
         y, given = self._window(projected, feed)
-        return self._output(y, projected, residual), given
+        return self._out(y, residual), given
 
     def states(self, step: PackedStep, layer: LayerKey) -> list[RecurrentState]:
         """Of the rows, in this layer."""
         make = partial(RecurrentState, step.kernels)
         return [span.state.layer(layer, make) for span in step.spans]
 
-    def _output(self, y: mx.array, projected: mx.array, residual: mx.array | None) -> mx.array:
-        return self._out(delta.gated_norm(self._shape, self._weights, y, projected), residual)
-
     def _window(self, projected: mx.array, feed: Feed) -> tuple[mx.array, Sequence[mx.array]]:
-        """Rows of a few tokens in one launch: y `[T, Hv, Dv]`, undefined elsewhere, and the states' new arrays."""
-        (plan,), (state, raw, *stash), longest = feed.tables, feed.arrays, shapes.LONGEST_WINDOW
-        result = delta.window(self._shape, self._weights, plan, longest, projected, raw, shapes.Stash(*stash), state)
-        return result.y, (result.state, result.raw, *result.stash)
+        """Rows of a few tokens in one launch: `[1, T, Hv · Dv]`, undefined elsewhere, and the states' new arrays."""
+        (plan,), (state, raw, *stash) = feed.tables, feed.arrays
+        result = delta.window(self._shape, self._weights, plan, projected, raw, shapes.Stash(*stash), state)
+        return result.out, (result.state, result.raw, *result.stash)
 
     def united(self, step: PackedStep, states: Sequence[RecurrentState]) -> tuple[list[_Place], shapes.Left]:
         """Where the rows are in arrays that they share.
@@ -207,13 +204,12 @@ class CudaDeltaMixer(nn.Module):
             new_stash = Stash(inputs, row, 0, num_tokens - num_certain) if num_certain < num_tokens else None
             state.advance(BatchRow(memory, row), BatchRow(raw, row), new_stash, self.num_context + num_tokens)
 
-    def _chunk(self, span: RowSpan, state: RecurrentState, projected: mx.array) -> mx.array:
-        """One row, its scan cut at the marks; advances its state. Gives y `[n, Hv, Dv]`."""
+    def _chunk(self, span: RowSpan, state: RecurrentState, own: mx.array) -> mx.array:
+        """One row, its scan cut at the marks, from its projection to `[1, n, Hv · Dv]`; advances its state."""
         shape, length = self._shape, self.num_context
         state.settle()
         old = state.context(length)
         context = self._no_raw if old is None else old.alone()
-        own = projected[:, span.lo : span.hi]
         prepared = delta.prepare(shape, self._weights, own, context)
         raw = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)
         tokens = DeltaInputs(*(array[None] for array in prepared[1:]))
@@ -236,7 +232,7 @@ class CudaDeltaMixer(nn.Module):
             outputs.append(result.y)
             done = end
         y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
-        return y.reshape(y.shape[1:])
+        return delta.gated_norm(shape, self._weights, y.reshape(y.shape[1:]), own)
 
 
 class DeltaLayers:
@@ -288,11 +284,10 @@ def _plan(
     the next step finds arrays of one shape. The arrays begin with a layer's own; while rows join and leave their shapes
     differ by what is told of them here.
     """
-    longest = shapes.LONGEST_WINDOW
-    plan = tuple([(*count, *place, longest) for count, place in zip(counts, places, strict=True)])
+    plan = tuple([(*count, *place) for count, place in zip(counts, places, strict=True)])
     memory, raw, keys, *_ = arrays
     return padded(plan), (memory.shape[0], *raw.shape[:2], *keys.shape[:2])
 
 
 def _is_short(span: RowSpan, state: RecurrentState) -> bool:
-    return max(span.num_tokens, state.num_replay) <= shapes.LONGEST_WINDOW and not span.state.marks
+    return max(span.num_tokens, state.num_replay + 1) <= shapes.LONGEST_WINDOW and not span.state.marks
