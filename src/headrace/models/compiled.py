@@ -34,13 +34,16 @@ from headrace.state.layer import LayerKey
 MOST_FORMS = 512
 """Compiled functions kept, of those that were used last."""
 
-Body = Callable[[PackedStep, mx.array, mx.array, Sequence[mx.array]], list[mx.array]]
-"""What a step computes: of the step, its ids `[T]`, the tokens picked, and further arrays of as many."""
+Body = Callable[[PackedStep, mx.array, mx.array | None, Sequence[mx.array]], list[mx.array]]
+"""What a step computes: of the step, its ids `[T]`, the tokens picked if not all are, and further arrays of as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of a form, padded: rows, packed tokens, picks. num_axes: of the array of positions. given_ids: on the device."""
+    """Of a form, padded: rows, packed tokens, picks, or none where all tokens are picked.
+
+    num_axes: of the array of positions. given_ids: on the device.
+    """
 
     num_rows: int
     num_tokens: int
@@ -79,8 +82,8 @@ class CompiledSteps:
 
         It may be longer, by what it gives for picks and tokens that are added, see `padded_tokens`.
 
-        ids: the tokens; on the device where the host doesn't know them yet. others: `[1, T, …]`. variant: whatever else
-        the body depends on.
+        ids: the tokens; on the device where the host doesn't know them yet. picks: ascending, each once. others:
+        `[1, T, …]`. variant: whatever else the body depends on.
         """
         if any(span.state.marks or span.watch is not None for span in step.spans):
             return None
@@ -106,10 +109,12 @@ class CompiledSteps:
             ]
         )
         num_rows, num_tokens = padded_rows(len(step.spans)), padded_tokens(step.num_tokens, len(step.spans))
-        num_picks = padded_tokens(len(picks), len(step.spans))
         assert not isinstance(step.placed, mx.array)
         num_missing = num_tokens - step.num_tokens
-        known = [step.num_tokens, *picks, *[0] * (num_picks - len(picks))]
+        known, num_picks = [step.num_tokens], 0
+        if len(picks) < step.num_tokens:
+            num_picks = padded_tokens(len(picks), len(step.spans))
+            known += [*picks, *[0] * (num_picks - len(picks))]
         for axis in step.placed.reshape(-1, step.num_tokens).tolist():
             known += [*axis, *[0] * num_missing]
         if not isinstance(ids, mx.array):
@@ -172,7 +177,8 @@ class CompiledSteps:
                 feeds[layer] = Feed(plans, arrays[start : start + num_own], constants)
                 start += num_own
         exchange = Exchange(feeds, num_real)
-        outputs = self._body(PackedStep((), positions, self._kernels, exchange), ids, picks, others)
+        step = PackedStep((), positions, self._kernels, exchange)
+        outputs = self._body(step, ids, picks if sizes.num_picks else None, others)
         return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
 
 

@@ -70,12 +70,11 @@ class HeadEntries:
 
 @dataclass(frozen=True, slots=True)
 class HeadOutputs:
-    """Of each row's last entry, not evaluated: what goes on as the next entry's hidden row, `[R, hidden]`, logits
-    `[R, vocab_size]` by the trunk's output matrix, and the first likeliest ids, int32 `[R]`."""
+    """Of each row's last entry, not evaluated: what goes on as the next entry's hidden row, `[R, hidden]`, and logits
+    `[R, vocab_size]` by the trunk's output matrix."""
 
     rows: mx.array
     logits: mx.array
-    likeliest: mx.array
 
 
 class MtpHead:
@@ -143,20 +142,23 @@ class MtpHead:
             mx.async_eval(outputs.rows)
         return outputs
 
-    def _body(self, step: PackedStep, ids: mx.array, picks: mx.array, others: Sequence[mx.array]) -> list[mx.array]:
+    def _body(
+        self, step: PackedStep, ids: mx.array, picks: mx.array | None, others: Sequence[mx.array]
+    ) -> list[mx.array]:
         (hidden,) = others
         return self._outputs(step, self._trunk.embed(ids[None]), picks, hidden)
 
-    def _outputs(self, step: PackedStep, embeddings: mx.array, picks: mx.array, hidden: mx.array) -> list[mx.array]:
+    def _outputs(
+        self, step: PackedStep, embeddings: mx.array, picks: mx.array | None, hidden: mx.array
+    ) -> list[mx.array]:
         """As `HeadOutputs` has them."""
         tap = self._installation.tap
         tap.picks = picks
         try:
-            rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None))[0]
+            rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None)).squeeze(0)
         finally:
             tap.picks = None
-        logits = self._trunk.project(rows[None])[0]
-        return [rows, logits, mx.argmax(logits, axis=-1).astype(mx.int32)]
+        return [rows, self._trunk.project(rows[None]).squeeze(0)]
 
 
 def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str, memory_bytes: int) -> MtpHead:

@@ -123,7 +123,7 @@ class PackedModel:
         tap.picks = picks
         try:
             views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
-            logits: mx.array = self.model(ids, cache=views, **embeddings)[0]
+            logits: mx.array = self.model(ids, cache=views, **embeddings).squeeze(0)  # an index would copy them
         finally:
             tap.picks = None
             self._deepstack.set(())
@@ -142,12 +142,14 @@ class PackedModel:
         tap.hidden = hidden[0] if hidden else None
         return logits if logits.shape[0] == len(picks) else logits[: len(picks)]
 
-    def _body(self, step: PackedStep, ids: mx.array, picks: mx.array, others: Sequence[mx.array]) -> list[mx.array]:
+    def _body(
+        self, step: PackedStep, ids: mx.array, picks: mx.array | None, others: Sequence[mx.array]
+    ) -> list[mx.array]:
         """Logits, and the hidden rows if they are kept, of a step that is being compiled."""
         tap = self._installation.tap
         tap.picks = picks
         try:
-            logits = self.model(ids[None], cache=views_of(step, self._windows))[0]
+            logits = self.model(ids[None], cache=views_of(step, self._windows)).squeeze(0)
         finally:
             tap.picks = None
         hidden, tap.hidden = tap.hidden, None

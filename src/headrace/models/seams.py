@@ -196,7 +196,8 @@ class TappedNorm(nn.Module):
         hidden: mx.array = self.norm(x)
         if self._tap.keeps_hidden:
             self._tap.hidden = hidden if self._tap.is_normed else x
-        return hidden if self._tap.picks is None else hidden[:, self._tap.picks]
+        # an index over both axes would be four operations
+        return hidden if self._tap.picks is None else mx.take(hidden, self._tap.picks, axis=1)
 
 
 def views_of(step: PackedStep, windows: tuple[Any, ...]) -> list[View]:

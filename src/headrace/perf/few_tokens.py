@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from headrace.backend.cuda import activations, matmul, moe, norm
+from headrace.backend.cuda import activations, greedy, matmul, moe, norm
 from headrace.backend.device import DeviceKind
 from headrace.perf import layer_references as right
 from headrace.perf.case import Case, Chain, Step
@@ -24,7 +24,8 @@ _NUM_LOGITS = 16
 
 
 def few_tokens(kind: DeviceKind) -> Iterator[Case]:
-    """Activations, sums with their norms, products beside MLX's own, and experts; that of products on CUDA alone."""
+    """Activations, sums with their norms, products beside MLX's own, experts, and greedy draws; the kernel of products
+    on CUDA alone."""
     sizes = sizes_of(kind)
     for num_tokens in sizes.num_tokens:
         yield _swiglu(sizes, num_tokens)
@@ -34,6 +35,8 @@ def few_tokens(kind: DeviceKind) -> Iterator[Case]:
             yield from _products(sizes, num_out, num_in, bits)
     for bits in (16, 4):
         yield from _experts(sizes, bits)
+    for num_tokens in sizes.num_tokens:
+        yield _most_likely(sizes, num_tokens)
 
 
 def _swiglu(sizes: LayerSizes, num_tokens: int) -> Case:
@@ -163,3 +166,18 @@ def _num_read(routing: moe.Routing, logits: Sequence[mx.array]) -> float:
     """Experts that a call reads on average."""
     chosen = [np.argsort(-double(each)[:, : routing.num_experts], axis=-1)[:, : routing.per_token] for each in logits]
     return float(np.mean([len(np.unique(each)) for each in chosen]))
+
+
+def _most_likely(sizes: LayerSizes, num_rows: int) -> Case:
+    num_tokens = sizes.products[-1][0]
+    logits = normal(sizes, num_rows, num_tokens)
+    mx.eval(logits)
+    wanted = double(logits).argmax(axis=-1).astype(np.float64)
+    return case_of(
+        "greedy.most_likely",
+        form_here(),
+        f"{num_rows} × {num_tokens}",
+        logits.nbytes,
+        Chain(logits, lambda given, _: [greedy.most_likely(given, -1)]),
+        lambda found: largest_error(found[0], wanted),
+    )

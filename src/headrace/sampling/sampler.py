@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from headrace.backend.cuda.greedy import most_likely
 from headrace.backend.transfer import to_device
 from headrace.sampling.adjustment import Mask, apply_adjustments, plan_adjustment
 from headrace.sampling.draw import NO_TOKEN, draw
@@ -86,7 +87,7 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     greedy, random = _split(rows)
     groups: list[tuple[Sequence[int], mx.array]] = []
     if greedy:
-        groups.append((greedy, _most_likely(pick(logits, greedy))))
+        groups.append((greedy, most_likely(pick(logits, greedy), NO_TOKEN)))
     if random:
         chosen = [rows[row] for row in random]
         places = uniforms([row.params.seed for row in chosen], [row.output_index for row in chosen])
@@ -104,7 +105,7 @@ def distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     greedy, random = _split(rows)
     groups: list[tuple[Sequence[int], mx.array]] = []
     if greedy:
-        ids = _most_likely(pick(logits, greedy))[:, None]
+        ids = most_likely(pick(logits, greedy), NO_TOKEN)[:, None]
         certain = (mx.arange(logits.shape[-1]) == ids).astype(mx.float32)
         groups.append((greedy, mx.where(ids == NO_TOKEN, mx.nan, certain)))
     if random:
@@ -123,19 +124,6 @@ def _split(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int]]:
     greedy = [number for number, row in enumerate(rows) if row.is_greedy]
     random = [number for number, row in enumerate(rows) if not row.is_greedy]
     return greedy, random
-
-
-def _most_likely(logits: mx.array) -> mx.array:
-    """Ids of the first highest logits, [R] int32; NO_TOKEN for rows that are not fit to be drawn from.
-
-    The sum finds a NaN on every device, whichever way its argmax treats one.
-    """
-    ids = mx.argmax(logits, axis=-1, keepdims=True)
-    highest = mx.take_along_axis(logits, ids, axis=-1)
-    total = mx.sum(logits.astype(mx.float32), axis=-1, keepdims=True)
-    # comparisons, because `isfinite` and `isnan` are several operations each
-    is_fit = (mx.abs(highest) < mx.inf) & (total == total)
-    return mx.where(is_fit, ids.astype(mx.int32), NO_TOKEN).squeeze(-1)
 
 
 def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

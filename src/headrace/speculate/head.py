@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from headrace.backend.cuda.greedy import most_likely
 from headrace.models.media import RowMedia
 from headrace.models.mixers.fused import coarse
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
@@ -78,13 +79,13 @@ class HeadDrafter:
         unread = [(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows]
         outputs = self._read(unread, launch=False)
         is_greedy = all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows)
-        guesses, counts = [outputs.likeliest if is_greedy else _guess(outputs, rows, 0)], [len(rows)]
+        guesses, counts = [most_likely(outputs.logits, 0) if is_greedy else _guess(outputs, rows, 0)], [len(rows)]
         for place in range(1, rows[0].num_drafts):
             going_on = [row for row in rows if row.num_drafts > place]
             entries = [_entries(row.state, row.state.length + place, (0,), row.media) for row in going_on]
             count = len(entries)
             outputs = self._head.read(entries, outputs.rows[None, :count], guesses[-1][:count], launch=False)
-            guesses.append(outputs.likeliest if is_greedy else _guess(outputs, going_on, place))
+            guesses.append(most_likely(outputs.logits, 0) if is_greedy else _guess(outputs, going_on, place))
             counts.append(count)
         return GuessBatch(guesses[0] if len(guesses) == 1 else mx.concatenate(guesses), counts)
 

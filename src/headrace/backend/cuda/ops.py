@@ -47,6 +47,16 @@ def sum_norm(x: mx.array, y: mx.array, weight: mx.array, eps: mx.array) -> tuple
     return total, normed.astype(total.dtype)
 
 
+def most_likely(logits: mx.array, otherwise: int) -> mx.array:
+    """The first highest, if that is finite and there is no NaN: not every device's argmax finds one."""
+    ids = mx.argmax(logits, axis=-1, keepdims=True)
+    highest = mx.take_along_axis(logits, ids, axis=-1)
+    num_nan = mx.sum(logits != logits, axis=-1, keepdims=True)
+    # a comparison, because `isfinite` is several operations
+    is_fit = (mx.abs(highest) < mx.inf) & (num_nan == 0)
+    return mx.where(is_fit, ids.astype(mx.int32), otherwise).squeeze(-1)
+
+
 # Products
 
 
