@@ -36,13 +36,14 @@ class FusedLinear:
         products = [_product(list(run)) for _, run in groupby(parts, _form)]
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
-        self.adds_residual = self._own is not None
-        """Whether what is added costs no operation of its own."""
+        self.adds_residual = self._own is not None and self._own.scales is not None
+        """Whether the norm behind what is added has no need to add it: a product of many tokens that are not quantised
+        would."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
         if self._own is not None:
-            return matmul.quantized(x, self._own, residual)
+            return matmul.product(x, self._own, residual)
         outputs = [product(x) for product in self._products]
         found = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
         return found if residual is None else residual + found
@@ -66,7 +67,7 @@ def _form(part: Any) -> tuple[Any, ...]:
 
 
 def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
-    """One product in the parts' place; its weights, if it is a quantised one of a kernel of ours and nothing more."""
+    """One product in the parts' place; its weights, if it is one of a kernel of ours and nothing more."""
     first = parts[0]
     joined = {name: _joined(name, parts) for name, array in first.items() if isinstance(array, mx.array)}
     weight, bias = joined["weight"], joined.get("bias")
@@ -77,7 +78,7 @@ def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
 
         def quantized(x: mx.array) -> mx.array:
             if is_own:
-                found = matmul.quantized(x, own)
+                found = matmul.product(x, own)
             elif x.size // x.shape[-1] < MANY_TOKENS:
                 found = mx.quantized_matmul(x, weight, scales, biases, True, *form)
             else:
@@ -85,6 +86,9 @@ def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
             return found if bias is None else found + bias
 
         return quantized, own if is_own and bias is None else None
+    own = Weights(weight)
+    if bias is None and matmul.refusal(own, weight.dtype) is None:
+        return (lambda x: matmul.product(x, own)), own
     # turned once: a view costs an operation, too
     turned = weight.T
     mx.eval(turned)

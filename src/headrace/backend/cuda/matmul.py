@@ -16,6 +16,10 @@ MOST_TOKENS = 96
 takes 0.019 ms for 16, half of it with idle processors: 96 should take 0.09 ms. The dense product takes 0.05 ms, and
 making the weights dense writes 63 MB, 0.02 ms at least. Reckoned, not timed."""
 
+MOST_TOKENS_OF_DENSE = 16
+"""For which weights that are not quantised do: as many as a block takes. An H200 takes as long as for MLX's products of
+up to 8 tokens and what follows them (docs/benchmarks.md), and the host a third of the time."""
+
 _WIDE_BLOCKS = 264
 """Blocks of 32 features from which on a block is that wide: two on each of the 132 multiprocessors of an H100."""
 
@@ -210,21 +214,21 @@ def dense(weights: Weights) -> mx.array:
     return out
 
 
-def quantized(x: mx.array, weights: Weights, residual: mx.array | None = None) -> mx.array:
-    """`x […, K]` times the transposed quantised weights; for many tokens these are rounded to the type of x before.
+def product(x: mx.array, weights: Weights, residual: mx.array | None = None) -> mx.array:
+    """`x […, K]` times the transposed weights; for many tokens quantised ones are rounded to the type of x before.
 
     residual: see `skinny`.
     """
-    if _are_few(x):
+    if _are_few(x, weights):
         return skinny(x, weights, residual)
-    found = x @ dense(weights).T
+    found = x @ (weights.weight if weights.scales is None else dense(weights)).T
     return found if residual is None else residual + found
 
 
 def gated(x: mx.array, weights: Weights) -> mx.array:
     """`swiglu` of the same product, whose features are gates and then values."""
-    return skinny(x, weights, is_gated=True) if _are_few(x) else swiglu(quantized(x, weights))
+    return skinny(x, weights, is_gated=True) if _are_few(x, weights) else swiglu(product(x, weights))
 
 
-def _are_few(x: mx.array) -> bool:
-    return x.size // x.shape[-1] <= MOST_TOKENS
+def _are_few(x: mx.array, weights: Weights) -> bool:
+    return x.size // x.shape[-1] <= (MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS)
