@@ -21,6 +21,8 @@ from headrace.models.packed import PackedModel
 from headrace.perf.operations import num_launches, operations
 from headrace.perf.ours import Forwards
 from headrace.perf.shapes import config_of, random_model
+from headrace.sampling.sampler import SamplingRow, sample
+from headrace.types.request import SamplingParams
 
 
 def test_operations_are_counted_once_and_views_apart() -> None:
@@ -124,6 +126,15 @@ def placed(scalars: Sequence[int], output_dtypes: Sequence[mx.Dtype], **others: 
     return [mx.array(scalars).view(output_dtypes[0])]
 
 
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with CUDA, but that nothing is computed."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CudaKernel, "__call__", stand_in)
+    monkeypatch.setattr(limits, "largest_block", lambda: 99 * 1024)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", placed)
+
+
 KERNELS, NORMS = {None: 7, 4: 5}, {None: 0, 4: 2}
 """Of a layer, by the bits of its weights. Kernels: the mixer's, products before and behind it, the MLP's two, of which
 one ends with its activation, and two norms with the residual sums before them. Products of quantised weights make the
@@ -132,23 +143,38 @@ COMPILED_NORM = 4
 """A cast, a square, a sum, and the rest as one."""
 
 
+def step_of_kernels(num_layers: int, num_rows: int, bits: int | None) -> Counter[str]:
+    heads = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    model = random_model({**config_of("tiny-qwen3.5", num_layers), **heads}, bits=bits)
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "cuda"))
+    return Forwards(packed, range(16), range(num_rows), num_steps=4, chunk_tokens=16).count()
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_a_layer_of_kernels_is_seven_launches_or_five_and_two_norms(
-    num_rows: int, bits: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(CudaKernel, "__call__", stand_in)
-    monkeypatch.setattr(limits, "largest_block", lambda: 99 * 1024)
-    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", placed)
-    heads = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-
-    def counted(num_layers: int) -> Counter[str]:
-        model = random_model({**config_of("tiny-qwen3.5", num_layers), **heads}, bits=bits)
-        packed = PackedModel(model, choose_levels(model), Kernels("fast", "cuda"))
-        return Forwards(packed, range(16), range(num_rows), num_steps=4, chunk_tokens=16).count()
-
-    found = counted(8) - counted(4)
+def test_a_layer_of_kernels_is_seven_launches_or_five_and_two_norms(num_rows: int, bits: int | None) -> None:
+    four, eight = (step_of_kernels(num_layers, num_rows, bits) for num_layers in (4, 8))
+    found = eight - four
     assert found["Depends"] == 4 * KERNELS[bits]
     others = num_launches(found) - found["Depends"]
     assert others <= 4 * NORMS[bits] * COMPILED_NORM
+
+
+AROUND_LAYERS = 1 + COMPILED_NORM + 1 + 1
+"""Embeddings, the last norm, the output matrix and the most likely ids: what is picked, all rows, costs nothing."""
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_step_of_kernels_has_little_but_its_layers(num_rows: int) -> None:
+    four, eight = (step_of_kernels(num_layers, num_rows, None) for num_layers in (4, 8))
+    assert num_launches(four) - (num_launches(eight) - num_launches(four)) <= AROUND_LAYERS
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_greedy_draw_is_one_launch() -> None:
+    row = SamplingRow(SamplingParams(temperature=0, top_p=1, top_k=0, min_p=0, seed=0), 0)
+    logits = mx.ones((3, 100), mx.bfloat16)
+    mx.eval(logits)
+    assert num_launches(operations([sample(logits, [row] * 3)])) == 1
