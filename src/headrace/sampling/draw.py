@@ -33,11 +33,11 @@ def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
 
     # A float32 can't hold the draw: its first 24 bits choose the block, the rest refines the place inside it.
     coarse = np.floor(uniforms * _COARSE) / _COARSE
-    target = to_device(coarse.tolist(), mx.float32)[:, None] * total
-    rest = to_device((uniforms - coarse).tolist(), mx.float32)[:, None] * total
+    parts = to_device([*coarse.tolist(), *(uniforms - coarse).tolist()], mx.float32).reshape(2, -1, 1) * total
+    target, rest = (part.squeeze(0) for part in mx.split(parts, 2))
 
     chosen = mx.minimum(mx.sum(borders <= target, axis=-1, keepdims=True), num_blocks - 1)
-    start = mx.where(chosen > 0, mx.take_along_axis(borders, mx.maximum(chosen - 1, 0), axis=-1), 0)
+    start = mx.take_along_axis(mx.pad(borders, [(0, 0), (1, 0)]), chosen, axis=-1)
     inside = mx.take_along_axis(blocks, chosen[:, :, None], axis=1).squeeze(1)
     passed = mx.sum(mx.cumsum(inside, axis=-1) <= (target - start) + rest, axis=-1, keepdims=True)
     # Both sums are rounded; a place past the block's end means its last token that can be drawn at all.

@@ -62,8 +62,7 @@ def truncate(candidates: Candidates) -> mx.array:
     rest = sorted(set(range(num_rows)) - set(short))
     if rest:
         chosen = candidates.pick(rest)
-        nothing = mx.zeros((len(rest), 1))
-        groups.append((rest, _cut(chosen, mx.sort(chosen.logits, axis=-1), nothing)))
+        groups.append((rest, _cut(chosen, mx.sort(chosen.logits, axis=-1), None)))
     return in_order(groups)
 
 
@@ -77,28 +76,30 @@ def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
     num_rows, num_tokens = logits.shape
     head = mx.sort(mx.topk(logits, HEAD, axis=-1), axis=-1)
     is_open = [k >= num_tokens for k in candidates.top_k]
-    beyond = mx.zeros((num_rows, 1))
-    settled = list(range(num_rows))
+    beyond, settled = None, list(range(num_rows))
     if any(is_open):
         all_mass = row_sums(_masses(logits, head[:, -1:], temperature))
         head_mass = mx.sum(_masses(head, head[:, -1:], temperature), axis=-1, keepdims=True)
         beyond = mx.where(_column([int(one) for one in is_open], mx.int32) == 1, mx.maximum(all_mass - head_mass, 0), 0)
         fits = beyond <= _given_up(candidates) * all_mass
         settled = [row for row, within in enumerate(np.array(fits).ravel()) if within or not is_open[row]]
-    return settled, _cut(candidates.pick(settled), pick(head, settled), pick(beyond, settled))
+        beyond = pick(beyond, settled)
+    return settled, _cut(candidates.pick(settled), pick(head, settled), beyond)
 
 
-def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array) -> mx.array:
-    """Apply the cut, found among `rising`: the W most likely logits, [R, W]; `beyond`, [R, 1], is the mass of the rest.
+def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array | None) -> mx.array:
+    """Apply the cut, found among `rising`: the W most likely logits, [R, W]; `beyond`, [R, 1], is the mass of the rest
+    as far as top_k leaves it, None if nowhere.
 
     Masses are added up from the small end, where float32 loses nothing: a token's own and all smaller ones are more
     than top_p gives up exactly if the mass before it is less than top_p.
     """
     logits = candidates.logits
     width = rising.shape[-1]
-    is_in_top_k = mx.arange(width) >= width - _column([min(k, width) for k in candidates.top_k], mx.int32)
+    is_in_top_k = mx.arange(width) >= _column([width - min(k, width) for k in candidates.top_k], mx.int32)
     masses = mx.where(is_in_top_k, _masses(rising, rising[:, -1:], candidates.temperature), 0)
-    from_end = mx.cumsum(masses, axis=-1) + beyond
+    from_end = mx.cumsum(masses, axis=-1)
+    from_end = from_end if beyond is None else from_end + beyond
     is_kept = from_end > _given_up(candidates) * from_end[:, -1:]
     num_kept = mx.maximum(mx.sum(is_kept, axis=-1, keepdims=True), 1)
     least = mx.take_along_axis(rising, width - num_kept, axis=-1)

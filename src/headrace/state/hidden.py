@@ -85,7 +85,7 @@ def gathered(parts: Sequence[HiddenRows]) -> mx.array:
     wanted = [row for array, lo, hi in parts for row in range(starts[id(array)] + lo, starts[id(array)] + hi)]
     if wanted == list(range(joined.shape[1])):
         return joined
-    return joined[:, to_device(wanted, mx.int32)]
+    return mx.take(joined, to_device(wanted, mx.int32), axis=1)
 
 
 class HiddenState:
