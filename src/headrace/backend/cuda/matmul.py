@@ -112,8 +112,11 @@ def cut_of(weights: Weights, num_tokens: int) -> Cut:
     """Of a block with so many tokens.
 
     Which warp adds what doesn't depend on the number of tokens: a token's result is the same in any company."""
-    many = -(-weights.num_features // 32) >= _WIDE_BLOCKS
-    wanted = _WIDE if many else replace(_NARROW, stages=4 if num_tokens <= 8 else 3)
+    num_narrow = -(-weights.num_features // 16)
+    if num_narrow >= 2 * _WIDE_BLOCKS:
+        wanted = _WIDE
+    else:  # with fewer stages more blocks run at a time
+        wanted = replace(_NARROW, stages=4 if num_tokens <= 8 and num_narrow <= _WIDE_BLOCKS else 3)
     return fitted(weights, wanted, token_tiles(num_tokens))
 
 
