@@ -13,8 +13,6 @@ import pytest
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import ahead
-from headrace.engine import engine as engine_module
 from headrace.engine.engine import Engine
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler import preemption
@@ -41,7 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def launch(folder: Path, *, runs: bool, **knobs: int) -> Engine:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_module, "runs_ahead", lambda *_: runs)
+        patched.setattr(PackedModel, "is_compiled", runs)
         engine = EngineConfig(**{"prefill_chunk": 32, **knobs})
         return Engine.launch(Config(str(folder), ModelConfig(numerics="exact", self_check=False), engine))
 
@@ -176,15 +174,3 @@ async def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
     engine.stop()
     # the prompt, its first token's step, and from then on tokens that only the device knows; nothing behind the last
     assert [one is not None for one in ids] == [False, False, True, True, True, True]
-
-
-@pytest.mark.parametrize(
-    ("is_compiled", "has_drafts", "runs"), [(True, False, True), (False, False, False), (True, True, False)]
-)
-def test_it_is_done_where_it_can_be(is_compiled: bool, has_drafts: bool, runs: bool) -> None:
-    class Model:
-        pass
-
-    model = Model()
-    model.is_compiled = is_compiled
-    assert ahead.runs_ahead(model, object() if has_drafts else None) is runs

@@ -20,6 +20,7 @@ from headrace.scheduler import preemption
 from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.speculate.guesses import GuessBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.looks import Looks
 from headrace.speculate.ngram import NgramDrafter
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
@@ -66,12 +67,14 @@ def launch(model: str, **knobs: object) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far ahead is guessed follows from the request, not from the clock."""
+    """Who is looked at, and how far ahead is guessed, follows from the request, not from the clock."""
 
     def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
         return tuple(len(row.survival) for row in rows)
 
     monkeypatch.setattr(DepthPlanner, "plan", plan)
+    monkeypatch.setattr(DepthPlanner, "is_timing", lambda self, rows: False)
+    monkeypatch.setattr(Looks, "is_due", lambda self, num_steps: True)
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ class Drafting:
     room: int = 100
     settings: SamplingRow = GREEDY
     entry_media: None = None
+    is_ahead: bool = False
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         return ()
@@ -125,22 +126,71 @@ def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() ->
     assert known == [1, 1, 2, 2]
 
 
-def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
-    """Steps are so short that a look is due as seldom as can be: in every eighth step after the first sixteen."""
+def sequence(speculator: Speculator, length: int, max_drafts: int | None = None) -> Drafting:
+    """One that has computed so many tokens."""
+    state = SequenceState(SlabPool())
+    compute(state, length)
+    return Drafting(speculator.open(max_drafts), state, range(length + 1))
+
+
+def timed(num_rows: int) -> StepCosts:
+    """Steps of one row and of more took 10 ms without drafts."""
     costs = StepCosts()
-    for _ in range(3):
-        costs.observe(StepShape(2, 0, 0, 300), 0.01)
-    speculator = Speculator(None, 4, Ranking(), DepthPlanner(costs))
-    old = Drafting(speculator.open(None), SequenceState(SlabPool()), [0])
-    for token in range(1, 41):
-        old.token_ids = range(token)
+    for rows in {1, num_rows}:
+        for _ in range(3):
+            costs.observe(StepShape(rows, 0, 0, 300), 0.01)
+    return costs
+
+
+def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
+    """Each look costs a quarter of a step, so that looks at all rows are 25 steps apart."""
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(2)))
+    old, new = sequence(speculator, 5), sequence(speculator, 7)
+    old.room = 0
+    for _ in range(40):
+        rests = speculator.rests([old.row])
         speculator.draft([old])
-        speculator.report([Verified(old.row, 0, 0, False)], 1e-6, is_mixed=False)
-    new = Drafting(speculator.open(None), SequenceState(SlabPool()), [1, 2, 3, 4, 5, 1, 2, 3])
-    old.token_ids = range(41)
+        speculator.report([Verified(old.row, 0, 0, False)], 0.01 if rests else 0.0125, is_mixed=False, is_steady=rests)
+    old.room = 100
+    assert speculator.rests([old.row])
+    assert not speculator.rests([old.row, new.row])
     speculator.draft([old, new])
-    assert old.row.copies is not None
-    assert len(old.row.copies) == 40
-    assert old.row.guesses.num_drafts == 0
-    assert new.row.guesses.num_drafts > 0
-    assert new.row.guesses.read() == (4, 5, 1, 2)[: new.row.guesses.num_drafts]
+    assert old.row.guesses.num_drafts == 0 < new.row.guesses.num_drafts
+
+
+def test_who_may_have_no_drafts_or_has_lost_them_is_never_waited_for() -> None:
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(3)))
+    rows = [sequence(speculator, 5, max_drafts) for max_drafts in (0, None, None)]
+    assert not speculator.rests([one.row for one in rows])
+    assert speculator.rests([rows[0].row])
+    rows[1].row.has_failed = True
+    assert speculator.rests([one.row for one in rows[:2]])
+    assert not speculator.rests([rows[2].row])
+
+
+def test_nobody_is_looked_at_for_drafts_while_a_step_is_under_way_but_the_head_reads() -> None:
+    head = ReadingHead()
+    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(timed(2)))
+    going, staying = sequence(speculator, 100), sequence(speculator, 10)
+    going.is_ahead, going.token_ids = True, range(100)
+    speculator.draft([going, staying])
+    assert (going.row.guesses.num_drafts, staying.row.guesses.num_drafts) == (0, 0)
+    assert head.given == [[99]]
+    going.is_ahead, going.token_ids = False, range(101)
+    speculator.draft([going, staying])
+    assert min(going.row.guesses.num_drafts, staying.row.guesses.num_drafts) > 0
+
+
+def test_rows_rest_as_long_as_steps_without_drafts_are_to_be_timed() -> None:
+    """And no longer than a few steps if none comes that tells what those take."""
+    for is_steady, num_resting in ((True, 2), (False, 2)):
+        speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(StepCosts()))
+        row = sequence(speculator, 5)
+        rested = []
+        for _ in range(4):
+            rested.append(speculator.rests([row.row]))
+            row.is_ahead = rested[-1]
+            speculator.draft([row])
+            if rested[-1]:
+                speculator.report([Verified(row.row, 0, 0, False)], 0.01, is_mixed=False, is_steady=is_steady)
+        assert rested == [True] * num_resting + [False] * (4 - num_resting)

@@ -11,21 +11,17 @@ from headrace.engine.windows import Ahead, LiveSequence, Window
 from headrace.models.packed import PackedModel
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.rows import pick
-from headrace.speculate.speculator import Speculator
 
 
-def runs_ahead(model: PackedModel, speculator: Speculator | None) -> bool:
-    """Whether it is done: where the host is what a step waits for, and nothing is drafted."""
-    return model.is_compiled and speculator is None
-
-
-def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws) -> None:
+def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
     """Launch the next token of the rows that go on. All windows are plain, and their draws are one each.
+
+    states: what the windows' own step has left to be evaluated.
 
     Who joins and who leaves in that step is no matter: each row's logits wait for its next chunk. A state takes the
     token as it would a draft, for an answer may end with this one; see `take_over`.
     """
-    mx.async_eval(draws.arrays())
+    mx.async_eval(draws.arrays(), states)
     for one in windows:
         if not one.is_committed:
             one.live.state.commit(1)

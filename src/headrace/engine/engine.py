@@ -24,7 +24,6 @@ import mlx.core as mx
 from headrace.backend import blas, device, limits
 from headrace.backend.device import Device
 from headrace.config import Config
-from headrace.engine.ahead import runs_ahead
 from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
@@ -313,8 +312,10 @@ def _prepare(
     scheduler = Scheduler(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
-    ahead = runs_ahead(loaded.packed, drafting.speculator)
-    runner = Runner(loaded.packed, loaded.vocab_size, pool, constraints, drafting.speculator, features, ahead=ahead)
+    packed = loaded.packed
+    runner = Runner(
+        packed, loaded.vocab_size, pool, constraints, drafting.speculator, features, ahead=packed.is_compiled
+    )
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ import numpy as np
 from headrace.engine.ahead import computed, launch_next, take_over
 from headrace.engine.draws import Drawn, Draws
 from headrace.engine.features import FeatureCache
+from headrace.engine.outcomes import Outcome, failures_of, not_drawn, result_of
 from headrace.engine.pool import PrefixPool
 from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice, places_of
 from headrace.errors import GenerationFailed
@@ -28,22 +29,11 @@ from headrace.speculate.guesses import packed_ids
 from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
-from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest
 from headrace.types.status import DraftStatus
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What the step drew for a chunk: what its window gained, and a token for each of its forks. error: why nothing."""
-
-    gained: Sequence[Drawn] = ()
-    forks: Sequence[Drawn] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    error: Exception | None = None
 
 
 class Runner:
@@ -64,10 +54,10 @@ class Runner:
         """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint.
 
         speculator: None if nothing is drafted. features: None for a model that sees nothing. watches: whether what
-        sequences ask of their prompts is noted, see `watched`. ahead: whether steps are launched ahead, see
-        `launch_next`.
+        sequences ask of their prompts is noted, see `watched`. ahead: whether steps are launched ahead where they can
+        be, see `launch_next`.
         """
-        assert not (ahead and (watches or speculator is not None)), "what is drafted or noted waits for its tokens"
+        assert not (ahead and watches), "what is noted waits for its tokens"
 
         self._model = model
         self._vocab_size = vocab_size
@@ -81,8 +71,10 @@ class Runner:
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
         """Sequences that have gained tokens in the last step."""
-        self._drafting_s = 0.0
-        """Time that was spent on the guesses for the step that comes next."""
+        self._known_at = self._afterwards_s = 0.0
+        """When the last step's tokens were known, and what passed from then on until it was drafted for."""
+        self._is_mixed = True
+        """Whether the last step held more than decoding rows, or failed: what passed behind it tells nothing then."""
 
     @property
     def state_bytes(self) -> int:
@@ -117,6 +109,7 @@ class Runner:
         self._gained = []
         self._preempt(plan.preempted)
         failures: list[ChunkFailure] = []
+        was_mixed, self._is_mixed = self._is_mixed, True
         started = time.monotonic()
         windows = self._open(plan.chunks, requests, failures)
         if not windows:
@@ -127,9 +120,10 @@ class Runner:
             logger.exception("a step of %d rows failed", len(windows))
             for one in windows:
                 one.live.is_sound = False
-            failures += [failure for one in windows for failure in _failures(one.chunk, error)]
+            failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
-        self._report(windows, outcomes, time.monotonic() - started + self._drafting_s)
+        self._known_at = time.monotonic()
+        self._report(windows, outcomes, self._afterwards_s + self._known_at - started, was_mixed=was_mixed)
         results: list[ChunkResult] = []
         for one, outcome in zip(windows, outcomes, strict=True):
             try:
@@ -137,7 +131,7 @@ class Runner:
             except Exception as error:  # a row's outer wall
                 logger.exception("the row of %s failed", one.chunk.sequence_id)
                 one.live.is_sound = False
-                failures += _failures(one.chunk, error)
+                failures += failures_of(one.chunk, error)
         self._gained = [result.sequence_id for result in results if result.token_ids]
         return StepResult(tuple(results), tuple(failures))
 
@@ -168,7 +162,7 @@ class Runner:
                 windows.append(self._begin(chunk, requests[chunk.request_id]))
             except Exception as error:  # a row's outer wall
                 logger.exception("the row of %s failed", chunk.sequence_id)
-                failures += _failures(chunk, error)
+                failures += failures_of(chunk, error)
         return windows
 
     def _begin(self, chunk: Chunk, request: GenerationRequest) -> Window:
@@ -182,10 +176,10 @@ class Runner:
         if live.record is not None:
             self._resume(live, live.record)
         ahead, live.ahead = live.ahead, None
-        num_ahead = int(ahead is not None)
-        if live.state.length - num_ahead != chunk.start or (num_ahead and len(chunk.token_ids) != 1):
-            raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
         window = open_window(chunk, live)
+        num_ahead = int(ahead is not None)
+        if live.state.length - num_ahead != chunk.start or (num_ahead and window.num_tokens != 1):
+            raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
         if ahead is not None:
             return replace(window, ahead=ahead, is_committed=True)
         num_certain = len(chunk.token_ids)
@@ -222,7 +216,7 @@ class Runner:
             return ()
         return self._prefixes.marks(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
-    def _compute(self, windows: Sequence[Window]) -> list[_Outcome]:
+    def _compute(self, windows: Sequence[Window]) -> list[Outcome]:
         """One forward at most and one wait for the device."""
         new = [one for one in windows if one.ahead is None]
         rows = [one.row for one in new]
@@ -235,13 +229,14 @@ class Runner:
             mx.async_eval(logits)
         errors, places = places_of(windows)
         draws = Draws(logits, [place for of_one in places for place in of_one])
-        if self._runs_ahead and not errors and all(one.is_plain for one in windows):
-            launch_next(self._model, windows, draws)
+        states = self._model.unevaluated(rows)
+        if not errors and self._goes_ahead(windows):
+            launch_next(self._model, windows, draws, states)
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
             draws.arrays(),
             [found.arrays() for found in scores.values()],
-            self._model.unevaluated(rows) if not any(one.live.ahead for one in new) else (),
+            states,
             [one.guesses.batch.arrays for one in windows if one.guesses.batch is not None],
             [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )
@@ -252,10 +247,16 @@ class Runner:
             num_own = len(own) - len(one.chunk.forks)
             told = scores[one.lo].read() if one.following else ()
             if at in errors:
-                outcomes.append(_Outcome(error=errors[at]))
+                outcomes.append(Outcome(error=errors[at]))
             else:
-                outcomes.append(_Outcome(one.gained(own[:num_own]), own[num_own:], told))
+                outcomes.append(Outcome(one.gained(own[:num_own]), own[num_own:], told))
         return outcomes
+
+    def _goes_ahead(self, windows: Sequence[Window]) -> bool:
+        """Whether the rows' next step can be launched now: nobody will want to guess what is in it."""
+        if not self._runs_ahead or not all(one.is_plain for one in windows):
+            return False
+        return self._speculator is None or self._speculator.rests([one.live.row for one in windows])
 
     def _forward(self, windows: Sequence[Window], rows: Sequence[Row], lo: int) -> mx.array:
         """Logits of windows that nobody has computed; the first of them is row `lo` of the step's."""
@@ -269,7 +270,7 @@ class Runner:
         # logits that nobody wants are never computed: only what is evaluated is
         return self._model.forward(rows, picks or [num_tokens - 1], ids)
 
-    def _take_over(self, window: Window, outcome: _Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
+    def _take_over(self, window: Window, outcome: Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
         if outcome.error is not None:
             raise outcome.error
@@ -286,9 +287,9 @@ class Runner:
         if not chunk.samples:
             results.append(ChunkResult(chunk.sequence_id, num_committed, prompt_logprobs=outcome.prompt_logprobs))
         elif is_drawn:
-            results.append(_result(window, num_committed, token_ids, outcome))
+            results.append(result_of(window, num_committed, token_ids, outcome))
         else:
-            failures.append(_not_drawn(chunk.sequence_id))
+            failures.append(not_drawn(chunk.sequence_id))
         if chunk.forks:
             results += self._fork(window, outcome.forks, failures)
         if live.ahead is not None:
@@ -321,7 +322,7 @@ class Runner:
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
             if drawn.token_id == NO_TOKEN:
-                failures.append(_not_drawn(sequence_id))
+                failures.append(not_drawn(sequence_id))
                 continue
             fork.grow([drawn.token_id])
             scores = () if drawn.logprobs is None else (drawn.logprobs,)
@@ -336,14 +337,19 @@ class Runner:
         gained, self._gained = self._gained, []
         if self._speculator is None:
             return {}
-        started = time.monotonic()
         lives = [self._live[each] for each in gained]
         self._speculator.draft(lives)
-        self._drafting_s = time.monotonic() - started
+        self._afterwards_s = time.monotonic() - self._known_at
         return {each: live.row.guesses.num_drafts for each, live in zip(gained, lives, strict=True)}
 
-    def _report(self, windows: Sequence[Window], outcomes: Sequence[_Outcome], seconds: float) -> None:
-        """Tell what became of the drafts of a step that took `seconds`."""
+    def _report(
+        self, windows: Sequence[Window], outcomes: Sequence[Outcome], seconds: float, *, was_mixed: bool
+    ) -> None:
+        """Tell what became of the drafts of a step that took `seconds`.
+
+        That is from when the last step's tokens were known to when its own were: the device may have computed all the
+        while. Only the time in which the loop looks for others' work is left out.
+        """
         if self._speculator is None:
             return
         verified = [
@@ -356,7 +362,11 @@ class Runner:
             for one, outcome in zip(windows, outcomes, strict=True)
             if one.chunk.output_index > 0 and one.live.drafted is not None and outcome.gained
         ]
-        self._speculator.report(verified, seconds, is_mixed=len(verified) < len(windows))
+        self._is_mixed = len(verified) < len(windows)
+        runs_on = all(one.ahead is not None for one in windows) and any(one.live.ahead is not None for one in windows)
+        self._speculator.report(
+            verified, seconds, is_mixed=was_mixed or self._is_mixed, is_steady=runs_on or not self._runs_ahead
+        )
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         """Drop the states of sequences that ended; what they have computed stays in the prefix cache."""
@@ -375,24 +385,3 @@ class Runner:
             if live.record is None:
                 live.state.release()
         self._live.clear()
-
-
-def _failures(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
-    return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
-
-
-def _not_drawn(sequence_id: str) -> ChunkFailure:
-    """Of a sequence without a token at some place."""
-    error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")
-    return ChunkFailure(sequence_id, error)
-
-
-def _result(window: Window, num_committed: int, token_ids: tuple[int, ...], outcome: _Outcome) -> ChunkResult:
-    return ChunkResult(
-        window.chunk.sequence_id,
-        num_committed,
-        token_ids,
-        tuple([one.logprobs for one in outcome.gained if one.logprobs is not None]),
-        outcome.prompt_logprobs,
-        window.num_drafts,
-    )

@@ -91,6 +91,11 @@ class LiveSequence:
         return self.drafted
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether its next step is under way."""
+        return self.ahead is not None
+
+    @property
     def room(self) -> int:
         """Drafts that its output has room for beside a token that is drawn."""
         if self.token_ids[-1] in self.request.stop_token_ids:

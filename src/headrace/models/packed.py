@@ -192,7 +192,7 @@ class PackedModel:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps of a few tokens run as compiled functions."""
+        """Whether steps of a few tokens run as compiled functions: then the host is what they wait for."""
         return self._compiled is not None
 
     @property

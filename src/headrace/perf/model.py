@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from headrace.backend.device import device_kind
 from headrace.backend.kernels import Kernels
-from headrace.engine.ahead import runs_ahead
 from headrace.engine.engine import PREFILL_CHUNK
 from headrace.engine.memory import state_cost
 from headrace.models.install import choose_levels
@@ -67,7 +66,7 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
     for side in plan.sides:
         if side == "headrace":
             steps: OurSteps | PeerSteps = OurSteps(
-                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=runs_ahead(packed, None)
+                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=packed.is_compiled
             )
         else:
             packed.undo()

@@ -28,8 +28,11 @@ _NUM_LOSSES = 5
 _NUM_TIMED = 2
 """Steps without drafts that are timed before the first draft."""
 
-_FIRST_RETIME, _RETIME_AFTER = 4, 64
+_FIRST_RETIME, _RETIME_AFTER = 8, 128
 """Steps with drafts after which one without is timed again: so many for each time that is known, and at most."""
+
+_LONGEST_TIMING = 4
+"""Steps without drafts in which one is to have come that can be timed."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 """Steps between two tries where drafts don't seem to pay, at first and at most."""
@@ -76,11 +79,9 @@ class DepthPlanner:
         offered = tuple([(row.survival, row.uses_head) for row in rows if row.survival])
         if not offered:
             return nothing
-        prices = self._costs.prices(len(rows), sum([row.num_context for row in rows]))
+        prices = self._prices(rows)
         base = prices.base
-        if base is None or prices.num_timed < _NUM_TIMED:
-            return nothing
-        if self._since_timed >= min(_FIRST_RETIME * prices.num_timed, _RETIME_AFTER):
+        if base is None or self.is_timing(rows):
             return nothing
         if offered not in prices.too_slow:
             best = self._fastest(rows, prices, base, offered)
@@ -93,6 +94,18 @@ class DepthPlanner:
             return nothing
         self._is_try = True
         return tuple(int(number == tried) for number in range(len(rows)))
+
+    def _prices(self, rows: Sequence[RowOutlook]) -> Prices:
+        return self._costs.prices(len(rows), sum([row.num_context for row in rows]))
+
+    def base(self, rows: Sequence[RowOutlook]) -> float | None:
+        """What a step of these rows takes without drafts; None if none was timed."""
+        return self._prices(rows).base
+
+    def is_timing(self, rows: Sequence[RowOutlook]) -> bool:
+        """Whether no drafts are planned for these rows because steps without are to be timed."""
+        num_timed = self._prices(rows).num_timed
+        return num_timed < _NUM_TIMED or self._since_timed >= min(_FIRST_RETIME * num_timed, _RETIME_AFTER)
 
     def _fastest(
         self, rows: Sequence[RowOutlook], prices: Prices, base: float, offered: Offer
@@ -137,25 +150,38 @@ class DepthPlanner:
         return max(range(len(rows)), key=[row.survival[:1] for row in rows].__getitem__)
 
     def observe(
-        self, rows: Sequence[RowOutlook], depths: Sequence[int], num_gained: int, seconds: float, *, is_mixed: bool
+        self,
+        rows: Sequence[RowOutlook],
+        depths: Sequence[int],
+        num_gained: int,
+        seconds: float,
+        *,
+        is_mixed: bool,
+        is_steady: bool = True,
     ) -> None:
         """Tell what became of a step.
 
         rows, depths: as planned and carried out. num_gained: tokens of these rows, right drafts included. seconds: of
         the whole step, with the head's share. is_mixed: whether prompts were computed in it as well; then its time
-        says nothing about drafts.
+        says nothing about drafts. is_steady: whether, if it is one without drafts, more of them would take as long; the
+        time of one that is not steady counts as long as there is no better.
         """
         shape = _shape(rows, depths)
         is_drafted = shape.num_drafts > 0
-        self._since_timed = self._since_timed + 1 if is_drafted else 0
+        if is_drafted:
+            self._since_timed += 1
+        elif is_steady or self._since_tried >= _LONGEST_TIMING:
+            self._since_timed = 0
         self._since_tried = 0 if is_drafted else self._since_tried + 1
         if self._is_try and is_drafted:
             has_won = num_gained > len(rows)
             self._pause = 0 if has_won else min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
         if is_mixed or not rows or self._is_compiled(shape, seconds):
             return
+        if not is_drafted and not is_steady and self._prices(rows).num_timed >= _NUM_TIMED:
+            return
         self._costs.observe(shape, seconds)
-        prices = self._costs.prices(shape.num_rows, shape.num_context)
+        prices = self._prices(rows)
         base, usual = prices.base, prices.expected(shape.num_drafts, shape.head_depth)
         if base is None or usual is None:
             return

@@ -13,6 +13,7 @@ from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.speculate.draft import Source
 from headrace.speculate.guesses import NOTHING, Guesses
 from headrace.speculate.head import EntryMedia, HeadDrafter, HeadRow
+from headrace.speculate.looks import Looks
 from headrace.speculate.ngram import NgramDrafter
 from headrace.speculate.ranking import Candidate, Ranking, RowRecord
 from headrace.state.sequence import SequenceState
@@ -21,14 +22,6 @@ logger = logging.getLogger(__name__)
 
 MAX_UNREAD = 64
 """Tokens of a sequence that may wait for the head: as long as it isn't asked for drafts, it reads them together."""
-
-_IDLE_STEPS, _LONGEST_REST = 16, 8
-"""Steps after a right draft, for which all rows are looked at, and after a row's first, for which it is; and steps from
-one look to the next at most, when these are over."""
-
-_LOOK_SHARE = 0.01
-"""What looks at all rows may take of the time of steps where no draft was right lately, and as much again those at new
-rows alone: finding that nothing is worth while is a part of a quick step."""
 
 _NO_OUTLOOK = RowOutlook((), False, 0)
 
@@ -58,8 +51,12 @@ class Drafting(Protocol):
         """What `Speculator.open` gave."""
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether its next step is under way, so that there is nothing to guess."""
+
+    @property
     def state(self) -> SequenceState:
-        """What is computed: all known tokens but the last."""
+        """What is computed: all known tokens but the last, or all of them if it is ahead."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -81,23 +78,6 @@ class Drafting(Protocol):
         """Those, at most so many, that a constraint leaves as the only ones to come next."""
 
 
-class _Pace:
-    """How often to look so that it takes _LOOK_SHARE of the time of steps; at least each _LONGEST_REST steps."""
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._seconds = 0.0
-
-    def is_due(self, step_s: float) -> bool:
-        """To be asked in each step."""
-        self._num_steps += 1
-        return self._num_steps >= _LONGEST_REST or self._seconds <= _LOOK_SHARE * step_s * self._num_steps
-
-    def note(self, seconds: float) -> None:
-        """A look was taken, and took so long."""
-        self._num_steps, self._seconds = 0, seconds
-
-
 @dataclass(slots=True)  # not frozen, which costs several times as much for each row in each step
 class Verified:
     """A row's window of a step: how many drafts were in it, how many right, and whether it ended at a stop token."""
@@ -111,16 +91,14 @@ class Verified:
 class Speculator:
     """Drafts for the rows of an engine. Whatever goes wrong in it costs drafts, never a request."""
 
-    def __init__(self, head: HeadDrafter | None, max_drafts: int, ranking: Ranking, planner: DepthPlanner) -> None:
-        """head: None for a model without one. max_drafts: for any sequence at once."""
+    def __init__(self, head: HeadDrafter, max_drafts: int, ranking: Ranking, planner: DepthPlanner) -> None:
+        """max_drafts: for any sequence at once."""
         self._head = head
         self._ranking = ranking
         self._planner = planner
-        self._num_idle = 0
-        """Steps since a draft was right."""
-        self._looks, self._early_looks = _Pace(), _Pace()
-        self._step_s = 0.0
-        """What the last step took."""
+        self._looks = Looks()
+        self._look_s = 0.0
+        """What the last `draft` took, 0 if nobody was looked at."""
         self._num_slow = 0
         """Of the head's, until the last step."""
         self.max_drafts = max_drafts
@@ -130,31 +108,39 @@ class Speculator:
         """Begin a sequence. max_drafts: what its request allows, None for the server's own."""
         return DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
 
+    def rests(self, rows: Sequence[DraftedRow]) -> bool:
+        """Whether `draft` would look at none of these rows if a step of theirs ended now.
+
+        If so, their next step may as well be launched before this one's tokens are known.
+        """
+        return self._planner.is_timing([row.outlook for row in rows]) or not any(map(self._is_due, rows))
+
+    def _is_due(self, row: DraftedRow) -> bool:
+        return row.max_drafts > 0 and not row.has_failed and self._looks.is_due(row.num_steps)
+
     def draft(self, decoding: Sequence[Drafting]) -> None:
         """Give each row the guesses for its next window, none where it is not worth while.
 
-        Where no draft was right lately, not every row is looked at in each step.
+        Not every row is looked at in each step, and none where the next step of any is under way.
         """
         started = time.monotonic()
-        self._num_idle += 1
-        is_due, is_early = self._looks.is_due(self._step_s), self._early_looks.is_due(self._step_s)
-        is_due = is_due or self._num_idle <= _IDLE_STEPS
+        rests = any(one.is_ahead for one in decoding) or self.rests([one.row for one in decoding])
         looked: list[Drafting] = []
         others: list[Drafting] = []
         for one in decoding:
             row = one.row
+            (others if rests or not self._is_due(row) else looked).append(one)
             row.guesses = NOTHING
+            if row.num_steps == 0:
+                row.outlook = RowOutlook((), False, len(one.token_ids))
             row.num_steps += 1
             if row.has_failed:
-                if self._head is not None:
-                    self._head.skip(one.state)
-            elif is_due or (is_early and row.num_steps <= _IDLE_STEPS):
-                looked.append(one)
-            else:
-                others.append(one)
+                self._head.skip(one.state)
+        self._looks.step(is_look=bool(looked))
         if looked:
             self._look(looked, others)
-            (self._looks if is_due else self._early_looks).note(time.monotonic() - started)
+        self._let_read([one for one in decoding if not (one.row.has_failed or one.row.guesses.num_drafts)])
+        self._look_s = time.monotonic() - started if looked else 0.0
 
     def _look(self, looked: Sequence[Drafting], others: Sequence[Drafting]) -> None:
         """others: rows of the same step, which get no drafts."""
@@ -171,8 +157,6 @@ class Speculator:
             one.row.outlook = RowOutlook((), False, len(one.token_ids))
         try:
             self._draft(candidates, [one.row.outlook for one in others])
-            if not others:
-                self._let_read([one for one, _ in candidates if not one.row.guesses.num_drafts])
         except Exception:  # the same for what is done for all rows together
             self._fail([one.row for one, _ in candidates])
 
@@ -189,7 +173,6 @@ class Speculator:
                 one.row.guesses = Guesses(chosen, chosen.token_ids)
         if not by_head:
             return
-        assert self._head is not None
         by_head.sort(key=lambda each: -len(each[1].places))
         rows = [
             HeadRow(one.state, one.token_ids, len(chosen.places), one.settings, one.entry_media)
@@ -213,36 +196,38 @@ class Speculator:
             limit,
             forced=one.forced_tokens(limit),
             copied=row.copies.propose(limit),
-            num_head=limit if self._head is not None else 0,
+            num_head=limit,
         )
 
     def _let_read(self, rows: Sequence[Drafting]) -> None:
         """Let the head read rows that it has not been asked about for long: once one is due, all that soon will be."""
-        if self._head is None:
-            return
-        unread = [self._head.num_unread(one.state) for one in rows]
-        if max(unread, default=0) <= MAX_UNREAD:
-            return
-        late = [one for one, num_tokens in zip(rows, unread, strict=True) if num_tokens > MAX_UNREAD // 2]
-        self._head.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in late])
+        try:
+            unread = [self._head.num_unread(one.state) for one in rows]
+            if max(unread, default=0) <= MAX_UNREAD:
+                return
+            late = [one for one, num_tokens in zip(rows, unread, strict=True) if num_tokens > MAX_UNREAD // 2]
+            self._head.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in late])
+        except Exception:  # as in `_look`
+            self._fail([one.row for one in rows])
 
-    def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool) -> None:
-        """Learn from a step: its decoding rows' windows, the time of all of it, and whether it computed prompts too.
+    def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool, is_steady: bool = True) -> None:
+        """Learn from a step: its decoding rows' windows, and the time of all of it with what `draft` took before.
 
-        Nothing is learned from the time of a step that had to be compiled.
+        is_mixed: whether it is the time of other things too, as of prompts. Nothing is learned from the time of a step
+        that had to be compiled either. is_steady: not if steps like this one take less where nobody is looked at, since
+        each is launched before the last one's tokens are known.
         """
-        self._step_s = seconds
-        num_slow = 0 if self._head is None else self._head.num_slow
+        num_slow = self._head.num_slow
         is_mixed, self._num_slow = is_mixed or num_slow > self._num_slow, num_slow
         sound = [one for one in windows if not one.row.has_failed]
         if not sound:
             return
         try:
-            self._report(sound, seconds, is_mixed or len(sound) < len(windows))
+            self._report(sound, seconds, is_mixed or len(sound) < len(windows), is_steady)
         except Exception:  # as in `draft`
             self._fail([one.row for one in sound])
 
-    def _report(self, windows: Sequence[Verified], seconds: float, is_mixed: bool) -> None:
+    def _report(self, windows: Sequence[Verified], seconds: float, is_mixed: bool, is_steady: bool) -> None:
         for one in windows:
             if not one.num_verified:
                 continue
@@ -250,17 +235,25 @@ class Speculator:
             num_judged = one.num_right if one.is_stopped else one.num_verified
             judged = one.row.guesses.candidate.first(num_judged)
             self._ranking.report(one.row.record, judged, one.num_right)
-            self._num_idle = 0 if one.num_right else self._num_idle
             copied = [place.source is Source.COPY for place in judged.places]
             if one.row.copies is not None and any(copied):
                 one.row.copies.report(sum(copied), sum(copied[: one.num_right]))
-        self._planner.observe(
-            [one.row.outlook for one in windows],
-            [one.num_verified for one in windows],
-            len(windows) + sum([one.num_right for one in windows]),
-            seconds,
-            is_mixed=is_mixed,
-        )
+        outlooks = [one.row.outlook for one in windows]
+        depths = [one.num_verified for one in windows]
+        num_gained = len(windows) + sum([one.num_right for one in windows])
+        is_drafted = any(depths)
+        # a look that led to nothing is no part of what a step takes while nobody is looked at
+        own_s = seconds if is_drafted else seconds - self._look_s
+        self._planner.observe(outlooks, depths, num_gained, own_s, is_mixed=is_mixed, is_steady=is_steady)
+        base_s = self._planner.base(outlooks)
+        if is_mixed or base_s is None:
+            return
+        lost_s = own_s - num_gained / len(windows) * base_s
+        if is_drafted:
+            # what drafts lose is their own account's matter
+            self._looks.pay(min(lost_s, 0.0), base_s)
+        else:
+            self._looks.pay(self._look_s if is_steady else self._look_s + lost_s, base_s)
 
     def catch_up(
         self, row: DraftedRow, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None
@@ -269,7 +262,7 @@ class Speculator:
 
         token_ids: all known ones. media: see EntryMedia.
         """
-        if self._head is None or row.has_failed:
+        if row.has_failed:
             return
         try:
             self._head.catch_up(state, token_ids, media)

@@ -1,0 +1,205 @@
+"""Rows that nobody guesses for run ahead beside drafts, and nobody can tell from an answer which steps did."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models import tiny_head
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine import runner
+from headrace.engine.draws import Draws
+from headrace.engine.engine import Engine
+from headrace.engine.windows import Window
+from headrace.models.packed import PackedModel
+from headrace.scheduler import preemption
+from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.guesses import GuessBatch
+from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.looks import Looks
+from headrace.speculate.speculator import DraftedRow, Speculator, Verified
+from headrace.types.events import TokenLogprobs
+from headrace.types.request import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+VOCAB = 97
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+WARM = replace(GREEDY, temperature=1.0, seed=5)
+PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, bad_words=((7, 8),))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    head = {f"mtp.{path}": array for path, array in tiny_head.draw("qwen3_5").items()}
+    return tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("models") / "qwen3_5", head)
+
+
+def launch(folder: Path, *, runs_ahead: bool, **knobs: object) -> Engine:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PackedModel, "is_compiled", runs_ahead)
+        engine = EngineConfig(prefill_chunk=32, **knobs)
+        return Engine.launch(Config(str(folder), ModelConfig(numerics="exact", self_check=False), engine))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Engine]:
+    engine = launch(folder, runs_ahead=False, mtp="off", prefix_cache="off")
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def drafting(folder: Path) -> Iterator[Engine]:
+    engine = launch(folder, runs_ahead=True, max_num_seqs=4)
+    yield engine
+    engine.stop()
+
+
+@dataclass
+class Answer:
+    """What one choice said."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class Asked:
+    """Requests and what they should be answered; counts what was drafted, cached and launched ahead on the way."""
+
+    def __init__(self) -> None:
+        self.num_accepted = self.num_cached = self.num_ahead = 0
+        self.texts: dict[str, tuple[int, ...]] = {}
+
+    async def ask(self, engine: Engine, wanted: GenerationRequest, delay: int = 0) -> dict[int, Answer]:
+        for _ in range(delay):
+            await engine.status()
+        answers: dict[int, Answer] = {}
+        async for output in await engine.submit(wanted):
+            answer = answers.setdefault(output.choice, Answer([], []))
+            answer.tokens += output.token_ids
+            answer.logprobs += output.logprobs
+            self.num_accepted += output.num_accepted
+            self.num_cached += output.num_cached_tokens
+        return answers
+
+    def next_token(self, known: Sequence[int], place: int) -> int | None:
+        """What some answer that goes on from these tokens has so many places behind them."""
+        at, start = len(known) + place, tuple(known)
+        return next((text[at] for text in self.texts.values() if text[: len(start)] == start and len(text) > at), None)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Whether rows rest, how many drafts they get, and how many of those are right, is a matter of chance."""
+    dice, asked, launch_next, draft = random.Random(3), Asked(), runner.launch_next, HeadDrafter.draft
+
+    def rests(self: Speculator, rows: Sequence[DraftedRow]) -> bool:
+        return dice.random() < 0.5
+
+    def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+        return tuple(dice.randrange(len(row.survival) + 1) for row in rows)
+
+    def noted(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
+        launch_next(model, windows, draws, states)
+        asked.num_ahead += sum(one.live.is_ahead for one in windows)
+
+    def guessed(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+        draft(self, rows)  # so that the head reads
+        wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
+        right = [asked.next_token(row.token_ids, place) for place, some in enumerate(wanting) for row in some]
+        ids = [dice.randrange(VOCAB) if each is None or dice.random() < 0.25 else each for each in right]
+        return GuessBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
+
+    monkeypatch.setattr(Speculator, "rests", rests)
+    monkeypatch.setattr(Looks, "is_due", lambda self, num_steps: True)
+    monkeypatch.setattr(DepthPlanner, "plan", plan)
+    monkeypatch.setattr(runner, "launch_next", noted)
+    monkeypatch.setattr(HeadDrafter, "draft", guessed)
+    monkeypatch.setattr(preemption, "SLICE_TOKENS", 4)
+    return asked
+
+
+def tokens(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
+
+
+def requests(salt: int) -> list[GenerationRequest]:
+    stops = frozenset(range(salt, VOCAB, 24))
+    made = [
+        GenerationRequest("greedy", tokens(1, 40), GREEDY, 70),
+        GenerationRequest("warm", tokens(2, 7), WARM, 30, num_logprobs=3, priority=1),
+        GenerationRequest("penalised", tokens(3, 90), PENALISED, 17),
+        GenerationRequest("several", tokens(4, 33), WARM, 12, num_choices=2),
+        GenerationRequest("undrafted", tokens(5, 20), WARM, 80, max_draft_tokens=0),
+        GenerationRequest("two tokens", tokens(6, 20), WARM, 2, num_prompt_logprobs=0),
+        GenerationRequest("stopped", tokens(8, 30), WARM, 40, stop_token_ids=stops),
+        GenerationRequest("stopped early", tokens(1, 30), WARM, 40, stop_token_ids=stops, priority=1),
+    ]
+    return [replace(one, request_id=f"{one.request_id} {salt}", sampling=salted(one.sampling, salt)) for one in made]
+
+
+def salted(params: SamplingParams, salt: int) -> SamplingParams:
+    return replace(params, seed=params.seed + salt)
+
+
+@pytest.mark.parametrize("salt", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+async def test_rows_run_ahead_between_drafts_whoever_joins_leaves_stops_makes_room_or_comes_back(
+    salt: int, plain: Engine, drafting: Engine, asked: Asked
+) -> None:
+    async def leave(one: GenerationRequest, num_outputs: int) -> None:
+        stream = await drafting.submit(replace(one, request_id=f"leaves {one.request_id}"))
+        for _ in range(num_outputs):
+            await anext(stream)
+        await stream.aclose()
+
+    first = requests(salt)
+    expected = [await asked.ask(plain, one) for one in first]
+    said = [answer[0].tokens for answer in expected]
+    second = [
+        replace(one, request_id=f"again {one.request_id}", prompt=(*one.prompt, *answer, *tokens(9, 5)))
+        for one, answer in zip(first, said, strict=True)
+    ]
+    then = [await asked.ask(plain, one) for one in second]
+    for one, answer in zip((*first, *second), (*expected, *then), strict=True):
+        asked.texts |= {f"{one.request_id} {choice}": (*one.prompt, *own.tokens) for choice, own in answer.items()}
+    leaving = [leave(first[0], 9), leave(first[4], 20)]
+    turns = [asked.ask(drafting, one, (3 + salt) * number) for number, one in enumerate(first)]
+    assert (await asyncio.gather(*turns, *leaving))[: len(first)] == expected
+    assert list(await asyncio.gather(*(asked.ask(drafting, one, number) for number, one in enumerate(second)))) == then
+    told = await drafting.status()
+    assert told.drafts is not None
+    assert told.drafts.num_failures == 0
+    assert told.counters.num_preemptions > 0
+    assert min(asked.num_accepted, asked.num_ahead) > 20
+    assert asked.num_cached > 300
+
+
+async def test_what_steps_take_is_told_of_those_between_others(
+    drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a run waits for nothing that was launched before, the last one launches nothing."""
+    told: list[tuple[bool, bool]] = []
+
+    def report(
+        self: Speculator, windows: Sequence[Verified], seconds: float, *, is_mixed: bool, is_steady: bool
+    ) -> None:
+        told.append((is_mixed, is_steady))
+
+    monkeypatch.setattr(Speculator, "report", report)
+    wanted = GenerationRequest("undrafted", tokens(1, 20), GREEDY, 6, max_draft_tokens=0)
+    assert len([output async for output in await drafting.submit(wanted)]) == 6
+    # the prompt's step, and what follows it
+    assert told == [(True, False), (True, False), (False, True), (False, True), (False, True), (False, False)]
