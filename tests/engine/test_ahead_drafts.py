@@ -187,19 +187,26 @@ async def test_rows_run_ahead_between_drafts_whoever_joins_leaves_stops_makes_ro
     assert asked.num_cached > 300
 
 
-async def test_what_steps_take_is_told_of_those_between_others(
+async def test_what_steps_take_is_told_with_how_they_follow_each_other(
     drafting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step of a run waits for nothing that was launched before, the last one launches nothing."""
-    told: list[tuple[bool, bool]] = []
+    told: list[tuple[bool, bool, bool]] = []
 
     def report(
-        self: Speculator, windows: Sequence[Verified], seconds: float, *, is_mixed: bool, is_steady: bool
+        self: Speculator,
+        windows: Sequence[Verified],
+        seconds: float,
+        *,
+        is_mixed: bool,
+        was_ahead: bool,
+        goes_ahead: bool,
     ) -> None:
-        told.append((is_mixed, is_steady))
+        told.append((is_mixed, was_ahead, goes_ahead))
 
     monkeypatch.setattr(Speculator, "report", report)
     wanted = GenerationRequest("undrafted", tokens(1, 20), GREEDY, 6, max_draft_tokens=0)
     assert len([output async for output in await drafting.submit(wanted)]) == 6
-    # the prompt's step, and what follows it
-    assert told == [(True, False), (True, False), (False, True), (False, True), (False, True), (False, False)]
+    # the prompt's step, the one behind it, three like each other, and the last
+    middle = [(False, True, True)] * 3
+    assert told == [(True, False, False), (True, False, True), *middle, (False, True, False)]

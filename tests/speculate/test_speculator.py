@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from headrace.models.mtp_head import HeadEntries, HeadOutputs
 from headrace.sampling.sampler import SamplingRow
-from headrace.speculate.depth import DepthPlanner
+from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import DraftedRow, Speculator, Verified
@@ -143,14 +143,16 @@ def timed(num_rows: int) -> StepCosts:
 
 
 def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
-    """Each look costs a quarter of a step, so that looks at all rows are 25 steps apart."""
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(2)))
+    """Each look costs a quarter of a step that could run ahead, so that looks at all rows are 25 steps apart."""
+    costs = timed(2)
+    for rows in (1, 2):
+        costs.observe_resting(StepShape(rows, 0, 0, 300), 0.008)
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
     old, new = sequence(speculator, 5), sequence(speculator, 7)
     old.room = 0
     for _ in range(40):
-        rests = speculator.rests([old.row])
         speculator.draft([old])
-        speculator.report([Verified(old.row, 0, 0, False)], 0.01 if rests else 0.0125, is_mixed=False, is_steady=rests)
+        speculator.report([Verified(old.row, 0, 0, False)], 0.008, is_mixed=False, was_ahead=True, goes_ahead=True)
     old.room = 100
     assert speculator.rests([old.row])
     assert not speculator.rests([old.row, new.row])
@@ -181,16 +183,50 @@ def test_nobody_is_looked_at_for_drafts_while_a_step_is_under_way_but_the_head_r
     assert min(going.row.guesses.num_drafts, staying.row.guesses.num_drafts) > 0
 
 
-def test_rows_rest_as_long_as_steps_without_drafts_are_to_be_timed() -> None:
-    """And no longer than a few steps if none comes that tells what those take."""
-    for is_steady, num_resting in ((True, 2), (False, 2)):
-        speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(StepCosts()))
-        row = sequence(speculator, 5)
-        rested = []
-        for _ in range(4):
-            rested.append(speculator.rests([row.row]))
-            row.is_ahead = rested[-1]
-            speculator.draft([row])
-            if rested[-1]:
-                speculator.report([Verified(row.row, 0, 0, False)], 0.01, is_mixed=False, is_steady=is_steady)
-        assert rested == [True] * num_resting + [False] * (4 - num_resting)
+def test_rows_are_looked_at_until_two_such_steps_are_timed_and_none_rests_before() -> None:
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(StepCosts()))
+    one = sequence(speculator, 5)
+    for _ in range(2):
+        assert not speculator.rests([one.row])
+        speculator.draft([one])
+        assert one.row.guesses.num_drafts == 0
+        speculator.report([Verified(one.row, 0, 0, False)], 0.01, is_mixed=False)
+    speculator.draft([one])
+    assert one.row.guesses.num_drafts > 0
+
+
+def test_drafts_have_to_be_faster_than_steps_that_run_ahead() -> None:
+    """Three drafted tokens in 12 ms are worth it beside one in 10 ms, but not beside one in 3 ms."""
+    for resting_s, is_drafted in ((0.010, True), (0.003, False)):
+        costs, outlook = StepCosts(), RowOutlook((0.999, 0.998), True, 300)
+        for _ in range(3):
+            costs.observe(StepShape(1, 0, 0, 300), 0.010)
+            costs.observe(StepShape(1, 1, 1, 300), 0.011)
+            costs.observe(StepShape(1, 2, 2, 300), 0.012)
+        planner = DepthPlanner(costs)
+        planner.observe_resting([outlook], resting_s)
+        assert planner.plan([outlook]) == ((2,) if is_drafted else (0,))
+
+
+def test_only_steps_between_two_others_tell_what_resting_takes() -> None:
+    costs = timed(1)
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
+    one = sequence(speculator, 5, max_drafts=0)
+    speculator.draft([one])
+    known = []
+    for was_ahead, goes_ahead, is_mixed in (
+        (False, True, False),
+        (True, False, False),
+        (True, True, True),
+        (True, True, False),
+    ):
+        speculator.report(
+            [Verified(one.row, 0, 0, False)],
+            0.004,
+            is_mixed=is_mixed,
+            was_ahead=was_ahead,
+            goes_ahead=goes_ahead,
+        )
+        prices = costs.prices(1, 6)
+        known.append((prices.base, prices.resting, prices.num_timed))
+    assert known == [(0.01, 0.01, 3)] * 3 + [(0.01, 0.004, 3)]

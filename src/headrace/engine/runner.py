@@ -362,10 +362,14 @@ class Runner:
             for one, outcome in zip(windows, outcomes, strict=True)
             if one.chunk.output_index > 0 and one.live.drafted is not None and outcome.gained
         ]
-        self._is_mixed = len(verified) < len(windows)
-        runs_on = all(one.ahead is not None for one in windows) and any(one.live.ahead is not None for one in windows)
+        was_ahead = [one.ahead is not None for one in windows]
+        self._is_mixed = len(verified) < len(windows) or (any(was_ahead) and not all(was_ahead))
         self._speculator.report(
-            verified, seconds, is_mixed=was_mixed or self._is_mixed, is_steady=runs_on or not self._runs_ahead
+            verified,
+            seconds,
+            is_mixed=was_mixed or self._is_mixed,
+            was_ahead=all(was_ahead),
+            goes_ahead=any(one.live.is_ahead for one in windows),
         )
 
     def free(self, sequence_ids: Iterable[str]) -> None:

@@ -28,11 +28,8 @@ _NUM_LOSSES = 5
 _NUM_TIMED = 2
 """Steps without drafts that are timed before the first draft."""
 
-_FIRST_RETIME, _RETIME_AFTER = 8, 128
+_FIRST_RETIME, _RETIME_AFTER = 4, 64
 """Steps with drafts after which one without is timed again: so many for each time that is known, and at most."""
-
-_LONGEST_TIMING = 4
-"""Steps without drafts in which one is to have come that can be timed."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 """Steps between two tries where drafts don't seem to pay, at first and at most."""
@@ -79,39 +76,43 @@ class DepthPlanner:
         offered = tuple([(row.survival, row.uses_head) for row in rows if row.survival])
         if not offered:
             return nothing
-        prices = self._prices(rows)
-        base = prices.base
-        if base is None or self.is_timing(rows):
+        prices = self.prices(rows)
+        resting = prices.resting
+        if resting is None or self.is_timing(rows):
             return nothing
         if offered not in prices.too_slow:
-            best = self._fastest(rows, prices, base, offered)
+            best = self._fastest(rows, prices, resting, offered)
             if best is not None:
                 return best
         if self._since_tried < self._pause:
             return nothing
-        tried = self._likeliest(rows)
-        if not self._is_affordable(prices, 1, int(rows[tried].uses_head), base):
+        tried = self._tried(rows)
+        uses_head = any(row.uses_head and depth for row, depth in zip(rows, tried, strict=True))
+        if not self._is_affordable(prices, sum(tried), int(uses_head), resting):
             return nothing
         self._is_try = True
-        return tuple(int(number == tried) for number in range(len(rows)))
+        return tried
 
-    def _prices(self, rows: Sequence[RowOutlook]) -> Prices:
+    def prices(self, rows: Sequence[RowOutlook]) -> Prices:
+        """What steps of these rows take; to be asked for anew in each."""
         return self._costs.prices(len(rows), sum([row.num_context for row in rows]))
 
-    def base(self, rows: Sequence[RowOutlook]) -> float | None:
-        """What a step of these rows takes without drafts; None if none was timed."""
-        return self._prices(rows).base
-
     def is_timing(self, rows: Sequence[RowOutlook]) -> bool:
-        """Whether no drafts are planned for these rows because steps without are to be timed."""
-        num_timed = self._prices(rows).num_timed
+        """Whether no drafts are planned for these rows because a step without is to be timed."""
+        num_timed = self.prices(rows).num_timed
         return num_timed < _NUM_TIMED or self._since_timed >= min(_FIRST_RETIME * num_timed, _RETIME_AFTER)
 
+    def observe_resting(self, rows: Sequence[RowOutlook], seconds: float) -> None:
+        """Tell what a step took that was launched ahead, and ahead of whose tokens the next one was."""
+        self._since_timed, self._since_tried = 0, self._since_tried + 1
+        self._balance = min(self._balance + _SHARE_AT_RISK, self._highest)
+        self._costs.observe_resting(_shape(rows, [0] * len(rows)), seconds)
+
     def _fastest(
-        self, rows: Sequence[RowOutlook], prices: Prices, base: float, offered: Offer
+        self, rows: Sequence[RowOutlook], prices: Prices, resting: float, offered: Offer
     ) -> tuple[int, ...] | None:
         """The affordable choice with the most tokens per second; None if none is clearly faster than no drafts."""
-        fastest, chosen, is_any_fast = _LEAST_GAIN * len(rows) / base, list[_Draft](), False
+        fastest, chosen, is_any_fast = _LEAST_GAIN * len(rows) / resting, list[_Draft](), False
         ranked: list[_Draft] = []
         for head_depth in range(max([len(row.survival) for row in rows if row.uses_head], default=0) + 1):
             survivals = [row.survival[:head_depth] if row.uses_head else row.survival for row in rows]
@@ -128,11 +129,11 @@ class DepthPlanner:
             for number in numbers:
                 if number < first:
                     continue
-                seconds = prices.expected(number, head_depth) or base
+                seconds = prices.expected(number, head_depth) or resting
                 if gained[number] <= fastest * seconds:
                     continue
                 is_any_fast = True
-                if self._is_affordable(prices, number, head_depth, base):
+                if self._is_affordable(prices, number, head_depth, resting):
                     fastest, chosen = gained[number] / seconds, choice[:number]
         if not is_any_fast:
             prices.too_slow.add(offered)
@@ -141,56 +142,47 @@ class DepthPlanner:
         counts = Counter(draft.row for draft in chosen)
         return tuple(counts[row] for row in range(len(rows)))
 
-    def _is_affordable(self, prices: Prices, num_drafts: int, head_depth: int, base: float) -> bool:
+    def _is_affordable(self, prices: Prices, num_drafts: int, head_depth: int, resting: float) -> bool:
         """Whether the account bears that every draft of the step is wrong."""
-        return (prices.feared(num_drafts, head_depth) or base) / base - 1 <= self._balance
+        return (prices.feared(num_drafts, head_depth) or resting) / resting - 1 <= self._balance
 
-    def _likeliest(self, rows: Sequence[RowOutlook]) -> int:
-        """The row whose first draft is most likely right."""
-        return max(range(len(rows)), key=[row.survival[:1] for row in rows].__getitem__)
+    def _tried(self, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+        """The draft that is most likely right; of many rows one each, since most of the price is that of any draft."""
+        firsts = [row.survival[:1] for row in rows]
+        if len(rows) >= _MANY_ROWS:
+            return tuple(map(len, firsts))
+        tried = max(range(len(rows)), key=firsts.__getitem__)
+        return tuple(int(number == tried) for number in range(len(rows)))
 
     def observe(
-        self,
-        rows: Sequence[RowOutlook],
-        depths: Sequence[int],
-        num_gained: int,
-        seconds: float,
-        *,
-        is_mixed: bool,
-        is_steady: bool = True,
+        self, rows: Sequence[RowOutlook], depths: Sequence[int], num_gained: int, seconds: float, *, is_mixed: bool
     ) -> None:
         """Tell what became of a step.
 
         rows, depths: as planned and carried out. num_gained: tokens of these rows, right drafts included. seconds: of
         the whole step, with the head's share. is_mixed: whether prompts were computed in it as well; then its time
-        says nothing about drafts. is_steady: whether, if it is one without drafts, more of them would take as long; the
-        time of one that is not steady counts as long as there is no better.
+        says nothing about drafts.
         """
         shape = _shape(rows, depths)
         is_drafted = shape.num_drafts > 0
-        if is_drafted:
-            self._since_timed += 1
-        elif is_steady or self._since_tried >= _LONGEST_TIMING:
-            self._since_timed = 0
+        self._since_timed = self._since_timed + 1 if is_drafted else 0
         self._since_tried = 0 if is_drafted else self._since_tried + 1
         if self._is_try and is_drafted:
             has_won = num_gained > len(rows)
             self._pause = 0 if has_won else min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
         if is_mixed or not rows or self._is_compiled(shape, seconds):
             return
-        if not is_drafted and not is_steady and self._prices(rows).num_timed >= _NUM_TIMED:
-            return
         self._costs.observe(shape, seconds)
-        prices = self._prices(rows)
-        base, usual = prices.base, prices.expected(shape.num_drafts, shape.head_depth)
-        if base is None or usual is None:
+        prices = self.prices(rows)
+        resting, usual = prices.resting, prices.expected(shape.num_drafts, shape.head_depth)
+        if resting is None or usual is None:
             return
         undrafted = num_gained / len(rows)
         self._balance += _SHARE_AT_RISK * undrafted
         if is_drafted:
             # What disturbs a step would have disturbed it without drafts as well.
-            self._balance += undrafted - min(seconds, 2 * usual) / base
-            self._highest = max(_FULL_CREDIT, _NUM_LOSSES * (usual / base - 1))
+            self._balance += undrafted - min(seconds, 2 * usual) / resting
+            self._highest = max(_FULL_CREDIT, _NUM_LOSSES * (usual / resting - 1))
         self._balance = min(self._balance, self._highest)
 
     def _is_compiled(self, shape: StepShape, seconds: float) -> bool:

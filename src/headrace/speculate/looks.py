@@ -34,10 +34,13 @@ class _Pace:
         """A step is over, and a look was taken or not."""
         self._num_steps = 0 if is_look else self._num_steps + 1
 
-    def pay(self, cost_s: float, base_s: float) -> None:
-        """Take a share of a step's time, and what looks have cost in it."""
-        debt_s = self._debt_s + min(cost_s, base_s) - _SHARE * base_s
-        self._debt_s = max(debt_s, -_LARGEST_CREDIT * base_s)
+    def charge(self, seconds: float) -> None:
+        """A look has cost so much."""
+        self._debt_s += seconds
+
+    def earn(self, gained_s: float, step_s: float) -> None:
+        """Take what drafts have gained, and a share of a step's time."""
+        self._debt_s = max(self._debt_s - gained_s - _SHARE * step_s, -_LARGEST_CREDIT * step_s)
 
 
 class Looks:
@@ -46,19 +49,29 @@ class Looks:
     def __init__(self) -> None:
         self._at_all, self._at_new = _Pace(), _Pace()
         self._last = self._at_all
+        self.is_promising = False
+        """Whether a draft was right in the last step, which is reason enough for the next look."""
 
     def is_due(self, num_steps: int) -> bool:
         """Whether it is time for a look at a row that has been decoded for so many steps."""
-        return self._at_all.is_due or (num_steps < _NEW_STEPS and self._at_new.is_due)
+        return self._is_due_at_all or (num_steps < _NEW_STEPS and self._at_new.is_due)
+
+    @property
+    def _is_due_at_all(self) -> bool:
+        return self.is_promising or self._at_all.is_due
 
     def step(self, *, is_look: bool) -> None:
         """A step is over, and those rows were looked at for which it was due, or nobody was."""
         if is_look:
-            self._last = self._at_all if self._at_all.is_due else self._at_new
+            self._last = self._at_all if self._is_due_at_all else self._at_new
         self._at_all.step(is_look=is_look and self._last is self._at_all)
         self._at_new.step(is_look=is_look)
 
-    def pay(self, cost_s: float, base_s: float) -> None:
-        """A step took so much longer for looks, or so much less for drafts, than base_s, its time without both."""
-        for pace in (self._at_all, self._at_new):
-            pace.pay(cost_s if cost_s < 0 or pace is self._last else 0.0, base_s)
+    def charge(self, seconds: float) -> None:
+        """The last look has led to nothing, and cost so much."""
+        self._last.charge(seconds)
+
+    def earn(self, gained_s: float, step_s: float) -> None:
+        """A step is over that takes so long without drafts, of which they have saved so much."""
+        self._at_all.earn(gained_s, step_s)
+        self._at_new.earn(gained_s, step_s)

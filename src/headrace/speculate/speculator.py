@@ -97,8 +97,6 @@ class Speculator:
         self._ranking = ranking
         self._planner = planner
         self._looks = Looks()
-        self._look_s = 0.0
-        """What the last `draft` took, 0 if nobody was looked at."""
         self._num_slow = 0
         """Of the head's, until the last step."""
         self.max_drafts = max_drafts
@@ -113,10 +111,13 @@ class Speculator:
 
         If so, their next step may as well be launched before this one's tokens are known.
         """
-        return self._planner.is_timing([row.outlook for row in rows]) or not any(map(self._is_due, rows))
+        return not self._due(rows)
 
-    def _is_due(self, row: DraftedRow) -> bool:
-        return row.max_drafts > 0 and not row.has_failed and self._looks.is_due(row.num_steps)
+    def _due(self, rows: Sequence[DraftedRow]) -> set[DraftedRow]:
+        """Those that it is time to look at: all if the time of a step that comes after a look is wanted."""
+        is_timing = self._planner.is_timing([row.outlook for row in rows])
+        wanted = [row for row in rows if row.max_drafts > 0 and not row.has_failed]
+        return {row for row in wanted if is_timing or self._looks.is_due(row.num_steps)}
 
     def draft(self, decoding: Sequence[Drafting]) -> None:
         """Give each row the guesses for its next window, none where it is not worth while.
@@ -124,12 +125,12 @@ class Speculator:
         Not every row is looked at in each step, and none where the next step of any is under way.
         """
         started = time.monotonic()
-        rests = any(one.is_ahead for one in decoding) or self.rests([one.row for one in decoding])
+        due = set() if any(one.is_ahead for one in decoding) else self._due([one.row for one in decoding])
         looked: list[Drafting] = []
         others: list[Drafting] = []
         for one in decoding:
             row = one.row
-            (others if rests or not self._is_due(row) else looked).append(one)
+            (looked if row in due else others).append(one)
             row.guesses = NOTHING
             if row.num_steps == 0:
                 row.outlook = RowOutlook((), False, len(one.token_ids))
@@ -139,8 +140,15 @@ class Speculator:
         self._looks.step(is_look=bool(looked))
         if looked:
             self._look(looked, others)
+            if not any(one.row.guesses.num_drafts for one in looked):
+                self._charge([one.row.outlook for one in decoding], time.monotonic() - started)
         self._let_read([one for one in decoding if not (one.row.has_failed or one.row.guesses.num_drafts)])
-        self._look_s = time.monotonic() - started if looked else 0.0
+
+    def _charge(self, rows: Sequence[RowOutlook], seconds: float) -> None:
+        """Charge a look that led to nothing: its time, or what the next step loses that is not launched ahead."""
+        prices = self._planner.prices(rows)
+        if prices.base is not None and prices.resting is not None:
+            self._looks.charge(min(max(seconds, prices.base - prices.resting), prices.resting))
 
     def _look(self, looked: Sequence[Drafting], others: Sequence[Drafting]) -> None:
         """others: rows of the same step, which get no drafts."""
@@ -210,24 +218,36 @@ class Speculator:
         except Exception:  # as in `_look`
             self._fail([one.row for one in rows])
 
-    def report(self, windows: Sequence[Verified], seconds: float, *, is_mixed: bool, is_steady: bool = True) -> None:
+    def report(
+        self,
+        windows: Sequence[Verified],
+        seconds: float,
+        *,
+        is_mixed: bool,
+        was_ahead: bool = False,
+        goes_ahead: bool = False,
+    ) -> None:
         """Learn from a step: its decoding rows' windows, and the time of all of it with what `draft` took before.
 
         is_mixed: whether it is the time of other things too, as of prompts. Nothing is learned from the time of a step
-        that had to be compiled either. is_steady: not if steps like this one take less where nobody is looked at, since
-        each is launched before the last one's tokens are known.
+        that had to be compiled either. was_ahead, goes_ahead: whether the step was launched before the last one's
+        tokens were known, and the next one before its own. Then it took what steps take while nobody is looked at; the
+        first and the last of a run of those have more to do, or less.
         """
+        self._looks.is_promising = any(one.num_right for one in windows)
         num_slow = self._head.num_slow
         is_mixed, self._num_slow = is_mixed or num_slow > self._num_slow, num_slow
         sound = [one for one in windows if not one.row.has_failed]
         if not sound:
             return
         try:
-            self._report(sound, seconds, is_mixed or len(sound) < len(windows), is_steady)
+            self._report(sound, seconds, is_mixed or len(sound) < len(windows), was_ahead, goes_ahead)
         except Exception:  # as in `draft`
             self._fail([one.row for one in sound])
 
-    def _report(self, windows: Sequence[Verified], seconds: float, is_mixed: bool, is_steady: bool) -> None:
+    def _report(
+        self, windows: Sequence[Verified], seconds: float, is_mixed: bool, was_ahead: bool, goes_ahead: bool
+    ) -> None:
         for one in windows:
             if not one.num_verified:
                 continue
@@ -241,19 +261,17 @@ class Speculator:
         outlooks = [one.row.outlook for one in windows]
         depths = [one.num_verified for one in windows]
         num_gained = len(windows) + sum([one.num_right for one in windows])
-        is_drafted = any(depths)
-        # a look that led to nothing is no part of what a step takes while nobody is looked at
-        own_s = seconds if is_drafted else seconds - self._look_s
-        self._planner.observe(outlooks, depths, num_gained, own_s, is_mixed=is_mixed, is_steady=is_steady)
-        base_s = self._planner.base(outlooks)
-        if is_mixed or base_s is None:
-            return
-        lost_s = own_s - num_gained / len(windows) * base_s
-        if is_drafted:
-            # what drafts lose is their own account's matter
-            self._looks.pay(min(lost_s, 0.0), base_s)
+        if was_ahead and goes_ahead and not is_mixed:
+            self._planner.observe_resting(outlooks, seconds)
         else:
-            self._looks.pay(self._look_s if is_steady else self._look_s + lost_s, base_s)
+            is_odd = is_mixed or was_ahead or goes_ahead
+            self._planner.observe(outlooks, depths, num_gained, seconds, is_mixed=is_odd)
+        resting_s = self._planner.prices(outlooks).resting
+        if is_mixed or resting_s is None:
+            return
+        # what drafts lose is their own account's matter
+        gained_s = num_gained / len(windows) * resting_s - seconds if any(depths) else 0.0
+        self._looks.earn(max(gained_s, 0.0), resting_s)
 
     def catch_up(
         self, row: DraftedRow, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None

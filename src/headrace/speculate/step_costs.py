@@ -82,6 +82,8 @@ class StepCosts:
     Shapes cost the same within coarse steps: of rows and drafts see `coarse`, of the context half an octave. Times
     without drafts are kept by context; those with drafts tell a ratio to them, which hardly depends on it.
 
+    Those of steps that run ahead of their tokens, as none beside drafts can, are kept as such ratios too.
+
     What disturbs a step makes it longer, never shorter: so times far over the least are left out, and no time without
     drafts is believed that a longer context, or drafts, went below.
     """
@@ -89,11 +91,18 @@ class StepCosts:
     def __init__(self) -> None:
         self._undrafted: dict[int, dict[int, _Times]] = {}
         self._drafted: dict[int, dict[_Kind, _Times]] = {}
+        self._resting: dict[int, _Times] = {}
         self._num_observed = 0
         # answers that are good for a while
         self._prices: dict[tuple[int, int], Prices] = {}
         self._bases: dict[tuple[int, int], float | None] = {}
         self._ratios: dict[int, dict[_Kind, float]] = {}
+
+    def observe_resting(self, shape: StepShape, seconds: float) -> None:
+        """Add a step that ran ahead."""
+        self._num_observed += 1
+        times = self._add(self._resting, coarse(shape.num_rows), _context(shape.num_context), seconds)
+        self._forget_some(times)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Add a step that held nothing but these rows' tokens and drafts."""
@@ -103,13 +112,14 @@ class StepCosts:
             times = self._add(self._drafted.setdefault(rows, {}), _kind(shape), context, seconds)
         else:
             times = self._add(self._undrafted.setdefault(rows, {}), context, context, seconds)
-        if len(times.seconds) <= _NUM_SOUND or self._num_observed % _REMEMBERED_FOR == 0:
-            self._forget_answers()
+        self._forget_some(times)
 
-    def _forget_answers(self) -> None:
-        self._prices.clear()
-        self._bases.clear()
-        self._ratios.clear()
+    def _forget_some(self, times: _Times) -> None:
+        """Forget answers, now and then, that were given before these times were added to."""
+        if len(times.seconds) <= _NUM_SOUND or self._num_observed % _REMEMBERED_FOR == 0:
+            self._prices.clear()
+            self._bases.clear()
+            self._ratios.clear()
 
     def _add(self, kinds: dict[_Key, _Times], kind: _Key, context: int, seconds: float) -> _Times:
         times = kinds.get(kind)
@@ -145,6 +155,13 @@ class StepCosts:
         if (rows, context) not in self._bases:
             self._bases[rows, context] = self._base(rows, context)
         return self._bases[rows, context]
+
+    def resting(self, rows: int, context: int) -> float | None:
+        """The time without drafts of steps that run ahead; `base` if none was timed."""
+        base, times = self.base(rows, context), self._resting.get(rows)
+        if base is None or times is None or self._is_stale(rows, times):
+            return base
+        return base * (self._ratio(rows, times) or 1.0)
 
     def _base(self, rows: int, context: int) -> float | None:
         undrafted = self._fresh(self._undrafted, rows)
@@ -243,7 +260,7 @@ class Prices:
     Answers are remembered; `StepCosts` makes a new object once it has learned enough.
     """
 
-    __slots__ = ("_costs", "_expected", "_feared", "_least", "_rows", "base", "num_timed", "too_slow")
+    __slots__ = ("_costs", "_expected", "_feared", "_least", "_rows", "base", "num_timed", "resting", "too_slow")
 
     def __init__(self, costs: StepCosts, num_rows: int, context: int) -> None:
         self._costs = costs
@@ -253,6 +270,8 @@ class Prices:
         self._least: dict[tuple[tuple[int, ...], int], float] = {}
         self.base = costs.base(self._rows, context)
         """Without drafts; None as long as no such step was timed for so many rows."""
+        self.resting = costs.resting(self._rows, context)
+        """The same as long as there are none: that is what drafts have to be faster than."""
         self.num_timed = costs.num_timed(self._rows, context)
         """Times of such steps that are known."""
         self.too_slow = set[Offer]()
