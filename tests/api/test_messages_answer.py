@@ -148,7 +148,6 @@ def test_thinking_that_begins_again_is_a_block_of_its_own_with_its_own_signature
         (Finished(FinishReason.STOP, Usage(1, 1)), "end_turn", None),
         (Finished(FinishReason.STOP, Usage(1, 1), stop_string="END"), "stop_sequence", "END"),
         (Finished(FinishReason.LENGTH, Usage(1, 1)), "max_tokens", None),
-        (Finished(FinishReason.CONTENT_FILTER, Usage(1, 1)), "refusal", None),
     ],
 )
 def test_an_end_is_told_in_the_words_of_this_dialect(finished: Finished, reason: str, sequence: str | None) -> None:

@@ -34,7 +34,6 @@ _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
-    FinishReason.CONTENT_FILTER: "refusal",
 }
 
 
@@ -48,20 +47,16 @@ class MessagesAnswer:
         self._thought = hashlib.sha256()
 
     def pieces(self, event: Event) -> Iterator[bytes]:
-        """See AnswerForm."""
         for data in self._written(event):
             yield server_sent(data, data["type"])
 
     def ping(self) -> bytes:
-        """See AnswerForm."""
         return server_sent({"type": "ping"}, "ping")
 
     def end(self) -> bytes:
-        """See AnswerForm."""
         return server_sent({"type": "message_stop"}, "message_stop")
 
     def failure(self, error: HeadraceError) -> bytes:
-        """See AnswerForm."""
         return server_sent(error_body(error), "error")
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from headrace.api.json_body import StrictBody
 from headrace.api.openai_fields import FieldRules, unknown_inner_fields
 from headrace.api.openai_sampling import SparseBody
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class SourceBody(BaseModel):
+class SourceBody(StrictBody):
     """Where the content of an image or a document is."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     media_type: str | None = None
@@ -25,10 +24,8 @@ class SourceBody(BaseModel):
     content: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
 
 
-class BlockBody(BaseModel):
+class BlockBody(StrictBody):
     """A block of content; which other fields it has depends on its type."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     text: str | None = None
@@ -44,19 +41,15 @@ class BlockBody(BaseModel):
     tool: ToolChangeBody | None = None
 
 
-class MessageBody(BaseModel):
+class MessageBody(StrictBody):
     """One turn. A system message in mid-conversation is a note to the model, or changes its tools."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[BlockBody], Field(fail_fast=True)]
 
 
-class ToolBody(BaseModel):
+class ToolBody(StrictBody):
     """A tool: the client's own if it has no type or `custom`, else one that Anthropic's servers know."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str | None = None
     name: Name
@@ -66,66 +59,52 @@ class ToolBody(BaseModel):
     defer_loading: bool | None = None
 
 
-class ToolChangeBody(BaseModel):
+class ToolChangeBody(StrictBody):
     """A tool that a conversation adds or removes: one of `tools` by its name, or a new one."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     name: Name | None = None
     definition: ToolBody | None = None
 
 
-class ToolChoiceBody(BaseModel):
+class ToolChoiceBody(StrictBody):
     """Whether tools are called."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingBody(BaseModel):
+class ThinkingBody(StrictBody):
     """Whether the model thinks: not if the type is `disabled`. `display` has no effect: thinking is always shown."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     budget_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     display: Any = None
 
 
-class FormatBody(BaseModel):
+class FormatBody(StrictBody):
     """The form of the answer."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
-class OutputBody(BaseModel):
+class OutputBody(StrictBody):
     """`output_config`."""
-
-    model_config = ConfigDict(strict=True)
 
     effort: str | None = None
     format: FormatBody | None = None
 
 
-class MetadataBody(BaseModel):
+class MetadataBody(StrictBody):
     """`metadata`."""
-
-    model_config = ConfigDict(strict=True)
 
     user_id: str | None = None
 
 
 class MessagesBody(SparseBody):
     """Fields that are honoured."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]

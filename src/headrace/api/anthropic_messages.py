@@ -13,6 +13,7 @@ from pydantic_core import to_json
 
 from headrace.api.anthropic_body import BLOCKS_WITHOUT_EFFECT, UNPARSED_INPUT, BlockBody, MessageBody, SourceBody
 from headrace.api.anthropic_tools import changed_name, shown_reference
+from headrace.api.json_body import required
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
@@ -60,7 +61,7 @@ class ChatMessages:
 
     def _result(self, block: BlockBody, path: str) -> ChatMessage:
         parts = self._parts(block.content or "", f"{path}.content")
-        call = _required(block.tool_use_id, f"{path}.tool_use_id")
+        call = required(block.tool_use_id, f"{path}.tool_use_id")
         return ChatMessage("tool", (_FAILED, *parts) if block.is_error else parts, tool_call_id=call)
 
     def _assistant(self, message: MessageBody, path: str) -> ChatMessage:
@@ -69,10 +70,10 @@ class ChatMessages:
         calls: list[ToolCall] = []
         for block, where in _blocks(message.content, path):
             if block.type == "thinking":
-                thoughts.append(_required(block.thinking, f"{where}.thinking"))
+                thoughts.append(required(block.thinking, f"{where}.thinking"))
             elif block.type == "tool_use":
-                name = _required(block.name, f"{where}.name")
-                calls.append(ToolCall(_required(block.id, f"{where}.id"), name, _arguments(block.input)))
+                name = required(block.name, f"{where}.name")
+                calls.append(ToolCall(required(block.id, f"{where}.id"), name, _arguments(block.input)))
             else:
                 said += self._part(block, where)
         return ChatMessage("assistant", tuple(said), "\n".join(filter(None, thoughts)) or None, tuple(calls))
@@ -84,27 +85,27 @@ class ChatMessages:
         """What a block of text, an image, a document or a reference says."""
         match block.type:
             case "text":
-                if text := _required(block.text, f"{path}.text"):
+                if text := required(block.text, f"{path}.text"):
                     yield TextPart(text)
             case "image":
                 yield MediaPart("image", _media_source(_source(block, path), f"{path}.source"), param=f"{path}.source")
             case "document":
                 yield from self._document(_source(block, path), f"{path}.source")
             case "tool_reference":
-                name = _required(block.tool_name, f"{path}.tool_name")
+                name = required(block.tool_name, f"{path}.tool_name")
                 yield TextPart(shown_reference(name, self._tools))
             case "tool_addition":
-                name = _required(changed_name(block), f"{path}.tool.name")
+                name = required(changed_name(block), f"{path}.tool.name")
                 yield TextPart(shown_reference(name, self._tools))
             case "tool_removal":
-                name = _required(changed_name(block), f"{path}.tool.name")
+                name = required(changed_name(block), f"{path}.tool.name")
                 yield TextPart(f"The tool {name} is not available any more.")
             case other if other not in BLOCKS_WITHOUT_EFFECT:
                 raise UnsupportedField(f"{path}.type: {other} blocks are not supported here", param=f"{path}.type")
 
     def _document(self, source: SourceBody, path: str) -> Iterator[ContentPart]:
         if source.type == "text":
-            yield TextPart(_required(source.data, f"{path}.data"))
+            yield TextPart(required(source.data, f"{path}.data"))
         elif source.type == "content":
             yield from self._parts(source.content or "", f"{path}.content")
         else:
@@ -136,14 +137,8 @@ def _source(block: BlockBody, path: str) -> SourceBody:
 
 def _media_source(source: SourceBody, path: str) -> str:
     if source.type == "url":
-        return _required(source.url, f"{path}.url")
+        return required(source.url, f"{path}.url")
     if source.type != "base64":
         raise UnsupportedField(f"{path}.type: {source.type} is not supported", param=f"{path}.type")
-    media_type = _required(source.media_type, f"{path}.media_type")
-    return f"data:{media_type};base64,{_required(source.data, f'{path}.data')}"
-
-
-def _required(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"{path} is missing", param=path)
-    return value
+    media_type = required(source.media_type, f"{path}.media_type")
+    return f"data:{media_type};base64,{required(source.data, f'{path}.data')}"

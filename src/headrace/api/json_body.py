@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from headrace.errors import InvalidRequest
@@ -31,6 +31,12 @@ _TYPE_ERRORS: Mapping[str, str] = {
 _ESCAPE = re.compile(
     rb"(?P<pair>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
 )
+
+
+class StrictBody(BaseModel):
+    """A body, or an object in one: `true` is no number and `"1"` is not 1."""
+
+    model_config = ConfigDict(strict=True)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -82,6 +88,13 @@ def check_at(model: type[Body], value: object, path: str) -> Body:
         return check(model, value)
     except InvalidRequest as error:
         raise InvalidRequest(f"{path}.{error.message}", param=f"{path}.{error.param}") from error
+
+
+def required(value: str | None, path: str) -> str:
+    """A value that must be there. Raises InvalidRequest."""
+    if value is None:
+        raise InvalidRequest(f"{path} is missing", param=path)
+    return value
 
 
 def _message(found: Sequence[tuple[str, str]]) -> str:

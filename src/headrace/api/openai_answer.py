@@ -47,28 +47,23 @@ class ChunkedAnswer:
         self._usage: Usage | None = None
 
     def pieces(self, event: Event) -> Iterator[bytes]:
-        """See AnswerForm."""
         if isinstance(event, Finished):
             self._usage = event.usage
         for chunk in self._writer.chunks(event):
             yield server_sent(chunk)
 
     def ping(self) -> bytes:
-        """See AnswerForm."""
         return server_sent(self._writer.ping())
 
     def end(self) -> bytes:
-        """See AnswerForm."""
         if self._usage is None or not self._include_usage:
             return DONE
         return server_sent(self._writer.usage_chunk(self._usage)) + DONE
 
     def failure(self, error: HeadraceError) -> bytes:
-        """See AnswerForm."""
         return server_sent(error_body(error))
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """See AnswerForm."""
         return self._writer.whole(events)
 
 

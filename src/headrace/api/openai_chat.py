@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from headrace.api.json_body import check, read_object
+from headrace.api.json_body import StrictBody, check, read_object
 from headrace.api.openai_fields import CHAT_FIELDS, refuse_unbuilt, unknown_fields, unknown_inner_fields
 from headrace.api.openai_messages import MessageBody, chat_message, refuse_too_many, unknown_message_fields
 from headrace.api.openai_sampling import (
@@ -42,10 +42,8 @@ _OBJECTS: Mapping[str, type[BaseModel]] = {
 }
 
 
-class PromptBody(BaseModel):
+class PromptBody(StrictBody):
     """What a chat's prompt is made of."""
-
-    model_config = ConfigDict(strict=True)
 
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[ToolBody] | None, Field(max_length=4096)] = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_json
 
+from headrace.api.json_body import StrictBody, required
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, Role, TextPart, ToolCall
 from headrace.types.media import MediaOptions
@@ -29,18 +30,14 @@ _UNSUPPORTED_PARTS = frozenset({"image", "video", "input_audio", "audio_url", "a
 _WITHOUT_EFFECT = frozenset({"cache_control", "annotations"})
 
 
-class UrlBody(BaseModel):
+class UrlBody(StrictBody):
     """Where an image or a video is. How finely it is looked at (`detail`) is the model's to decide."""
-
-    model_config = ConfigDict(strict=True)
 
     url: str
 
 
-class PartBody(BaseModel):
+class PartBody(StrictBody):
     """A part of a message's content; which other fields it has depends on its type."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     text: str | None = None
@@ -54,29 +51,23 @@ class PartBody(BaseModel):
     num_frames: int | None = Field(None, ge=1)
 
 
-class FunctionCallBody(BaseModel):
+class FunctionCallBody(StrictBody):
     """Name and arguments of a call; arguments that came as text are kept as they are, valid JSON or not."""
-
-    model_config = ConfigDict(strict=True)
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCallBody(BaseModel):
+class ToolCallBody(StrictBody):
     """A call in the history."""
-
-    model_config = ConfigDict(strict=True)
 
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallBody
 
 
-class MessageBody(BaseModel):
+class MessageBody(StrictBody):
     """One turn. `reasoning_content` and `reasoning` are two names of one thing."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[PartBody], Field(fail_fast=True)] | None = None
@@ -155,9 +146,9 @@ def _part(part: PartBody, path: str) -> ContentPart:
     if part.type in _VIDEO_PARTS:
         return _media_part("video", part, _url(part.video_url, f"{path}.video_url"), path)
     if part.type == "refusal":
-        return TextPart(_required(part.refusal, f"{path}.refusal"))
+        return TextPart(required(part.refusal, f"{path}.refusal"))
     if part.type in _TEXT_PARTS:
-        return TextPart(_required(part.text, f"{path}.text"))
+        return TextPart(required(part.text, f"{path}.text"))
     raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
 
 
@@ -167,10 +158,4 @@ def _media_part(kind: Literal["image", "video"], part: PartBody, source: str, pa
 
 
 def _url(place: str | UrlBody | None, path: str) -> str:
-    return _required(place.url if isinstance(place, UrlBody) else place, path)
-
-
-def _required(text: str | None, path: str) -> str:
-    if text is None:
-        raise InvalidRequest(f"{path} is missing", param=path)
-    return text
+    return required(place.url if isinstance(place, UrlBody) else place, path)

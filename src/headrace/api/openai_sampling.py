@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.api.json_body import StrictBody
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import RequestedSampling, RequestedSparse, RequestedStop
 
@@ -28,10 +29,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-class StreamOptionsBody(BaseModel):
+class StreamOptionsBody(StrictBody):
     """`stream_options`."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
     # Padding against traffic analysis; there is none here, whatever is asked.
@@ -39,10 +38,8 @@ class StreamOptionsBody(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SparseBody(BaseModel):
+class SparseBody(StrictBody):
     """Whether a long prompt may be computed in part."""
-
-    model_config = ConfigDict(strict=True)
 
     sparse_prefill: bool | Literal["auto"] | None = None
     sparse_keep: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
@@ -50,8 +47,6 @@ class SparseBody(BaseModel):
 
 class SamplingBody(SparseBody):
     """How an answer is drawn, how it ends, how it is sent, and who asks."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None

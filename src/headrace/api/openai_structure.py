@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import from_json
 
+from headrace.api.json_body import StrictBody
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import Structure
 
 Choices = Annotated[list[str], Field(min_length=1, max_length=10_000)]
 
 
-class JsonSchemaBody(BaseModel):
+class JsonSchemaBody(StrictBody):
     """A schema with a name. `strict` or not, it is enforced."""
-
-    model_config = ConfigDict(strict=True)
 
     name: str | None = None
     description: str | None = None
@@ -29,20 +28,16 @@ class JsonSchemaBody(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormatBody(BaseModel):
+class ResponseFormatBody(StrictBody):
     """`response_format`; which other fields it has depends on its type."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     json_schema: JsonSchemaBody | None = None
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
-class StructuredOutputsBody(BaseModel):
+class StructuredOutputsBody(StrictBody):
     """`structured_outputs`: one of these."""
-
-    model_config = ConfigDict(strict=True)
 
     json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -52,10 +47,8 @@ class StructuredOutputsBody(BaseModel):
     structural_tag: Any = None
 
 
-class StructureBody(BaseModel):
+class StructureBody(StrictBody):
     """All the places in which a body can say what form its answer must have."""
-
-    model_config = ConfigDict(strict=True)
 
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputsBody | None = None

@@ -6,9 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from headrace.api.json_body import check, read_object
+from headrace.api.json_body import StrictBody, check, read_object
 from headrace.api.openai_chat import PromptBody, chat_prompt
 from headrace.api.openai_completion import read_token_ids
 from headrace.api.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, refuse_unbuilt, unknown_fields
@@ -17,10 +15,8 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest
 
 
-class TokenizeTextBody(BaseModel):
+class TokenizeTextBody(StrictBody):
     """A text to be split into tokens."""
-
-    model_config = ConfigDict(strict=True)
 
     prompt: str
     model: str | None = None
@@ -34,10 +30,8 @@ class TokenizeChatBody(PromptBody):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(StrictBody):
     """Token ids to be put together to a text."""
-
-    model_config = ConfigDict(strict=True)
 
     # Read by hand: a list's every wrong element would be an error of its own.
     tokens: Any = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.api.json_body import StrictBody
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ToolChoice, ToolDefinition
 
@@ -19,10 +20,8 @@ MAX_NAME = 256
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
-class FunctionBody(BaseModel):
+class FunctionBody(StrictBody):
     """A function that the client can run. Without `parameters` it takes none."""
-
-    model_config = ConfigDict(strict=True)
 
     name: Name
     description: str | None = None
@@ -30,36 +29,28 @@ class FunctionBody(BaseModel):
     strict: bool | None = None
 
 
-class ToolBody(BaseModel):
+class ToolBody(StrictBody):
     """A tool; which other fields it has depends on its type."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     function: FunctionBody | None = None
 
 
-class FunctionNameBody(BaseModel):
+class FunctionNameBody(StrictBody):
     """A function by its name."""
-
-    model_config = ConfigDict(strict=True)
 
     name: Name
 
 
-class NamedToolBody(BaseModel):
+class NamedToolBody(StrictBody):
     """A tool by its name."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     function: FunctionNameBody | None = None
 
 
-class AllowedToolsBody(BaseModel):
+class AllowedToolsBody(StrictBody):
     """Some of the tools, of which the model may call one or must."""
-
-    model_config = ConfigDict(strict=True)
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolBody], Field(min_length=1)]
@@ -71,10 +62,8 @@ class ToolChoiceBody(NamedToolBody):
     allowed_tools: AllowedToolsBody | None = None
 
 
-class ToolsBody(BaseModel):
+class ToolsBody(StrictBody):
     """What a body says about tools beside the conversation."""
-
-    model_config = ConfigDict(strict=True)
 
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None

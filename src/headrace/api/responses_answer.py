@@ -14,7 +14,6 @@ from typing import Any
 
 from headrace.api.answer_form import AnswerHeading, server_sent, sparse_detail
 from headrace.api.responses_body import ResponseCall
-from headrace.api.responses_fields import echoed
 from headrace.api.responses_output import (
     CustomCallOutput,
     FunctionCallOutput,
@@ -41,8 +40,6 @@ _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
     *("safety_identifier", "temperature", "top_p", "user"),
 )
-
-_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
 
 
 class ResponsesAnswer:
@@ -76,7 +73,6 @@ class ResponsesAnswer:
         return self._status == "in_progress"
 
     def pieces(self, event: Event) -> Iterator[bytes]:
-        """See AnswerForm."""
         for body in self._said(event):
             yield server_sent(body, body["type"])
 
@@ -89,7 +85,6 @@ class ResponsesAnswer:
         return b""
 
     def failure(self, error: HeadraceError) -> bytes:
-        """See AnswerForm."""
         self._status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
         is_refused = isinstance(error, RequestError)
         self._error = {"code": error.code if is_refused else "server_error", "message": error.message}
@@ -118,7 +113,7 @@ class ResponsesAnswer:
             "background": False,
             "error": self._error,
             "incomplete_details": self._incomplete,
-            **echoed(sent, _ECHOED),
+            **{name: sent.get(name) for name in _ECHOED},
             "metadata": sent.get("metadata") or {},
             "model": self._heading.model,
             "output": list(self._done),
@@ -188,11 +183,11 @@ class ResponsesAnswer:
     def _finish(self, reason: FinishReason, usage: Usage, scores: Sequence[TokenScore]) -> Iterator[dict[str, Any]]:
         if isinstance(self._open, MessageOutput):
             self._open.score(scores)
-        cut = _INCOMPLETE.get(reason)
-        status = "completed" if cut is None else "incomplete"
+        is_cut = reason is FinishReason.LENGTH
+        status = "incomplete" if is_cut else "completed"
         yield from self._end_item(status)
         self._status, self._usage = status, usage
-        self._incomplete = None if cut is None else {"reason": cut}
+        self._incomplete = {"reason": "max_output_tokens"} if is_cut else None
         response = self.response()
         self._on_end(response)
         yield self._event(f"response.{status}", response=response)

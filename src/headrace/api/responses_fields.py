@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from headrace.api.openai_fields import FieldRules
 from headrace.errors import HeadraceError
@@ -74,8 +73,3 @@ def name_own_field(error: HeadraceError) -> None:
     head, dot, rest = (error.param or "").partition(".")
     if head in _PARAMS:
         error.param = _PARAMS[head] + dot + rest
-
-
-def echoed(body: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Fields that an answer repeats as they came, null if they didn't."""
-    return {name: body.get(name) for name in names}

@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from headrace.api.json_body import check_at
+from headrace.api.json_body import StrictBody, check_at
+from headrace.api.openai_messages import UrlBody
 from headrace.api.responses_fields import ITEM_FIELDS_WITHOUT_EFFECT
 from headrace.errors import InvalidRequest, UnsupportedField
 
@@ -50,42 +51,28 @@ _ID_FORMS: Mapping[str, str] = {
 }
 
 
-class ImageUrlBody(BaseModel):
-    """A picture's address as the chat API writes it."""
-
-    model_config = ConfigDict(strict=True)
-
-    url: str
-
-
-class PartBody(BaseModel):
+class PartBody(StrictBody):
     """A part of a content; which other fields it has depends on its type."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: str | ImageUrlBody | None = None
+    image_url: str | UrlBody | None = None
 
 
 Content = str | Annotated[list[PartBody], Field(fail_fast=True)] | None
 
 
-class MessageItem(BaseModel):
+class MessageItem(StrictBody):
     """A turn's text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = None
 
 
-class FunctionCallItem(BaseModel):
+class FunctionCallItem(StrictBody):
     """A call in the history; the arguments are kept as they came, valid JSON or not."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     call_id: str
@@ -94,10 +81,8 @@ class FunctionCallItem(BaseModel):
     arguments: str
 
 
-class CustomCallItem(BaseModel):
+class CustomCallItem(StrictBody):
     """A call to a tool that takes plain text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     call_id: str
@@ -106,10 +91,8 @@ class CustomCallItem(BaseModel):
     input: str
 
 
-class OutputItem(BaseModel):
+class OutputItem(StrictBody):
     """A call's result, of a function or a custom tool."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     call_id: str
@@ -118,19 +101,15 @@ class OutputItem(BaseModel):
     namespace: str | None = None
 
 
-class ReasoningText(BaseModel):
+class ReasoningText(StrictBody):
     """A piece of thinking or of its summary."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str | None = None
     text: str
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(StrictBody):
     """Thinking of an earlier turn."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     summary: list[ReasoningText] | None = None
@@ -138,20 +117,16 @@ class ReasoningItem(BaseModel):
     encrypted_content: str | None = None
 
 
-class CarriedItem(BaseModel):
+class CarriedItem(StrictBody):
     """A call that a client carried out, or its result, of a kind of its own."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     call_id: str | None = None
     id: str | None = None
 
 
-class ReferenceItem(BaseModel):
+class ReferenceItem(StrictBody):
     """An item that this server has sent or received before."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["item_reference"] | None = None
     id: str

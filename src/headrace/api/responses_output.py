@@ -44,17 +44,14 @@ class MessageOutput:
         self._tells_logprobs = tells_logprobs
 
     def body(self, status: str) -> dict[str, Any]:
-        """See OutputItem."""
         # Clients take an item that was just added without content: its parts come by themselves.
         content = [self._part()] if self._text else []
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def begin(self) -> Iterator[Said]:
-        """See OutputItem."""
         yield "response.content_part.added", {"content_index": 0, "part": self._part()}
 
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
-        """See OutputItem."""
         self._text.append(text)
         self.score(scores)
         told = _logprobs(scores) if self._tells_logprobs else []
@@ -65,7 +62,6 @@ class MessageOutput:
         self._scores += scores
 
     def end(self) -> Iterator[Said]:
-        """See OutputItem."""
         part = self._part()
         fields = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
         yield "response.output_text.done", fields
@@ -85,7 +81,6 @@ class ReasoningOutput:
         self._is_sealed = is_sealed
 
     def body(self, status: str) -> dict[str, Any]:
-        """See OutputItem."""
         text = "".join(self._text)
         return {
             "id": self.id,
@@ -97,7 +92,6 @@ class ReasoningOutput:
         }
 
     def begin(self) -> Iterator[Said]:
-        """See OutputItem."""
         yield "response.content_part.added", {"content_index": 0, "part": self._part()}
 
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
@@ -106,7 +100,6 @@ class ReasoningOutput:
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": text}
 
     def end(self) -> Iterator[Said]:
-        """See OutputItem."""
         part = self._part()
         yield "response.reasoning_text.done", {"content_index": 0, "text": part["text"]}
         yield "response.content_part.done", {"content_index": 0, "part": part}
@@ -125,21 +118,17 @@ class FunctionCallOutput:
         self._arguments: list[str] = []
 
     def body(self, status: str) -> dict[str, Any]:
-        """See OutputItem."""
         said = _call(self.id, "function_call", status, self._call_id, self._tool)
         return {**said, "arguments": "".join(self._arguments)}
 
     def begin(self) -> Iterator[Said]:
-        """See OutputItem."""
         yield from ()
 
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
-        """See OutputItem."""
         self._arguments.append(text)
         yield "response.function_call_arguments.delta", {"delta": text}
 
     def end(self) -> Iterator[Said]:
-        """See OutputItem."""
         fields = {"name": self._tool.name, "arguments": "".join(self._arguments)}
         yield "response.function_call_arguments.done", fields
 
@@ -154,19 +143,15 @@ class CustomCallOutput:
         self._input = CustomInput()
 
     def body(self, status: str) -> dict[str, Any]:
-        """See OutputItem."""
         return {**_call(self.id, "custom_tool_call", status, self._call_id, self._tool), "input": self._input.text}
 
     def begin(self) -> Iterator[Said]:
-        """See OutputItem."""
         yield from ()
 
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
-        """See OutputItem."""
         yield from _input_delta(self._input.push(text))
 
     def end(self) -> Iterator[Said]:
-        """See OutputItem."""
         yield from _input_delta(self._input.finish())
         yield "response.custom_tool_call_input.done", {"input": self._input.text}
 

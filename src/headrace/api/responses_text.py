@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from headrace.api.json_body import StrictBody
 from headrace.api.openai_chat import Effort
 from headrace.types.chat import Structure
 
 
-class PlainFormat(BaseModel):
+class PlainFormat(StrictBody):
     """Any text, or any JSON object."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(BaseModel):
+class SchemaFormat(StrictBody):
     """JSON that fits a schema."""
 
-    model_config = ConfigDict(strict=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["json_schema"]
     # Only for the client to tell its formats apart.
@@ -32,19 +31,15 @@ class SchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextBody(BaseModel):
+class TextBody(StrictBody):
     """`text`. Verbosity is a wish that no open model's template reads."""
-
-    model_config = ConfigDict(strict=True)
 
     format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningBody(BaseModel):
+class ReasoningBody(StrictBody):
     """`reasoning`. Only the effort changes anything: what is thought is told as it is, without a summary."""
-
-    model_config = ConfigDict(strict=True)
 
     effort: Effort | None = None
     summary: str | None = None

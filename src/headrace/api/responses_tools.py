@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from headrace.api.json_body import check_at
+from headrace.api.json_body import StrictBody, check_at
 from headrace.api.openai_tools import MAX_NAME, no_parameters
 from headrace.api.responses_fields import TOOL_FIELDS_WITHOUT_EFFECT
 from headrace.errors import InvalidRequest, UnsupportedField
@@ -53,10 +53,8 @@ REFUSED_TOOLS = frozenset(
 )
 
 
-class FunctionToolBody(BaseModel):
+class FunctionToolBody(StrictBody):
     """A function."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function"]
     name: str = Field(min_length=1)
@@ -65,20 +63,16 @@ class FunctionToolBody(BaseModel):
     strict: bool | None = None
 
 
-class FormatBody(BaseModel):
+class FormatBody(StrictBody):
     """What texts a custom tool takes."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text", "grammar"]
     syntax: str | None = None
     definition: str | None = None
 
 
-class CustomToolBody(BaseModel):
+class CustomToolBody(StrictBody):
     """A tool that takes plain text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["custom"]
     name: str = Field(min_length=1)
@@ -86,10 +80,8 @@ class CustomToolBody(BaseModel):
     format: FormatBody | None = None
 
 
-class NamespaceBody(BaseModel):
+class NamespaceBody(StrictBody):
     """Tools under a common name."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["namespace"]
     name: str = Field(min_length=1)
@@ -234,7 +226,8 @@ def tool_choice(value: object, tools: DeclaredTools, *, is_parallel: bool) -> To
         case "none":
             return ToolChoice("none", is_parallel=is_parallel)
         case "required":
-            _refuse_without(tools)
+            if not tools.definitions:
+                raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
             return ToolChoice("required", is_parallel=is_parallel)
         case {"type": "function" | "custom" as kind, **named}:
             chosen = _chosen({"type": kind, **{str(name): each for name, each in named.items()}}, tools, "tool_choice")
@@ -248,11 +241,6 @@ def tool_choice(value: object, tools: DeclaredTools, *, is_parallel: bool) -> To
             raise UnsupportedField(f"tool_choice: {kind} is not supported", param="tool_choice")
     message = "tool_choice must be none, auto, required, or an object of the type function, custom or allowed_tools"
     raise InvalidRequest(message, param="tool_choice")
-
-
-def _refuse_without(tools: DeclaredTools) -> None:
-    if not tools.definitions:
-        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
 
 
 def _allowed(allowed: Sequence[object], tools: DeclaredTools) -> Iterator[str]:

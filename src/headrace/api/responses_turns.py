@@ -10,6 +10,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from headrace.api.json_body import required
 from headrace.api.responses_items import (
     CARRIED_CALLS,
     SKIPPED_ITEMS,
@@ -164,19 +165,13 @@ def _parts(content: Content, path: str) -> tuple[ContentPart, ...]:
 
 def _part(part: PartBody, path: str) -> ContentPart:
     if part.type in _TEXT_PARTS:
-        return TextPart(_required(part.text, f"{path}.text"))
+        return TextPart(required(part.text, f"{path}.text"))
     if part.type == "refusal":
-        return TextPart(_required(part.refusal, f"{path}.refusal"))
+        return TextPart(required(part.refusal, f"{path}.refusal"))
     if part.type in _IMAGE_PARTS:
         url = part.image_url
-        source = _required(url if isinstance(url, str | None) else url.url, f"{path}.image_url")
+        source = required(url if isinstance(url, str | None) else url.url, f"{path}.image_url")
         return MediaPart("image", source, param=f"{path}.image_url")
     if part.type in _OTHER_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
     raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
-
-
-def _required(text: str | None, path: str) -> str:
-    if text is None:
-        raise InvalidRequest(f"{path} is missing", param=path)
-    return text

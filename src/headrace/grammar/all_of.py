@@ -8,29 +8,25 @@ from headrace.grammar.constraint import Constraint, Mask, Window
 
 
 class AllOf:
-    """What all of its parts allow."""
+    """A Constraint: what all of its parts allow."""
 
     def __init__(self, parts: Sequence[Constraint]) -> None:
         self._parts = tuple(parts)
 
     @property
     def is_over(self) -> bool:
-        """See Constraint."""
         return any(part.is_over for part in self._parts)
 
     def num_legal(self, drafts: Sequence[int]) -> int:
-        """See Constraint."""
         return min(part.num_legal(drafts) for part in self._parts)
 
     def window(self, drafts: Sequence[int]) -> Window:
-        """See Constraint."""
         windows = [part.window(drafts) for part in self._parts]
         num_legal = min(window.num_legal for window in windows)
         masks = [_both([window.masks[place] for window in windows]) for place in range(num_legal + 1)]
         return Window((*masks, *[None] * (len(drafts) - num_legal)), num_legal)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See Constraint."""
         for part in self._parts:
             part.accept(token_ids)
 
@@ -39,7 +35,6 @@ class AllOf:
         return next((forced for part in self._parts if (forced := part.forced_tokens(limit))), ())
 
     def copy(self) -> AllOf:
-        """See Constraint."""
         return AllOf([part.copy() for part in self._parts])
 
 

@@ -34,7 +34,6 @@ class JsonBody:
     after: str
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
-        """See CallBody."""
         name = arguments.name
         if self.before.endswith('"'):
             name = json.dumps(name, ensure_ascii=False)[1:-1]
@@ -63,7 +62,6 @@ class TagBody:
     typed_key: str | None = None
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
-        """See CallBody."""
         _check_name(arguments.name, _BARE_NAME)
         head = rules.marker(self.before + arguments.name + self.behind_name)
         ways = arguments.ways(_can_be_key)
@@ -139,7 +137,6 @@ class PythonBody:
     """`f(a=1, b="x")`, with values as JSON writes them."""
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
-        """See CallBody."""
         _check_name(arguments.name, _PYTHON_NAME)
         listed = rules.rule(" | ".join(self._elements(rules, each) for each in arguments.ways(str.isidentifier)))
         return rules.rule(f"{literal(arguments.name + '(')} {listed} {literal(')')}")

@@ -14,7 +14,7 @@ from headrace.grammar.vocabulary import Vocabulary
 
 
 class Matcher:
-    """A grammar and how far a sequence has come in it.
+    """A Constraint: a grammar and how far a sequence has come in it.
 
     Where the grammar may end, the sequence's stop tokens may come, and nowhere else, whatever their text is. Where only
     one text may come, only the tokens may that it is usually written in.
@@ -34,7 +34,6 @@ class Matcher:
         return self._has_stopped or self._grammar.is_stopped()
 
     def num_legal(self, drafts: Sequence[int]) -> int:
-        """See Constraint."""
         if self.is_over:
             return int(bool(drafts) and drafts[0] in self._stop_token_ids)
         before_stop = list(itertools.takewhile(lambda draft: draft not in self._stop_token_ids, drafts))
@@ -52,7 +51,6 @@ class Matcher:
         return may_end
 
     def window(self, drafts: Sequence[int]) -> Window:
-        """See Constraint."""
         masks: list[Mask | None] = []
         num_legal = num_consumed = 0
         for draft in drafts:
@@ -82,11 +80,9 @@ class Matcher:
                 raise self._failure()
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """See Constraint."""
         return () if self.is_over else tuple(self._grammar.compute_ff_tokens()[:limit])
 
     def copy(self) -> Matcher:
-        """See Constraint."""
         copy = Matcher(self._grammar.deep_copy(), self._vocabulary, self._stop_token_ids)
         copy._has_stopped = self._has_stopped
         return copy

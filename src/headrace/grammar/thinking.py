@@ -34,7 +34,7 @@ class _Place:
 
 
 class ThinkingBudget:
-    """Counts the tokens of thinking that come before the answer, in one block or in several with nothing between them.
+    """A Constraint: counts tokens of thinking before the answer, in one block or in several with nothing between them.
 
     A token that opens or closes a block does not count. A block that begins where all is used up is closed at once.
     """
@@ -51,11 +51,9 @@ class ThinkingBudget:
         return False
 
     def num_legal(self, drafts: Sequence[int]) -> int:
-        """See Constraint."""
         return self.window(drafts).num_legal
 
     def window(self, drafts: Sequence[int]) -> Window:
-        """See Constraint."""
         masks: list[Mask | None] = []
         place = self._place
         for num_legal, draft in enumerate(drafts):
@@ -76,13 +74,11 @@ class ThinkingBudget:
             self._place = self._after(self._place, token_id)
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """See Constraint."""
         if self._place.phase is not _Phase.CLOSING:
             return ()
         return self._limit.closing[self._place.num_closed :][:limit]
 
     def copy(self) -> ThinkingBudget:
-        """See Constraint."""
         copy = ThinkingBudget(self._limit, self._vocabulary)
         copy._place = self._place
         return copy

@@ -16,7 +16,7 @@ from headrace.types.status import DiskStatus, EngineStatus, Histogram, ProcessSt
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Shown from the start: a counter that appears with its first event hides that event from rates.
-_FINISH_REASONS = (*(reason.value for reason in FinishReason if reason is not FinishReason.CONTENT_FILTER),)
+_FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 
 
 def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str:

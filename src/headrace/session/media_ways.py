@@ -79,7 +79,6 @@ class TowerWay:
     def prepare(
         self, part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits
     ) -> tuple[ShownItem, ...]:
-        """See MediaWay."""
         vision = self._profile.vision
         return tuple(
             ShownItem(one, num_media_tokens(one.grid, vision), one.patches.nbytes)
@@ -102,7 +101,6 @@ class TowerWay:
         return (prepare_video(files[0], vision, limits, part.param, part.options),)
 
     def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
-        """See MediaWay."""
         return expand(token_ids, [item.prepared for item in items], self._profile, self._encode)
 
 
@@ -119,7 +117,6 @@ class ProcessorWay:
     def prepare(
         self, part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits
     ) -> tuple[ShownItem, ...]:
-        """See MediaWay."""
         if part.options.min_pixels is not None or part.options.max_pixels is not None:
             message = f"{part.param}: min_pixels and max_pixels: the model's processor decides how large pictures are"
             raise UnsupportedField(message, param=part.param)
@@ -139,7 +136,6 @@ class ProcessorWay:
         return ShownItem((token_ids, one), len(token_ids), num_bytes)
 
     def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
-        """See MediaWay."""
         places = [index for index, token_id in enumerate(token_ids) if token_id == self._mark_id]
         if len(places) != len(items):
             raise ValueError(f"the prompt has {len(places)} places for its {len(items)} pictures")

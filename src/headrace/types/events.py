@@ -15,7 +15,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
-    CONTENT_FILTER = "content_filter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ class DeepSeekCalls:
     id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         yield from reader.take(_LIST[0])
         yield from reader.skip_space()
         yield from reader.expect(_CALL[0])

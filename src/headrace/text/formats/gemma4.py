@@ -21,7 +21,6 @@ class GemmaCalls:
     id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         yield from reader.expect(_OPENER)
         yield from reader.skip_space()
         yield from reader.expect("call:")

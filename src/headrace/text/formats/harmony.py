@@ -24,7 +24,6 @@ class HarmonyCall:
     id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         header = yield from reader.take_until(MESSAGE, MAX_HEADER)
         recipient = recipient_of(header)
         if recipient is None:

@@ -41,7 +41,6 @@ class ToolCallTags:
         self.openers = (_WRAPPER[0], QWEN_XML.call_open) if bare_function else (_WRAPPER[0],)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         yield from reader.take(_WRAPPER[0])
         yield from reader.skip_space()
         if (yield from reader.peek()) == "<":

@@ -40,7 +40,6 @@ class Hunyuan:
     id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         opener = yield from reader.take_any(self.openers)
         syntax = _SUFFIXED if opener == self.openers[0] else _PLAIN
         yield from reader.skip_space()

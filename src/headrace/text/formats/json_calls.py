@@ -32,7 +32,6 @@ class JsonCalls:
         self.id_style = id_style
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         yield from reader.take_any(self.openers)
         yield from read_json_body(reader, sink)
         if self.closer is not None and (yield from reader.skip_space()):

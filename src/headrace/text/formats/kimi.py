@@ -26,7 +26,6 @@ class KimiCalls:
     id_style = "counted"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         yield from reader.take(_SECTION[0])
         yield from reader.skip_space()
         yield from reader.expect(_CALL[0])

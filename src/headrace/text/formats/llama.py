@@ -24,7 +24,6 @@ class LlamaCalls:
     id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         sink.is_tentative = not (yield from reader.take(_TOKEN))
         yield from reader.skip_space()
         while True:

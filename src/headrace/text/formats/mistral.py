@@ -28,7 +28,6 @@ class MistralCalls:
     id_style = "short"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         yield from reader.expect(_OPENER)
         yield from reader.skip_space()
         if (yield from reader.peek()) in "[{":

@@ -30,7 +30,6 @@ class PythonCalls:
         self._closer = closer
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         is_bare = not (yield from reader.take(self.openers[0]))
         sink.is_tentative = is_bare
         yield from reader.skip_space()

@@ -24,7 +24,6 @@ class TaggedCalls:
         self.markers = tuple(dict.fromkeys(tag for syntax in syntaxes for tag in syntax.tags))
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """See ToolFormat."""
         start = reader.pos
         opener = yield from reader.take_any(self.openers)
         syntax = self._syntaxes.get(opener or "")
