@@ -15,10 +15,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling.distributions import distribution
 
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
-from headrace.sampling.sampler import SamplingRow, adjust, distribution, sample
+from headrace.sampling.sampler import SamplingRow, adjust, sample
 from headrace.types.request import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -349,12 +350,11 @@ def test_draws_fall_as_the_adjusted_distribution_says() -> None:
     assert chi_square < 20.5  # one in a thousand for 5 degrees of freedom
 
 
-def test_a_continuation_keeps_its_own_history_through_a_fork() -> None:
+def test_rows_of_one_prompt_keep_histories_of_their_own() -> None:
     num_tokens, prompt = 12, [3, 4, 3]
     steps = np.random.default_rng(12).normal(size=(6, num_tokens)).astype(np.float32)
     params = [replace(PLAIN, seed=seed, repetition_penalty=1.4, frequency_penalty=0.6) for seed in (1, 2)]
-    first = History(prompt, num_tokens)
-    histories, outputs = [first, first.fork()], [list[int](), list[int]()]
+    histories, outputs = [History(prompt, num_tokens) for _ in params], [list[int](), list[int]()]
     for index, logits in enumerate(steps):
         rows = [SamplingRow(params[choice], index, histories[choice]) for choice in (0, 1)]
         both = mx.broadcast_to(mx.array(logits), (2, num_tokens))

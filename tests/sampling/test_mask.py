@@ -8,11 +8,12 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from sampling.distributions import distribution
 
 from headrace.sampling.adjustment import Mask
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History
-from headrace.sampling.sampler import SamplingRow, adjust, distribution, sample
+from headrace.sampling.sampler import SamplingRow, adjust, sample
 from headrace.speculate.verify import window_rows
 from headrace.types.request import SamplingParams
 

@@ -37,12 +37,11 @@ def test_the_reference_cipher_gives_the_published_answer() -> None:
 @given(
     seed=st.one_of(st.integers(-(2**130), 2**130), st.integers(-3, 3)),
     output_index=st.integers(0, 2**32),
-    purpose=st.integers(0, 5),
 )
-def test_a_draw_is_the_cipher_of_its_place_under_the_seed(seed: int, output_index: int, purpose: int) -> None:
+def test_a_draw_is_the_cipher_of_its_place_under_the_seed(seed: int, output_index: int) -> None:
     key = seed % 2**128
-    word = philox((output_index + 1, purpose, 0, 0), (key & WORD, key >> 64))[0]  # numpy counts up before it draws
-    assert uniform(seed, output_index, purpose) == (word >> 11) / 2**53
+    word = philox((output_index + 1, 0, 0, 0), (key & WORD, key >> 64))[0]  # numpy counts up before it draws
+    assert uniform(seed, output_index) == (word >> 11) / 2**53
 
 
 def test_seeds_of_any_size_and_sign_have_streams_of_their_own() -> None:
@@ -51,15 +50,14 @@ def test_seeds_of_any_size_and_sign_have_streams_of_their_own() -> None:
     assert uniform(-1, 4) == uniform(2**128 - 1, 4)
 
 
-def test_places_and_purposes_draw_independently() -> None:
-    draws = {uniform(5, index, purpose) for index in range(20) for purpose in range(5)}
-    assert len(draws) == 100
+def test_places_draw_independently() -> None:
+    assert len({uniform(5, index) for index in range(100)}) == 100
 
 
 def test_rows_are_drawn_as_if_alone() -> None:
-    drawn = uniforms([3, -4, 3], [0, 9, 1], purpose=2)
+    drawn = uniforms([3, -4, 3], [0, 9, 1])
     assert drawn.dtype == np.float64
-    assert drawn.tolist() == [uniform(3, 0, 2), uniform(-4, 9, 2), uniform(3, 1, 2)]
+    assert drawn.tolist() == [uniform(3, 0), uniform(-4, 9), uniform(3, 1)]
     assert uniforms([], []).shape == (0,)
 
 

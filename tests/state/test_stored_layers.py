@@ -42,7 +42,7 @@ def arrays_cache() -> ArraysCache:
 
 
 def round_trip(layers: dict[LayerKey, LayerRecord]) -> dict[LayerKey, LayerRecord]:
-    description, arrays = describe(layers, "snapshot")
+    description, arrays = describe(layers)
     assert all(name.startswith("snapshot.") for name in arrays)
     return rebuild(json.loads(json.dumps(description)), arrays)
 
@@ -99,11 +99,11 @@ class OwnCache(KVCache):
 @pytest.mark.parametrize("cache", [QuantizedKVCache(), OwnCache(), CacheList(OwnCache()), [KVCache(), OwnCache()]])
 def test_a_cache_of_an_unknown_sort_is_refused_by_its_name(cache: Any) -> None:
     with pytest.raises(NotStorable, match="QuantizedKVCache|OwnCache"):
-        describe({(): ModuleRecord(cache)}, "snapshot")
+        describe({(): ModuleRecord(cache)})
 
 
 def test_numbers_of_an_unknown_type_are_refused_by_its_name() -> None:
     cache = ArraysCache(1)
     cache[0] = mx.zeros((1, 2), mx.complex64)
     with pytest.raises(NotStorable, match="complex64"):
-        describe({(): ModuleRecord(cache)}, "snapshot")
+        describe({(): ModuleRecord(cache)})

@@ -35,12 +35,10 @@ _PREFIX = "scipy_"
 class BlasReport:
     """Which BLAS multiplies float32 matrices on the CPU.
 
-    redirected: MLX calls another BLAS than the one it was linked with. num_threads: of that one, 1 for the stock.
-    reason: why, for a person to read.
+    num_threads: 1 for the one that MLX was linked with. reason: why it is this one, for a person to read.
     """
 
     name: str
-    redirected: bool
     num_threads: int
     reason: str
 
@@ -93,7 +91,7 @@ class _Unusable(Exception):
 
 
 def _stock(reason: str) -> BlasReport:
-    return BlasReport("as linked by MLX", redirected=False, num_threads=1, reason=reason)
+    return BlasReport("as linked by MLX", num_threads=1, reason=reason)
 
 
 def _point_at_openblas() -> _Redirect:
@@ -113,7 +111,7 @@ def _point_at_openblas() -> _Redirect:
     for name, slot in slots.items():
         elf.write_slot(slot, functions[name])
     reason = f"MLX's calls go to {path.name}"
-    return _Redirect(BlasReport(version, redirected=True, num_threads=num_threads, reason=reason), replaced)
+    return _Redirect(BlasReport(version, num_threads=num_threads, reason=reason), replaced)
 
 
 def _open_library() -> tuple[ctypes.CDLL, Path]:

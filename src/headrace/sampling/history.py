@@ -97,15 +97,6 @@ class History:
         """Whether an id is inside the vocabulary."""
         return 0 <= token_id < self._vocab_size
 
-    def fork(self) -> History:
-        """A copy that goes its own way. The prompt is shared: a fork costs by the length of the output."""
-        copy = History.__new__(History)
-        copy._prompt, copy._prompt_ids, copy._vocab_size = self._prompt, self._prompt_ids, self._vocab_size
-        copy._output = self._output.copy()
-        copy._places = self._places.copy()
-        copy._ids, copy._counts = self._ids.copy(), self._counts.copy()
-        return copy
-
 
 class Continuation:
     """What a History would be with some more output: no copy of the text, only of what is counted."""

@@ -11,21 +11,21 @@ SEED_BITS = 128
 """Width of the generator's key."""
 
 
-def uniform(seed: int, output_index: int, purpose: int = 0) -> float:
+def uniform(seed: int, output_index: int) -> float:
     """The number in [0, 1), a multiple of 2**-53, that belongs to this place of this stream.
 
     Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) is a block cipher: the seed is
     its key, the place is its counter, and no state is carried from one draw to the next.
 
     seed: any integer, taken modulo 2**128; so a negative seed is a stream of its own.
-    output_index, purpose: from 0, under 2**64. Draws of different purposes at one index are independent.
+    output_index: from 0, under 2**64.
     """
-    counter = np.array([output_index, purpose, 0, 0], dtype=np.uint64)
+    counter = np.array([output_index, 0, 0, 0], dtype=np.uint64)
     bits = np.random.Philox(key=seed % (1 << SEED_BITS), counter=counter).random_raw()
     return float((int(bits) >> 11) * 2.0**-53)
 
 
-def uniforms(seeds: Sequence[int], output_indices: Sequence[int], purpose: int = 0) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Sequence[int], output_indices: Sequence[int]) -> npt.NDArray[np.float64]:
     """`uniform` for each row, [R]. Raises ValueError if the two lengths differ."""
-    draws = (uniform(seed, index, purpose) for seed, index in zip(seeds, output_indices, strict=True))
+    draws = (uniform(seed, index) for seed, index in zip(seeds, output_indices, strict=True))
     return np.fromiter(draws, dtype=np.float64, count=len(seeds))

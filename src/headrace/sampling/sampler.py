@@ -77,41 +77,23 @@ def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Token ids, [R] int32, of logits [R, V] in any float type.
 
-    A random row is drawn exactly from its `distribution` with the number that belongs to its seed and output index; a
-    greedy row gets its most likely token after `adjust`, of equals the lowest id. A row with a NaN, with +inf or with
-    nothing but -inf (as when every token is banned) gets NO_TOKEN and harms no other; -inf beside finite logits means a
-    token that can't come.
+    A random row is drawn exactly from its `random_distribution` with the number that belongs to its seed and output
+    index; a greedy row gets its most likely token after `adjust`, of equals the lowest id. A row with a NaN, with +inf
+    or with nothing but -inf (as when every token is banned) gets NO_TOKEN and harms no other; -inf beside finite logits
+    means a token that can't come.
     Raises ValueError like `adjust`.
     """
     logits = adjust(logits, rows)
-    greedy, random = _split(rows)
+    greedy = [number for number, row in enumerate(rows) if row.is_greedy]
+    random = [number for number, row in enumerate(rows) if not row.is_greedy]
     groups: list[tuple[Sequence[int], mx.array]] = []
     if greedy:
         groups.append((greedy, most_likely(pick(logits, greedy), NO_TOKEN)))
     if random:
         chosen = [rows[row] for row in random]
         places = uniforms([row.params.seed for row in chosen], [row.output_index for row in chosen])
-        groups.append((random, draw(_random_distribution(pick(logits, random), chosen), places)))
+        groups.append((random, draw(random_distribution(pick(logits, random), chosen), places)))
     return in_order(groups) if groups else mx.zeros((0,), dtype=mx.int32)
-
-
-def distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """What each row is drawn from, [R, V] float32, summing to 1: `adjust`, then temperature, min_p, top_k and top_p.
-
-    A greedy row has 1 at its most likely token. A row that `sample` answers with NO_TOKEN is NaN throughout.
-    Raises ValueError like `adjust`.
-    """
-    logits = adjust(logits, rows)
-    greedy, random = _split(rows)
-    groups: list[tuple[Sequence[int], mx.array]] = []
-    if greedy:
-        ids = most_likely(pick(logits, greedy), NO_TOKEN)[:, None]
-        certain = (mx.arange(logits.shape[-1]) == ids).astype(mx.float32)
-        groups.append((greedy, mx.where(ids == NO_TOKEN, mx.nan, certain)))
-    if random:
-        chosen = [rows[row] for row in random]
-        groups.append((random, _random_distribution(pick(logits, random), chosen)))
-    return in_order(groups) if groups else mx.zeros(logits.shape, dtype=mx.float32)
 
 
 def _check(logits: mx.array, rows: Sequence[SamplingRow]) -> None:
@@ -119,15 +101,12 @@ def _check(logits: mx.array, rows: Sequence[SamplingRow]) -> None:
         raise ValueError(f"logits of shape {logits.shape} do not fit {len(rows)} rows of sampling settings")
 
 
-def _split(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int]]:
-    """Numbers of the greedy and of the random rows."""
-    greedy = [number for number, row in enumerate(rows) if row.is_greedy]
-    random = [number for number, row in enumerate(rows) if not row.is_greedy]
-    return greedy, random
+def random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """What random rows are drawn from, [R, V] float32, summing to 1: temperature, min_p, top_k and top_p.
 
-
-def _random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """`distribution` of random rows only. NaN spreads over its row by arithmetic and is never compared away."""
+    logits: after `adjust`. A row that `sample` answers with NO_TOKEN is NaN throughout: NaN spreads over its row by
+    arithmetic and is never compared away.
+    """
     logits = logits.astype(mx.float32)
     num_tokens = logits.shape[-1]
     highest = mx.max(logits, axis=-1, keepdims=True)

@@ -35,9 +35,7 @@ from headrace.types.status import DiskStatus
 
 logger = logging.getLogger(__name__)
 
-_COUNTED = (
-    *("num_hits", "num_hit_tokens", "num_reads", "num_read_bytes", "num_writes", "num_written_bytes", "num_dropped"),
-)
+_COUNTED = "num_hits num_hit_tokens num_reads num_read_bytes num_writes num_written_bytes num_dropped".split()
 
 FLUSH_S = 10.0
 """How long closing waits for what is still to be written."""

@@ -71,13 +71,11 @@ class DiskFolder:
                 excess -= file.num_bytes
         return removed
 
-    def remove_abandoned(self) -> int:
-        """Remove files whose writer died while writing them; gives how many."""
-        num_removed = 0
+    def remove_abandoned(self) -> None:
+        """Remove files whose writer died while writing them."""
         for file in self.files():
             if _UNFINISHED.fullmatch(file.name) and self._is_abandoned(file.name):
-                num_removed += self.remove(file.name)
-        return num_removed
+                self.remove(file.name)
 
     def _is_abandoned(self, name: str) -> bool:
         """Whether nobody holds the lock that a writer holds as long as it lives."""

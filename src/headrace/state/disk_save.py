@@ -97,7 +97,7 @@ class Save:
         Raises NotStorable.
         """
         wanted = {plan.end for plan in plans if plan.is_tail} & snapshots.keys()
-        descriptions = {length: describe(snapshots[length].layers, "snapshot") for length in sorted(wanted)}
+        descriptions = {length: describe(snapshots[length].layers) for length in sorted(wanted)}
         token_bytes = state.span_token_bytes
         taken: list[FilePlan] = []
         num_dropped = 0

@@ -1,4 +1,9 @@
-"""The border between a sequence and the state of one of its layers."""
+"""The border between a sequence and the state of one of its layers.
+
+A mixer writes a window of tokens; until `commit` says how many of them are kept, the window's uncertain tokens can
+still be dropped. A state that `is_sliceable` is valid at any length up to what was written, others at the lengths of
+their records only, of which `noted` has those that the last window left at its marks.
+"""
 
 from __future__ import annotations
 
@@ -44,37 +49,4 @@ class LayerRecord(Protocol):
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """The record's arrays, to be evaluated before the live state is written again."""
-        ...
-
-
-class LayerState(Protocol):
-    """Live state of one layer of one sequence.
-
-    A mixer writes a window of tokens; until `commit` says how many of them are kept, the window's uncertain
-    tokens can still be dropped. Nothing but these operations edits state between steps.
-    """
-
-    is_sliceable: bool
-    """Whether any prefix of what was written is valid; else a state is valid at the lengths of its records only."""
-    noted: dict[int, LayerRecord]
-    """Records that the last window left at its marks, by length."""
-
-    def commit(self, num_kept: int, num_window: int) -> None:
-        """Keep the first `num_kept` of the window's `num_window` tokens."""
-        ...
-
-    def checkpoint(self, length: int) -> LayerRecord:
-        """An independent copy of the state at `length`, which is the committed length."""
-        ...
-
-    def restore(self, record: LayerRecord, length: int) -> None:
-        """Become what the record holds. A record may be restored any number of times."""
-        ...
-
-    def arrays(self) -> tuple[mx.array, ...]:
-        """Arrays that the next step starts from; evaluated with each step so that no graph grows."""
-        ...
-
-    def cost(self) -> LayerCost:
-        """What the state takes at any length, read off what it holds after its first window."""
         ...

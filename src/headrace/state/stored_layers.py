@@ -1,7 +1,6 @@
 """Layer records as named arrays with a description in JSON, and back.
 
-A description is a list with one object for each layer: its key, its sort and where its arrays are. Arrays of spans
-and of snapshots get a prefix each, so that both fit into one file.
+A description is a list with one object for each layer: its key, its sort and where its arrays are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headrace.state.recurrent import RecurrentRecord
 Description = list[dict[str, Any]]
 """JSON."""
 
-MODULE_CACHES: dict[str, type] = {
+MODULE_CACHES: dict[str, Any] = {
     one.__name__: one for one in (ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache)
 }
 """mlx-lm's caches whose `state` is all that they hold."""
@@ -32,12 +31,12 @@ class NotStorable(Exception):
     """A layer's record can't be written to a file; the message says why."""
 
 
-def describe(layers: Mapping[LayerKey, LayerRecord], prefix: str) -> tuple[Description, dict[str, mx.array]]:
+def describe(layers: Mapping[LayerKey, LayerRecord]) -> tuple[Description, dict[str, mx.array]]:
     """The description of a snapshot's layers, and the arrays that it names. Raises NotStorable."""
     description: Description = []
     arrays: dict[str, mx.array] = {}
     for key, record in layers.items():
-        name = f"{prefix}.{'.'.join(map(str, key))}"
+        name = f"snapshot.{'.'.join(map(str, key))}"
         match record:
             case KVRecord(start, keys, values):
                 told = {"sort": "kv", "start": start, "arrays": _take([keys, values], name, arrays)}
@@ -58,32 +57,15 @@ def rebuild(description: Description, arrays: Mapping[str, mx.array]) -> dict[La
     return {tuple(one["key"]): _REBUILD[one["sort"]](one, arrays) for one in description}
 
 
-def _rebuild_kv(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerRecord:
-    return KVRecord(told["start"], *_give(told["arrays"], arrays))
-
-
-def _rebuild_recurrent(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerRecord:
-    return RecurrentRecord(*_give(told["arrays"], arrays))
-
-
-def _rebuild_hidden(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerRecord:
-    return HiddenRecord(*_give(told["arrays"], arrays))
-
-
 def _rebuild_module(told: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerRecord:
-    caches = [_cache(MODULE_CACHES[one["class"]], _give(one["state"], arrays)) for one in told["caches"]["list"]]
+    caches = [MODULE_CACHES[one["class"]].from_state(_give(one["state"], arrays)) for one in told["caches"]["list"]]
     return ModuleRecord(caches if told["caches"]["is_list"] else caches[0])
 
 
-def _cache(cache_class: Any, state: Any) -> Any:
-    """A cache that holds what another one's `state` said."""
-    return cache_class.from_state(state)
-
-
 _REBUILD: dict[str, Callable[[dict[str, Any], Mapping[str, mx.array]], LayerRecord]] = {
-    "kv": _rebuild_kv,
-    "recurrent": _rebuild_recurrent,
-    "hidden": _rebuild_hidden,
+    "kv": lambda told, arrays: KVRecord(told["start"], *_give(told["arrays"], arrays)),
+    "recurrent": lambda told, arrays: RecurrentRecord(*_give(told["arrays"], arrays)),
+    "hidden": lambda told, arrays: HiddenRecord(*_give(told["arrays"], arrays)),
     "module": _rebuild_module,
 }
 
