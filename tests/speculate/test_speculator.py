@@ -133,21 +133,19 @@ def sequence(speculator: Speculator, length: int, max_drafts: int | None = None)
     return Drafting(speculator.open(max_drafts), state, range(length + 1))
 
 
-def timed(num_rows: int) -> StepCosts:
-    """Steps of one row and of more took 10 ms without drafts."""
+def timed(num_rows: int, resting_s: float = 0.01) -> StepCosts:
+    """Steps of one row and of more took 10 ms without drafts, and so long if they ran ahead."""
     costs = StepCosts()
     for rows in {1, num_rows}:
         for _ in range(3):
             costs.observe(StepShape(rows, 0, 0, 300), 0.01)
+            costs.observe_resting(StepShape(rows, 0, 0, 300), resting_s)
     return costs
 
 
 def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
     """Each look costs a quarter of a step that could run ahead, so that looks at all rows are 25 steps apart."""
-    costs = timed(2)
-    for rows in (1, 2):
-        costs.observe_resting(StepShape(rows, 0, 0, 300), 0.008)
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(2, resting_s=0.008)))
     old, new = sequence(speculator, 5), sequence(speculator, 7)
     old.room = 0
     for _ in range(40):
@@ -209,7 +207,9 @@ def test_drafts_have_to_be_faster_than_steps_that_run_ahead() -> None:
 
 
 def test_only_steps_between_two_others_tell_what_resting_takes() -> None:
-    costs = timed(1)
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(StepShape(1, 0, 0, 300), 0.01)
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
     one = sequence(speculator, 5, max_drafts=0)
     speculator.draft([one])
@@ -230,3 +230,16 @@ def test_only_steps_between_two_others_tell_what_resting_takes() -> None:
         prices = costs.prices(1, 6)
         known.append((prices.base, prices.resting, prices.num_timed))
     assert known == [(0.01, 0.01, 3)] * 3 + [(0.01, 0.004, 3)]
+
+
+def test_what_resting_takes_is_learned_before_looks_go_on() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(StepShape(1, 0, 0, 300), 0.01)
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
+    one = sequence(speculator, 5)
+    rested = []
+    for _ in range(3):
+        rested.append(speculator.rests([one.row]))
+        costs.observe_resting(StepShape(1, 0, 0, 300), 0.01)
+    assert rested == [True, True, False]

@@ -26,7 +26,7 @@ _NUM_LOSSES = 5
 """Steps with nothing but wrong drafts that a full account bears as well; gains of long ago don't pay for more."""
 
 _NUM_TIMED = 2
-"""Steps without drafts that are timed before the first draft."""
+"""Steps without drafts that are timed before the first draft, and of those that run ahead as soon as can be."""
 
 _FIRST_RETIME, _RETIME_AFTER = 4, 64
 """Steps with drafts after which one without is timed again: so many for each time that is known, and at most."""
@@ -101,6 +101,11 @@ class DepthPlanner:
         """Whether no drafts are planned for these rows because a step without is to be timed."""
         num_timed = self.prices(rows).num_timed
         return num_timed < _NUM_TIMED or self._since_timed >= min(_FIRST_RETIME * num_timed, _RETIME_AFTER)
+
+    def wants_resting(self, rows: Sequence[RowOutlook]) -> bool:
+        """Whether steps that run ahead are to be timed, so that drafts are compared with them."""
+        prices = self.prices(rows)
+        return prices.num_resting < _NUM_TIMED <= prices.num_timed
 
     def observe_resting(self, rows: Sequence[RowOutlook], seconds: float) -> None:
         """Tell what a step took that was launched ahead, and ahead of whose tokens the next one was."""

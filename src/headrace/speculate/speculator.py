@@ -107,11 +107,11 @@ class Speculator:
         return DraftedRow(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
 
     def rests(self, rows: Sequence[DraftedRow]) -> bool:
-        """Whether `draft` would look at none of these rows if a step of theirs ended now.
+        """Whether the next step of rows without drafts may as well be launched before this one's tokens are known.
 
-        If so, their next step may as well be launched before this one's tokens are known.
+        That is if it is not time to look at any of them, or what such steps take is to be learned.
         """
-        return not self._due(rows)
+        return self._planner.wants_resting([row.outlook for row in rows]) or not self._due(rows)
 
     def _due(self, rows: Sequence[DraftedRow]) -> set[DraftedRow]:
         """Those that it is time to look at: all if the time of a step that comes after a look is wanted."""

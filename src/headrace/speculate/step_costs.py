@@ -158,10 +158,15 @@ class StepCosts:
 
     def resting(self, rows: int, context: int) -> float | None:
         """The time without drafts of steps that run ahead; `base` if none was timed."""
-        base, times = self.base(rows, context), self._resting.get(rows)
-        if base is None or times is None or self._is_stale(rows, times):
+        base = self.base(rows, context)
+        if base is None or not self.num_resting(rows):
             return base
-        return base * (self._ratio(rows, times) or 1.0)
+        return base * (self._ratio(rows, self._resting[rows]) or 1.0)
+
+    def num_resting(self, rows: int) -> int:
+        """How many of their times are known."""
+        times = self._resting.get(rows)
+        return 0 if times is None or self._is_stale(rows, times) else len(times.seconds)
 
     def _base(self, rows: int, context: int) -> float | None:
         undrafted = self._fresh(self._undrafted, rows)
@@ -260,7 +265,18 @@ class Prices:
     Answers are remembered; `StepCosts` makes a new object once it has learned enough.
     """
 
-    __slots__ = ("_costs", "_expected", "_feared", "_least", "_rows", "base", "num_timed", "resting", "too_slow")
+    __slots__ = (
+        "_costs",
+        "_expected",
+        "_feared",
+        "_least",
+        "_rows",
+        "base",
+        "num_resting",
+        "num_timed",
+        "resting",
+        "too_slow",
+    )
 
     def __init__(self, costs: StepCosts, num_rows: int, context: int) -> None:
         self._costs = costs
@@ -274,6 +290,8 @@ class Prices:
         """The same as long as there are none: that is what drafts have to be faster than."""
         self.num_timed = costs.num_timed(self._rows, context)
         """Times of such steps that are known."""
+        self.num_resting = costs.num_resting(self._rows)
+        """The same of `resting`."""
         self.too_slow = set[Offer]()
         """Drafts none of which was found to pay at these prices."""
 
