@@ -135,7 +135,7 @@ def add_behind(layer: Any) -> Undo:
 
     def forward(module: Any, *given: Any, **named: Any) -> mx.array:
         output: mx.array = original.__call__(module, *given, **named)
-        return output + mx.sin(mx.arange(output.shape[-1]))
+        return output + mx.sin(mx.arange(output.shape[-1])).astype(output.dtype)
 
     return give_forward(layer, forward)
 

@@ -83,6 +83,21 @@ def test_gates_act_on_rounded_values_behind_them(form: tuple[int, int], width: i
     assert_close(matmul.gated(x, held)[0], silu(gate) * value, 4 * ROUNDING)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_activations_of_a_wider_type_than_the_weights_are_for_stay_so(form: tuple[int, int]) -> None:
+    rng = np.random.default_rng(5)
+    held, exact = weights(rng, (102, 768), form)
+    x, residual = tokens(rng, 1, 3, 768).astype(mx.float32), tokens(rng, 1, 3, 102).astype(mx.float32)
+    wanted = double(x[0]) @ exact.T
+    got = matmul.product(x, held, residual)
+    assert got.dtype == mx.float32
+    assert_close(got[0], wanted + double(residual[0]))
+    narrow = x.astype(held.activations)
+    assert matmul.product(narrow, held, residual).dtype == mx.float32
+    gate, value = np.split(wanted, 2, axis=-1)
+    assert_close(matmul.gated(x, held)[0], silu(gate) * value, 4 * ROUNDING)
+
+
 @needs_gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_features", WIDTHS)

@@ -218,11 +218,11 @@ def dense(weights: Weights) -> mx.array:
 
 
 def product(x: mx.array, weights: Weights, residual: mx.array | None = None) -> mx.array:
-    """`x […, K]` times the transposed weights; for many tokens quantised ones are rounded to the type of x before.
+    """`x […, K]` times the transposed weights; for many tokens quantised ones are rounded to their activations' type.
 
     residual: see `skinny`.
     """
-    if _are_few(x, weights):
+    if _is_skinny(x, weights) and (residual is None or residual.dtype == x.dtype):
         return skinny(x, weights, residual)
     found = x @ (weights.weight if weights.scales is None else dense(weights)).T
     return found if residual is None else residual + found
@@ -230,8 +230,10 @@ def product(x: mx.array, weights: Weights, residual: mx.array | None = None) -> 
 
 def gated(x: mx.array, weights: Weights) -> mx.array:
     """`swiglu` of the same product, whose features are gates and then values."""
-    return skinny(x, weights, is_gated=True) if _are_few(x, weights) else swiglu(product(x, weights))
+    return skinny(x, weights, is_gated=True) if _is_skinny(x, weights) else swiglu(product(x, weights))
 
 
-def _are_few(x: mx.array, weights: Weights) -> bool:
-    return x.size // x.shape[-1] <= (MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS)
+def _is_skinny(x: mx.array, weights: Weights) -> bool:
+    """Whether there are few tokens, of the type that the weights are for: what a model adds may have made it wider."""
+    most = MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS
+    return x.size // x.shape[-1] <= most and x.dtype == weights.activations
