@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.prefix.key import Namespace
@@ -90,15 +90,13 @@ class Shelf:
     def __post_init__(self) -> None:
         self.tree = PrefixTree(self.store, has_spans=self.has_spans, needs_snapshots=self.needs_snapshots)
 
-    def put(
-        self, key: Sequence[int], snapshots: Sequence[int] = (), namespace: Namespace = HERE, start: int = 0
-    ) -> None:
+    def put(self, key: Sequence[int], snapshots: Sequence[int] = (), namespace: Namespace = HERE) -> None:
         """Insert a key with snapshots at some lengths, if the model needs any."""
         key = tuple(key)
         lengths = snapshots if self.needs_snapshots else ()
         pieces: Mapping[int, Piece] = {one: self.store.snapshot(namespace, key[:one]) for one in lengths}
         cut = self.store.cutter(namespace, key) if self.has_spans else None
-        self.tree.insert(namespace, key, cut=cut, snapshots=pieces, start=start)
+        self.tree.insert(namespace, key, cut=cut, snapshots=pieces)
 
     def length(self, key: Sequence[int], namespace: Namespace = HERE) -> int:
         """How many tokens of a prompt need no computing."""
@@ -129,6 +127,13 @@ class Shelf:
             reach = next(place for place in range(len(key) + 1) if place not in covered)
             ends = {end for end in ends if end <= reach}
         return max(ends, default=0)
+
+    def held_bytes(self, matches: Iterable[Match]) -> int:
+        """Bytes of the pieces that matches are restored from, each once."""
+        held = [self.tree.read(match) for match in matches]
+        pieces = {part.piece for each in held for part in each.spans}
+        pieces |= {each.snapshot for each in held if each.snapshot is not None}
+        return sum(piece.num_bytes for piece in pieces)
 
     def check_held(self, held: HeldPieces, key: Sequence[int], namespace: Namespace = HERE) -> None:
         """What was read is alive, is the key's own, and is whole."""

@@ -121,7 +121,7 @@ class Loop:
         self._sparse = sparse
         self._memory = memory
         self._ledger = Ledger(memory.budget_bytes + memory.weights_bytes)
-        self._ledger.charge(Kind.WEIGHTS, memory.weights_bytes)
+        self._ledger.restate(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
         self._sinks: dict[str, Sink] = {}

@@ -8,7 +8,7 @@ that happens between steps, on the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.engine.disk_reads import SLICE_S, DiskRead, DiskReads
 from headrace.prefix.key import MediaSpan, Namespace, cache_key, common_length
@@ -93,18 +93,7 @@ class PrefixPool:
 
     def status(self) -> CacheStatus:
         """What is held and how often it helped."""
-        summary = self._tree.summary()
-        return CacheStatus(
-            num_bytes=self._tree.num_bytes,
-            num_tokens=summary.num_tokens,
-            num_nodes=summary.num_nodes,
-            num_snapshots=summary.num_snapshots,
-            num_lookups=summary.num_lookups,
-            num_hits=summary.num_hits,
-            num_lookup_tokens=summary.num_lookup_tokens,
-            num_hit_tokens=summary.num_hit_tokens,
-            disk=None if self._disk is None else self._disk.status(),
-        )
+        return replace(self._tree.summary(), disk=None if self._disk is None else self._disk.status())
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
         """What of the prompt needs no computing; at least one token is left.

@@ -39,33 +39,16 @@ class Ledger:
         """Bytes that may be in use together."""
         return self._capacity_bytes
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in use, of all kinds."""
-        return sum(self._used.values())
-
     def used(self, kind: Kind) -> int:
         """Bytes in use of one kind."""
         return self._used[kind]
 
     def room(self) -> int:
         """Bytes that are left; negative if more are in use than may be."""
-        return self._capacity_bytes - self.used_bytes
-
-    def charge(self, kind: Kind, num_bytes: int) -> None:
-        """`num_bytes` more are in use. Raises ValueError for a negative number."""
-        _check(num_bytes)
-        self._used[kind] += num_bytes
-
-    def release(self, kind: Kind, num_bytes: int) -> None:
-        """`num_bytes` fewer are in use. Raises ValueError, and nothing is done, if that is more than there are."""
-        _check(num_bytes)
-        if num_bytes > self._used[kind]:
-            raise ValueError(f"can't release {num_bytes} bytes of {kind}: only {self._used[kind]} are in use")
-        self._used[kind] -= num_bytes
+        return self._capacity_bytes - sum(self._used.values())
 
     def restate(self, kind: Kind, num_bytes: int) -> None:
-        """`num_bytes` of a kind are in use now, as measured. Raises ValueError for a negative number."""
+        """`num_bytes` of a kind are in use now. Raises ValueError for a negative number."""
         _check(num_bytes)
         self._used[kind] = num_bytes
 
@@ -73,7 +56,7 @@ class Ledger:
         """Let caches give way until `num_bytes` are left; whether they are.
 
         evict: drops what holds at least as many bytes as it is told, or all it can, and says how many that were; what
-        it drops has been released here when it returns. It isn't called if there is room already, and not again once
+        it drops is no more in use here when it returns. It isn't called if there is room already, and not again once
         it has released nothing.
         """
         _check(num_bytes)

@@ -1,4 +1,4 @@
-"""Which pieces give way: first what can't be used any more, then what is old and saved little work for its bytes.
+"""Which pieces give way: what is old and saved little work for its bytes.
 
 The score of a piece is log2(FLOPs that it saves per byte) less its age in half-lives, and the least goes first. By
 age alone a side conversation of 600 tokens would push out one of 100,000; by FLOPs alone nothing would ever grow old.
@@ -44,12 +44,9 @@ class _Candidate:
 class Eviction:
     """One round of freeing bytes. The tree must not be changed by anybody else meanwhile."""
 
-    def __init__(
-        self, roots: Iterable[Node], holdings: Holdings, *, has_spans: bool, needs_snapshots: bool, clock: int
-    ) -> None:
+    def __init__(self, roots: Iterable[Node], holdings: Holdings, *, needs_snapshots: bool, clock: int) -> None:
         self._roots = list(roots)
         self._holdings = holdings
-        self._has_spans = has_spans
         self._needs_snapshots = needs_snapshots
         self._clock = clock
         self._heap: list[_Candidate] = []
@@ -59,32 +56,11 @@ class Eviction:
         """Drop pieces until at least `num_bytes` are free or all that is left is in use; returns the bytes freed."""
         before = self._holdings.num_bytes
         target = before - num_bytes
-        self._drop_unreachable(target)
-        if self._holdings.num_bytes > target:
-            for node in [node for root in self._roots for node in below(root)]:
-                self._push(node)
-            while self._heap and self._holdings.num_bytes > target:
-                self._drop_next(target)
+        for node in [node for root in self._roots for node in below(root)]:
+            self._push(node)
+        while self._heap and self._holdings.num_bytes > target:
+            self._drop_next(target)
         return before - self._holdings.num_bytes
-
-    def _drop_unreachable(self, target: int) -> None:
-        """Drop what lies at or below a hole, from the leaves up. A locked way has no holes."""
-        if not self._has_spans:
-            return
-        held: list[Node] = []
-        waiting = [(child, True) for root in self._roots for child in root.children.values()]
-        while waiting:
-            node, reachable = waiting.pop()
-            reachable = reachable and node.span is not None
-            if not reachable:
-                held.append(node)
-            waiting += [(child, reachable) for child in node.children.values()]
-        for node in reversed(held):
-            if self._holdings.num_bytes <= target:
-                return
-            self._holdings.drop_span(node)
-            self._holdings.drop_snapshot(node)
-            self._holdings.prune(node)
 
     def _push(self, node: Node) -> None:
         """Put a node up for going, if it has a piece that can."""

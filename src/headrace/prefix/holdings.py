@@ -15,18 +15,13 @@ class Holdings:
     def __init__(self, store: Store, *, needs_snapshots: bool) -> None:
         self._store = store
         self._needs_snapshots = needs_snapshots
-        self.span_bytes = 0
-        self.snapshot_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all pieces held."""
-        return self.span_bytes + self.snapshot_bytes
+        self.num_bytes = 0
+        """Of all pieces held."""
 
     def put_span(self, node: Node, span: Piece) -> None:
         """Take a span over for a node that has none."""
         node.span, node.span_bytes = span, span.num_bytes
-        self.span_bytes += node.span_bytes
+        self.num_bytes += node.span_bytes
 
     def put_snapshot(self, node: Node, snapshot: Piece) -> None:
         """Take a snapshot over; if the node has one already that one stays and the new one is dropped."""
@@ -34,20 +29,20 @@ class Holdings:
             self._store.drop(snapshot)
             return
         node.snapshot, node.snapshot_bytes = snapshot, snapshot.num_bytes
-        self.snapshot_bytes += node.snapshot_bytes
+        self.num_bytes += node.snapshot_bytes
 
     def drop_span(self, node: Node) -> None:
         """Drop a node's span, if it has one."""
         if node.span is not None:
             self._store.drop(node.span)
-        self.span_bytes -= node.span_bytes
+        self.num_bytes -= node.span_bytes
         node.span, node.span_bytes = None, 0
 
     def drop_snapshot(self, node: Node) -> None:
         """Drop a node's snapshot, if it has one."""
         if node.snapshot is not None:
             self._store.drop(node.snapshot)
-        self.snapshot_bytes -= node.snapshot_bytes
+        self.num_bytes -= node.snapshot_bytes
         node.snapshot, node.snapshot_bytes = None, 0
 
     def split(self, node: Node, num_tokens: int) -> Node:
@@ -63,7 +58,7 @@ class Holdings:
         node.edge, node.parent = node.edge[num_tokens:], upper
         upper.children[node.edge[0]] = node
         if pieces is not None:
-            self.span_bytes -= node.span_bytes
+            self.num_bytes -= node.span_bytes
             self.put_span(upper, pieces[0])
             self.put_span(node, pieces[1])
         return upper

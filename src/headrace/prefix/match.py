@@ -31,8 +31,8 @@ class Match:
     num_tokens: the deepest state that is held, at most `limit`.
     num_agreed_tokens: how far keys agree, `limit` or not, state or not.
     parting: why not further than that.
-    snapshot_lengths: snapshots on the agreed way beyond num_tokens, rising; the limit or a missing span keeps them
-    from being used.
+    snapshot_lengths: snapshots on the agreed way beyond num_tokens, rising; the limit keeps them from being
+    used.
     num_prompt_tokens: of the prompt that was looked up.
     node: where the state ends, for the tree's own use.
     """

@@ -13,8 +13,8 @@ class Node:
     """The root has an empty edge; all others have at least one token.
 
     edge: the key of the tokens `start` to `end`. children: by the first number of their edge.
-    span: of the edge's tokens; None where it is missing (a hole: nothing at its end or below can be restored).
-    snapshot: at `end`. span_used, snapshot_used: the tree's clock when they last were of use.
+    span: of the edge's tokens; None if the model has none. snapshot: at `end`.
+    span_used, snapshot_used: the tree's clock when they last were of use.
     num_locks: locked matches that end at this node or below. num_snapshot_locks: those that use the snapshot.
     """
 
@@ -35,11 +35,6 @@ class Node:
     def start(self) -> int:
         """Length at which the edge begins."""
         return self.end - len(self.edge)
-
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes of the pieces that have to stay for now."""
-        return (self.span_bytes if self.num_locks else 0) + (self.snapshot_bytes if self.num_snapshot_locks else 0)
 
     def way_up(self) -> Iterator[Node]:
         """The node and those above it, without the root."""

@@ -5,10 +5,10 @@
     tree.use(match, counts=True)
     tree.lock(match), tree.unlock(match)
     tree.read(match) -> HeldPieces
-    tree.insert(namespace, key, cut=..., snapshots={length: piece}, start=0)
+    tree.insert(namespace, key, cut=..., snapshots={length: piece})
     tree.evict(num_bytes) -> int
-    tree.clear(namespace=None) -> int
-    tree.summary() -> TreeSummary, tree.num_bytes
+    tree.clear() -> int
+    tree.summary() -> CacheStatus, tree.num_bytes
 
 Edges are runs of tokens and own spans; a snapshot lies at a node. It belongs to one thread.
 """
@@ -16,7 +16,6 @@ Edges are runs of tokens and own spans; a snapshot lies at a node. It belongs to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from headrace.prefix.eviction import Eviction
 from headrace.prefix.holdings import Holdings
@@ -24,37 +23,16 @@ from headrace.prefix.key import Namespace, common_length
 from headrace.prefix.match import Match, Parting
 from headrace.prefix.node import Node, below
 from headrace.prefix.pieces import CutSpan, HeldPieces, Piece, SpanPart, Store
+from headrace.types.status import CacheStatus
 
 NO_SNAPSHOTS: Mapping[int, Piece] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class TreeSummary:
-    """What a tree holds now, and what became of lookups since it was made.
-
-    num_tokens: over all edges. locked_bytes: of pieces that can't be evicted now.
-    num_lookups: prompts that went on from a match, num_lookup_tokens: of those; num_hit_tokens: of what was held.
-    """
-
-    num_namespaces: int
-    num_nodes: int
-    num_tokens: int
-    num_snapshots: int
-    span_bytes: int
-    snapshot_bytes: int
-    locked_bytes: int
-    num_lookups: int
-    num_hits: int
-    num_lookup_tokens: int
-    num_hit_tokens: int
-    evicted_bytes: int
 
 
 class PrefixTree:
     """Finds the deepest state held for a prompt.
 
     has_spans: the model has sliceable layers. needs_snapshots: it has windowed or opaque ones. With spans only, state
-    is held at any length; otherwise where a snapshot is, if all spans on the way to it are there too.
+    is held at any length; otherwise where a snapshot is.
     """
 
     def __init__(self, store: Store, *, has_spans: bool, needs_snapshots: bool) -> None:
@@ -71,7 +49,6 @@ class PrefixTree:
         self._num_hits = 0
         self._num_lookup_tokens = 0
         self._num_hit_tokens = 0
-        self._evicted_bytes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +102,7 @@ class PrefixTree:
         """The deepest length on the way with state, and the node it is at or in."""
         best, num_tokens = Node(), 0
         for node in way:
-            if node.start >= limit or (self._has_spans and node.span is None):
+            if node.start >= limit:
                 break
             if not self._needs_snapshots:
                 best, num_tokens = node, min(node.end, limit)
@@ -204,28 +181,27 @@ class PrefixTree:
         *,
         cut: CutSpan | None = None,
         snapshots: Mapping[int, Piece] = NO_SNAPSHOTS,
-        start: int = 0,
     ) -> None:
         """Store what a sequence has computed; what is held already stays and isn't asked for again.
 
-        key: of the computed tokens. cut: asked for the spans that the tree lacks, from `start` on; must be given if the
-        model has spans. snapshots: by length, taken over; one that is held already is dropped. Where the model needs
+        key: of the computed tokens. cut: asked for the spans that the tree lacks; must be given if the model has spans.
+        snapshots: by length, taken over; one that is held already is dropped. Where the model needs
         snapshots, nothing is stored beyond the last of them: nothing could be restored there.
-        start: the caller has no spans of the tokens before; what follows a hole is of no use until it is filled.
 
         If `cut` or the store raises, the snapshots remain the caller's; spans made before stay where they are of use.
         Raises ValueError, and nothing is done, for arguments that don't fit the model or the key.
         """
         key = tuple(key)
-        self._check_insertion(key, cut, snapshots, start)
+        self._check_insertion(key, cut, snapshots)
         end = max(snapshots, default=0) if self._needs_snapshots else len(key)
         if end == 0:
             return
         way: list[Node] = []
         try:
             self._make_way(way, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}))
-            if cut is not None:
-                self._fill_holes(way, cut, start)
+            for node in way:
+                if cut is not None and node.span is None:
+                    self._holdings.put_span(node, cut(node.start, node.end))
             for node in way:
                 node.span_used = self._clock
                 if node.end in snapshots:
@@ -236,9 +212,7 @@ class PrefixTree:
                 self._holdings.prune(way[-1])
             self._drop_empty_roots()
 
-    def _check_insertion(
-        self, key: tuple[int, ...], cut: CutSpan | None, snapshots: Mapping[int, Piece], start: int
-    ) -> None:
+    def _check_insertion(self, key: tuple[int, ...], cut: CutSpan | None, snapshots: Mapping[int, Piece]) -> None:
         if (cut is not None) != self._has_spans:
             raise ValueError("cut makes spans: it is given for a model with sliceable layers, and only then")
         if snapshots and not self._needs_snapshots:
@@ -246,13 +220,11 @@ class PrefixTree:
         for length in snapshots:
             if not 0 < length <= len(key):
                 raise ValueError(f"a snapshot at {length} lies outside of the {len(key)} tokens")
-        if not 0 <= start <= len(key):
-            raise ValueError(f"the start {start} lies outside of the {len(key)} tokens")
 
     def _make_way(self, way: list[Node], node: Node, key: tuple[int, ...], stops: list[int]) -> None:
         """Fill `way` with the nodes from a root that spell the key up to the last stop, one ending at each stop.
 
-        The last stop may lie inside an edge instead if a span covers it: then any length in it will do.
+        The last stop may lie inside an edge instead where no snapshots are needed: then any length in it will do.
         """
         for stop in stops:
             while node.end < stop:
@@ -262,40 +234,26 @@ class PrefixTree:
                 num_agreed = min(common_length(key, child.edge, node.end), stop - node.end)
                 if num_agreed < len(child.edge):
                     ends_here = node.end + num_agreed == stop
-                    if self._needs_snapshots or child.span is None or not ends_here:
+                    if self._needs_snapshots or not ends_here:
                         child = self._holdings.split(child, num_agreed)
                 way.append(child)
                 node = child
-
-    def _fill_holes(self, way: list[Node], cut: CutSpan, start: int) -> None:
-        for node in way:
-            if node.span is None and node.end > start:
-                if node.start < start:
-                    self._holdings.split(node, start - node.start)
-                self._holdings.put_span(node, cut(node.start, node.end))
 
     def evict(self, num_bytes: int) -> int:
         """Free at least `num_bytes`, or all that isn't locked; returns the bytes freed.
 
         Looks at every node, so that a caller who needs a little again and again had better ask for more at once.
         """
-        eviction = Eviction(
-            self._roots.values(),
-            self._holdings,
-            has_spans=self._has_spans,
-            needs_snapshots=self._needs_snapshots,
-            clock=self._clock,
-        )
+        roots = self._roots.values()
+        eviction = Eviction(roots, self._holdings, needs_snapshots=self._needs_snapshots, clock=self._clock)
         num_freed = eviction.free(num_bytes)
         self._drop_empty_roots()
-        self._evicted_bytes += num_freed
         return num_freed
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Drop all that isn't locked, of one namespace or of all; returns the bytes freed."""
+    def clear(self) -> int:
+        """Drop all that isn't locked; returns the bytes freed."""
         before = self.num_bytes
-        roots = [root for name, root in self._roots.items() if namespace is None or name == namespace]
-        for node in [node for root in roots for node in below(root)][::-1]:
+        for node in [node for root in self._roots.values() for node in below(root)][::-1]:
             if not node.num_snapshot_locks:
                 self._holdings.drop_snapshot(node)
             if not node.num_locks:
@@ -304,22 +262,18 @@ class PrefixTree:
         self._drop_empty_roots()
         return before - self.num_bytes
 
-    def summary(self) -> TreeSummary:
-        """What is held now."""
+    def summary(self) -> CacheStatus:
+        """What is held now, and what became of the lookups that were counted."""
         nodes = [node for root in self._roots.values() for node in below(root)]
-        return TreeSummary(
-            num_namespaces=len(self._roots),
-            num_nodes=len(nodes),
+        return CacheStatus(
+            num_bytes=self.num_bytes,
             num_tokens=sum(len(node.edge) for node in nodes),
+            num_nodes=len(nodes),
             num_snapshots=sum(node.snapshot is not None for node in nodes),
-            span_bytes=self._holdings.span_bytes,
-            snapshot_bytes=self._holdings.snapshot_bytes,
-            locked_bytes=sum(node.locked_bytes for node in nodes),
             num_lookups=self._num_lookups,
             num_hits=self._num_hits,
             num_lookup_tokens=self._num_lookup_tokens,
             num_hit_tokens=self._num_hit_tokens,
-            evicted_bytes=self._evicted_bytes,
         )
 
     def _drop_empty_roots(self) -> None:
