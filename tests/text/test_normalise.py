@@ -136,7 +136,7 @@ PICTURE = MediaPart("image", "data:,", param="messages[0].content[1]")
 def test_media_keep_their_places_among_the_text() -> None:
     parts = (TextPart("look"), PICTURE, TextPart(""), MediaPart("video", "x"), TextPart("there"))
     (normal,) = normalise((ChatMessage("user", parts),), ANYWHERE, "stable")
-    assert template_message(normal)["content"] == [
+    assert template_message(normal, ANYWHERE)["content"] == [
         {"type": "text", "text": "look"},
         {"type": "image"},
         {"type": "video"},
@@ -171,7 +171,7 @@ def test_media_that_are_not_a_user_s_are_refused_by_name(role: Any) -> None:
 )
 def test_arguments_become_a_mapping_where_they_are_one(arguments: str, expected: Any) -> None:
     message = said("assistant", tool_calls=(ToolCall("id1", "f", arguments),))
-    assert template_message(message) == {
+    assert template_message(message, ANYWHERE) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"id": "id1", "type": "function", "function": {"name": "f", "arguments": expected}}],
@@ -179,13 +179,13 @@ def test_arguments_become_a_mapping_where_they_are_one(arguments: str, expected:
 
 
 def test_a_message_has_the_shape_of_the_chat_api() -> None:
-    assert template_message(said("tool", "42", tool_call_id="id1", name="f")) == {
+    assert template_message(said("tool", "42", tool_call_id="id1", name="f"), ANYWHERE) == {
         "role": "tool",
         "content": "42",
         "tool_call_id": "id1",
         "name": "f",
     }
-    assert template_message(said("assistant", "a", "b", reasoning="why")) == {
+    assert template_message(said("assistant", "a", "b", reasoning="why"), ANYWHERE) == {
         "role": "assistant",
         "content": "a\nb",
         "reasoning_content": "why",

@@ -19,7 +19,6 @@ class ModelFamily:
     thinking_words: words in the system message that switch it on and off, None if the template looks for none.
     thinking_off: template variables that come to no thinking, where there is no switch.
     efforts: values that `reasoning_effort` may have, from least to most; empty if any.
-    alternates_roles: the template demands that user and assistant take turns; None: ask the template.
     single_system: the template takes one system message, at the top; None: ask the template.
     answer_frames: pairs of markup that the model writes around its answer; it belongs to no text.
     special_markers: special tokens that the markers above are made of, where they aren't tokens themselves.
@@ -36,7 +35,6 @@ class ModelFamily:
     thinking_words: tuple[str, str] | None = None
     thinking_off: Mapping[str, Any] = field(default_factory=dict)
     efforts: tuple[str, ...] = ()
-    alternates_roles: bool | None = None
     single_system: bool | None = None
     answer_frames: tuple[tuple[str, str], ...] = ()
     special_markers: tuple[str, ...] = ()

@@ -163,7 +163,7 @@ def explain(family: ModelFamily) -> list[str]:
     for opener, closer in family.think_variants:
         lines.append(f"  thinking also: {opener!r} to {closer!r}{_because(family, 'think_variants')}")
     lines.append(f"  tool calls: {family.tool_format or 'text, no syntax is known'}{_because(family, 'tool_format')}")
-    lines.append(f"  roles alternate: {_answer(family.alternates_roles)}{_because(family, 'alternates_roles')}")
+    lines.append("  roles alternate: asked of the chat template")
     lines.append(f"  one system message: {_answer(family.single_system)}{_because(family, 'single_system')}")
     for opener, closer in family.answer_frames:
         lines.append(f"  answer: {opener!r} to {closer!r}{_because(family, 'answer_frames')}")

@@ -60,9 +60,7 @@ class TokenPieces:
 
 
 def _decoder_factory(backend: Backend) -> Callable[[], PieceDecoder]:
-    # The decoder's own description; the tokenizer's would copy the whole vocabulary.
-    description = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
-    steps = _steps(description)
+    steps = parts_of(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return ByteLevelDecoder
@@ -74,12 +72,16 @@ def _decoder_factory(backend: Backend) -> Callable[[], PieceDecoder]:
     return lambda: WindowDecoder(backend)
 
 
-def _steps(description: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if description is None:
-        return []
-    if description["type"] == "Sequence":
-        return [step for inner in description["decoders"] for step in _steps(inner)]
-    return [description]
+def parts_of(component: Any, name: str) -> list[dict[str, Any]]:
+    """What a component of a tokenizer is made of, in order, as its file says it.
+
+    The component's own description: the tokenizer's would copy the whole vocabulary. name: of a sequence's list.
+    """
+    return [] if component is None else _flat(json.loads(component.__getstate__()), name)
+
+
+def _flat(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [inner for each in part[name] for inner in _flat(each, name)] if part["type"] == "Sequence" else [part]
 
 
 def _byte_table() -> dict[str, int]:

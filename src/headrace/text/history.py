@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.families.family import ModelFamily
 from headrace.text.boundaries import common_length
@@ -52,21 +52,8 @@ _THOUGHT = "So."
 _ANSWERS = (ChatMessage("assistant", (TextPart("Yes."),)), ChatMessage("assistant", (TextPart("No!"),)))
 
 
-class Renderer(Protocol):
-    """Renders beginnings of one conversation."""
-
-    def render(self, messages: tuple[ChatMessage, ...]) -> str:
-        """The text with a generation prompt. Raises InvalidRequest if the template refuses."""
-
-    def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
-        """The text when the last message is still being written. Raises InvalidRequest if the template refuses."""
-
-    def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
-        """The text without a generation prompt; None if the template refuses."""
-
-
 class StableRenderer:
-    """Renders beginnings of one conversation, the assistant's finished turns in their fixed form.
+    """Renders as a RequestRenderer does, the assistant's finished turns in their fixed form.
 
     A turn that is not found in either of its forms ends that: from there on the text is the template's own.
     """
@@ -76,15 +63,12 @@ class StableRenderer:
         self._forms = forms
 
     def render(self, messages: tuple[ChatMessage, ...]) -> str:
-        """See Renderer."""
         return self._fixed(self._renderer.render(messages), messages)
 
     def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
-        """See Renderer."""
         return self._fixed(self._renderer.render_unfinished(messages), messages[:-1])
 
     def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
-        """See Renderer."""
         rendered = self._renderer.try_render(messages)
         return None if rendered is None else self._fixed(rendered, messages)
 
@@ -92,12 +76,15 @@ class StableRenderer:
         parts, end = [], 0
         for group in assistant_groups(messages):
             form = self._forms.of(group)
-            found = None if form is None else form.find(rendered, end)
-            if form is None or found is None:
+            found = form.find(rendered, end)
+            if found is None:
                 break
             parts += [rendered[end : found.start], form.wanted]
             end = found.stop
         return "".join([*parts, rendered[end:]])
+
+
+Renderer = RequestRenderer | StableRenderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +114,8 @@ class TurnForm:
         return None
 
 
-class NoForm(Enum):
-    """In place of a turn's forms."""
-
-    NO_FORM = "no form"
-
-
-NO_FORM = NoForm.NO_FORM
-"""The template does not set the turn apart."""
+_NO_FORM = TurnForm(("", ""), "", "")
+"""Of a turn that the template does not set apart; it is found nowhere."""
 
 
 class FormsMemory:
@@ -144,7 +125,7 @@ class FormsMemory:
         self._source = source
         self._family = family
         self._forms: Memo[TurnForms] = Memo(_MAX_VARIABLES)
-        self._turns: Memo[TurnForm | NoForm] = Memo(_MAX_CHARS)
+        self._turns: Memo[TurnForm] = Memo(_MAX_CHARS)
 
     def under(self, variables: Mapping[str, Any]) -> TurnForms:
         """The forms under a template's variables."""
@@ -171,7 +152,7 @@ class TurnForms:
         source: TemplateSource,
         variables: Mapping[str, Any],
         family: ModelFamily,
-        memo: Memo[TurnForm | NoForm],
+        memo: Memo[TurnForm],
         salt: bytes,
     ) -> None:
         self._source = source
@@ -191,15 +172,15 @@ class TurnForms:
         thoughtful = replace(_ANSWERS[0], reasoning=_THOUGHT)
         return any((pair := self._pair((answer,))) and pair[0] != pair[1] for answer in (_ANSWERS[0], thoughtful))
 
-    def of(self, group: Group) -> TurnForm | None:
-        """The forms of a turn; None if the template does not set it apart."""
+    def of(self, group: Group) -> TurnForm:
+        """The forms of a turn."""
         key = chain(group, self._salt)[-1]
         form = self._memo.get(key)
         if form is None:
             pair = self._pair(group)
-            form = NO_FORM if pair is None else self._form(group, *pair)
-            self._memo.put(key, form, 1 if isinstance(form, NoForm) else form.num_chars)
-        return None if isinstance(form, NoForm) else form
+            form = _NO_FORM if pair is None else self._form(group, *pair)
+            self._memo.put(key, form, max(1, form.num_chars))
+        return form
 
     def _form(self, group: Group, new: str, old: str) -> TurnForm:
         longer, shorter = (new, old) if len(new) > len(old) else (old, new)

@@ -34,9 +34,6 @@ class TemplateTraits:
     reasoning_keys: tuple[str, ...] = ("reasoning_content",)
 
 
-_PLAIN = TemplateTraits()
-
-
 def normalise(
     messages: tuple[ChatMessage, ...], traits: TemplateTraits, system_notes: SystemNotes
 ) -> tuple[ChatMessage, ...]:
@@ -75,7 +72,7 @@ def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
     return next((index for index, role in enumerate(roles) if role != "system"), len(roles))
 
 
-def template_message(message: ChatMessage, traits: TemplateTraits = _PLAIN) -> dict[str, Any]:
+def template_message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     """A message as templates know them: a mapping in the shape of OpenAI's chat API."""
     fields: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.reasoning is not None:

@@ -82,9 +82,7 @@ class TemplateSource:
         single_system = family.single_system
         if single_system is None:
             single_system = not self._shows_note(("user", "assistant", "system", "user"))
-        alternates_roles = family.alternates_roles
-        if alternates_roles is None:
-            alternates_roles = self._takes(("user",)) and not self._takes(("user", "user"))
+        alternates_roles = self._takes(("user",)) and not self._takes(("user", "user"))
         reasoning_keys = detect_reasoning_keys(self._source)
         tools = find_tool_traits(
             self._try_with_tools,

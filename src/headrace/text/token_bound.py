@@ -6,12 +6,11 @@ on the way, so tokenizers are taken apart here, and one with a part that is not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.text.decoding import BYTE_OF
+from headrace.text.decoding import BYTE_OF, parts_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -51,8 +50,8 @@ def find_token_bound(backend: Backend) -> TokenBound | None:
     """The bound of a tokenizer; None if there is none that is certain."""
     if type(backend.model).__name__ != "BPE":
         return None
-    normalizers = _parts(backend.normalizer, "normalizers")
-    pre_tokenizers = _parts(backend.pre_tokenizer, "pretokenizers")
+    normalizers = parts_of(backend.normalizer, "normalizers")
+    pre_tokenizers = parts_of(backend.pre_tokenizer, "pretokenizers")
     max_shrink, missing = _max_shrink(normalizers), _missing_bytes(backend, pre_tokenizers)
     if max_shrink is None or missing is None or not _keeps_all(pre_tokenizers):
         return None
@@ -64,15 +63,6 @@ def find_token_bound(backend: Backend) -> TokenBound | None:
     spells_bytes = _spells_bytes(pre_tokenizers)
     longest = max(len(piece if spells_bytes else piece.encode()) for piece in backend.get_vocab())
     return TokenBound(max([longest, *(len(token.content.encode()) for token in added)]), missing, max_shrink)
-
-
-def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """What a component of the tokenizer is made of, in order, as its file says it."""
-    return [] if component is None else _flat(json.loads(component.__getstate__()), name)
-
-
-def _flat(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return [inner for each in part[name] for inner in _flat(each, name)] if part["type"] == "Sequence" else [part]
 
 
 def _max_shrink(normalizers: list[dict[str, Any]]) -> int | None:

@@ -27,7 +27,6 @@ class Tokenizer:
         self,
         backend: Backend,
         *,
-        bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         chat_template: str | None = None,
         template_variables: dict[str, str] | None = None,
@@ -37,7 +36,6 @@ class Tokenizer:
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
         self._pieces = TokenPieces(backend)
-        self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.chat_template = chat_template
         self.template_variables = template_variables or {}
@@ -62,7 +60,6 @@ class Tokenizer:
             raise ModelError(f"no tokenizer could be loaded from {directory}: it has no tokenizer.json")
         return cls(
             loaded.backend_tokenizer,
-            bos_token_id=loaded.bos_token_id,
             eos_token_id=loaded.eos_token_id,
             chat_template=_default_template(loaded.chat_template) or _processor_template(directory),
             template_variables={name: str(text) for name, text in loaded.special_tokens_map.items()},

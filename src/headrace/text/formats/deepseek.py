@@ -12,19 +12,18 @@ from __future__ import annotations
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import MAX_NAME, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 _LIST = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _SEPARATOR = "<｜tool▁sep｜>"
 
 
-class DeepSeekCalls:
+class DeepSeekCalls(ToolFormat):
     """Either form; a call may come without its list's opener."""
 
     openers = (_LIST[0], _CALL[0])
-    bare_openers: tuple[str, ...] = ()
     markers = (*_LIST, *_CALL, _SEPARATOR)
-    id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         yield from reader.take(_LIST[0])

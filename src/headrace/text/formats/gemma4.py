@@ -8,17 +8,16 @@ from __future__ import annotations
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import GEMMA, LiteralReader
 from headrace.text.formats.reader import MAX_NAME, NotACall, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 _OPENER, _CLOSER = "<|tool_call>", "<tool_call|>"
 
 
-class GemmaCalls:
+class GemmaCalls(ToolFormat):
     """One call between two tokens."""
 
     openers = (_OPENER,)
-    bare_openers: tuple[str, ...] = ()
     markers = (_OPENER, _CLOSER, *GEMMA.quotes)
-    id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         yield from reader.expect(_OPENER)

@@ -7,6 +7,7 @@ import re
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 MESSAGE = "<|message|>"
 END_MARKERS = ("<|end|>", "<|call|>", "<|return|>")
@@ -15,13 +16,10 @@ MAX_HEADER = 400
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class HarmonyCall:
+class HarmonyCall(ToolFormat):
     """A message to a tool, from its header on."""
 
-    openers: tuple[str, ...] = ()
-    bare_openers: tuple[str, ...] = ()
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", MESSAGE, *END_MARKERS)
-    id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         header = yield from reader.take_until(MESSAGE, MAX_HEADER)

@@ -19,6 +19,7 @@ from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.reader import Reader, Reading
 from headrace.text.formats.tag_cursor import TagSyntax
 from headrace.text.formats.tags import TagReader
+from headrace.text.formats.tool_format import ToolFormat
 
 _WRAPPER = ("<tool_call>", "</tool_call>")
 
@@ -30,12 +31,10 @@ QWEN_XML = TagSyntax(
 )  # fmt: skip
 
 
-class ToolCallTags:
+class ToolCallTags(ToolFormat):
     """The wrapper with either body. bare_function: the XML body counts without the wrapper's opener, too."""
 
-    bare_openers: tuple[str, ...] = ()
     markers = _WRAPPER
-    id_style = "random"
 
     def __init__(self, *, bare_function: bool) -> None:
         self.openers = (_WRAPPER[0], QWEN_XML.call_open) if bare_function else (_WRAPPER[0],)

@@ -17,6 +17,7 @@ from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.reader import Reader, Reading
 from headrace.text.formats.tag_cursor import TagSyntax
 from headrace.text.formats.tags import TagReader
+from headrace.text.formats.tool_format import ToolFormat
 
 
 def _syntax(suffix: str) -> TagSyntax:
@@ -31,13 +32,11 @@ def _syntax(suffix: str) -> TagSyntax:
 _SUFFIXED, _PLAIN = _syntax(":opensource"), _syntax("")
 
 
-class Hunyuan:
+class Hunyuan(ToolFormat):
     """Either generation: the wrapper's body is a list of JSON objects or a row of elements."""
 
     openers = ("<tool_calls:opensource>", "<tool_calls>")
-    bare_openers: tuple[str, ...] = ()
     markers = tuple(tag for syntax in (_SUFFIXED, _PLAIN) for tag in syntax.tags)
-    id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         opener = yield from reader.take_any(self.openers)

@@ -12,16 +12,15 @@ from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import JSON, LiteralReader
 from headrace.text.formats.reader import MAX_NAME, SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
 from headrace.text.formats.schema import ANY, Schema
+from headrace.text.formats.tool_format import ToolFormat
 
 NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"id", "type", "index"})
 
 
-class JsonCalls:
+class JsonCalls(ToolFormat):
     """Objects or a list of them behind an opener. closer: what ends the construct; it may be missing."""
-
-    bare_openers: tuple[str, ...] = ()
 
     def __init__(
         self, openers: tuple[str, ...], closer: str | None, markers: tuple[str, ...] = (), id_style: str = "random"

@@ -11,17 +11,17 @@ from __future__ import annotations
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import MAX_NAME, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
-class KimiCalls:
+class KimiCalls(ToolFormat):
     """A section of calls, or calls without one."""
 
     openers = (_SECTION[0], _CALL[0])
-    bare_openers: tuple[str, ...] = ()
     markers = (*_SECTION, *_CALL, _ARGUMENTS)
     id_style = "counted"
 

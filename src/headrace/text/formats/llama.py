@@ -11,17 +11,17 @@ from __future__ import annotations
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_call
 from headrace.text.formats.reader import NotACall, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 _TOKEN = "<|python_tag|>"
 
 
-class LlamaCalls:
+class LlamaCalls(ToolFormat):
     """Objects one behind the other."""
 
     openers = (_TOKEN,)
     bare_openers = ("{",)
     markers = (_TOKEN,)
-    id_style = "random"
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         sink.is_tentative = not (yield from reader.take(_TOKEN))

@@ -12,6 +12,7 @@ from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import MAX_NAME, NotACall, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 _OPENER = "[TOOL_CALLS]"
 _ID = "[CALL_ID]"
@@ -19,11 +20,10 @@ _ARGUMENTS = "[ARGS]"
 _LENGTH_OF_ID = 9
 
 
-class MistralCalls:
+class MistralCalls(ToolFormat):
     """Either form."""
 
     openers = (_OPENER,)
-    bare_openers: tuple[str, ...] = ()
     markers = (_OPENER, _ID, _ARGUMENTS)
     id_style = "short"
 

@@ -14,15 +14,15 @@ from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.literals import PYTHON, LiteralReader
 from headrace.text.formats.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
+from headrace.text.formats.tool_format import ToolFormat
 
 _MAX_KEY = 128
 
 
-class PythonCalls:
+class PythonCalls(ToolFormat):
     """A list of calls between two tokens or without any."""
 
     bare_openers = ("[",)
-    id_style = "random"
 
     def __init__(self, opener: str, closer: str) -> None:
         self.openers = (opener,)

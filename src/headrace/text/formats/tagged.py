@@ -6,16 +6,14 @@ from headrace.text.formats.calls import CallSink
 from headrace.text.formats.reader import NotACall, Reader, Reading
 from headrace.text.formats.tag_cursor import TagSyntax
 from headrace.text.formats.tags import TagReader
+from headrace.text.formats.tool_format import ToolFormat
 
 
-class TaggedCalls:
+class TaggedCalls(ToolFormat):
     """Calls of one of several syntaxes, told apart by the wrapper.
 
     takes_bare_calls: a call counts without the wrapper's opener, too.
     """
-
-    bare_openers: tuple[str, ...] = ()
-    id_style = "random"
 
     def __init__(self, *syntaxes: TagSyntax, takes_bare_calls: bool = False) -> None:
         self._syntaxes = {_opener(syntax): syntax for syntax in syntaxes}

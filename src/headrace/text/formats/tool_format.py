@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.reader import Reader, Reading
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """One syntax. An instance holds no state of a request.
 
     openers: texts with which a construct may begin; longer ones are preferred. bare_openers: of these, ones that only
@@ -16,22 +16,12 @@ class ToolFormat(Protocol):
     skipped in decoding. id_style: see CallIds.
     """
 
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """See the class."""
+    openers: tuple[str, ...] = ()
+    bare_openers: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+    id_style = "random"
 
-    @property
-    def bare_openers(self) -> tuple[str, ...]:
-        """See the class."""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """See the class."""
-
-    @property
-    def id_style(self) -> str:
-        """See the class."""
-
+    @abstractmethod
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         """Read a construct from its opener to its end, and tell the sink of its calls.
 
