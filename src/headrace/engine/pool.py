@@ -119,7 +119,7 @@ class PrefixPool:
         self._tree.lock(match)
         counts = request.priority < IDLE_PRIORITY
         self._prompts[request.request_id] = _Prompt(namespace, key, match, set(plan.marks), match.num_tokens, counts)
-        return CachedPrefix(match.num_tokens, plan.divergence.text)
+        return CachedPrefix(match.num_tokens, plan.report)
 
     def _is_worth_waiting(self, namespace: Namespace, key: tuple[int, ...], match: Match) -> bool:
         """Whether a prompt in progress shares much more; a snapshot is then asked of it where the two part."""

@@ -5,7 +5,7 @@ A day in the life of a prompt (one thread, the engine's):
     key = cache_key(token_ids, media)
     match = tree.match(namespace, key, limit=len(key) - 1)
     tree.use(match), tree.lock(match)
-    plan = plan_restore(match, boundaries, ...)          # where the prefill begins, where to take snapshots
+    plan = plan_restore(match, boundaries, ...)          # where to take snapshots, what to tell
     held = tree.read(match)                              # the pieces to restore from
     tree.unlock(match)
     tree.insert(namespace, key, cut=..., snapshots=...)  # during the prefill, at its end, at an abort, at the finish

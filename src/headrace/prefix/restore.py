@@ -1,4 +1,4 @@
-"""What to do with a match: where the prefill begins, where to take snapshots, and what to tell about it."""
+"""What to do with a match: where to take snapshots, and what to tell about it."""
 
 from __future__ import annotations
 
@@ -25,45 +25,15 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
-    """How much of a prompt was reused, and where and why it parted from what is stored. It quotes no tokens.
+class RestorePlan:
+    """marks: lengths at which to take snapshots, rising.
 
-    num_reused_tokens: what really need not be computed. boundary: the last one up to there.
-    num_agreed_tokens: how far keys agree; more than was reused where no state was held.
-    parted_after: the last boundary up to there. limit: tokens that were allowed to be reused.
+    report: how much of the prompt is reused, and where and why it parts from what is stored: one line for the log and
+    the status page. It quotes no tokens.
     """
 
-    num_prompt_tokens: int
-    num_reused_tokens: int
-    boundary: Boundary | None
-    num_agreed_tokens: int
-    parted_after: Boundary | None
-    parting: Parting
-    limit: int
-
-    @property
-    def text(self) -> str:
-        """One line for the log and the status page."""
-        told = f"reused {self.num_reused_tokens} of {self.num_prompt_tokens} prompt tokens"
-        if self.num_reused_tokens:
-            told += f" ({_place(self.num_reused_tokens, self.boundary)})"
-        if self.parting is not Parting.EMPTY:
-            told += f"; parted at token {self.num_agreed_tokens} ({_place(self.num_agreed_tokens, self.parted_after)})"
-        told += f": {_REASONS[self.parting]}"
-        if self.num_reused_tokens < min(self.num_agreed_tokens, self.limit):
-            told += f"; no state is held after token {self.num_reused_tokens}"
-        elif self.limit < min(self.num_agreed_tokens, self.num_prompt_tokens - 1):
-            told += f"; no more than {self.limit} were to be reused"
-        return told
-
-
-@dataclass(frozen=True, slots=True)
-class RestorePlan:
-    """start: tokens to restore; the prefill begins there. marks: lengths at which to take snapshots, rising."""
-
-    start: int
     marks: tuple[int, ...]
-    divergence: Divergence
+    report: str
 
 
 def plan_restore(
@@ -87,16 +57,22 @@ def plan_restore(
         if not 0 <= length <= match.num_prompt_tokens:
             raise ValueError(f"a mark at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
     marks = _marks(match, boundaries, max_marks, grid) if needs_snapshots else ()
-    divergence = Divergence(
-        num_prompt_tokens=match.num_prompt_tokens,
-        num_reused_tokens=match.num_tokens,
-        boundary=_last_boundary(boundaries, match.num_tokens),
-        num_agreed_tokens=match.num_agreed_tokens,
-        parted_after=_last_boundary(boundaries, match.num_agreed_tokens),
-        parting=match.parting,
-        limit=match.limit,
-    )
-    return RestorePlan(match.num_tokens, marks, divergence)
+    return RestorePlan(marks, _report(match, boundaries))
+
+
+def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
+    num_reused, num_agreed = match.num_tokens, match.num_agreed_tokens
+    told = f"reused {num_reused} of {match.num_prompt_tokens} prompt tokens"
+    if num_reused:
+        told += f" ({_place(num_reused, boundaries)})"
+    if match.parting is not Parting.EMPTY:
+        told += f"; parted at token {num_agreed} ({_place(num_agreed, boundaries)})"
+    told += f": {_REASONS[match.parting]}"
+    if num_reused < min(num_agreed, match.limit):
+        told += f"; no state is held after token {num_reused}"
+    elif match.limit < min(num_agreed, match.num_prompt_tokens - 1):
+        told += f"; no more than {match.limit} were to be reused"
+    return told
 
 
 def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int, grid: int) -> tuple[int, ...]:
@@ -135,16 +111,11 @@ def _junction(match: Match, places: list[int]) -> list[int]:
     return [match.junction if match.junction - place >= JUNCTION_TOKENS else place]
 
 
-def _last_boundary(boundaries: tuple[Boundary, ...], length: int) -> Boundary | None:
-    """The last boundary within the first `length` tokens."""
-    return max(
-        (one for one in boundaries if 0 < one.num_tokens <= length), key=lambda one: one.num_tokens, default=None
-    )
-
-
-def _place(length: int, boundary: Boundary | None) -> str:
-    """Where a length lies, in words."""
-    if boundary is None:
+def _place(length: int, boundaries: tuple[Boundary, ...]) -> str:
+    """Where a length lies, in words: by the last boundary up to there."""
+    before = [one for one in boundaries if 0 < one.num_tokens <= length]
+    if not before:
         return "before the first boundary"
+    boundary = max(before, key=lambda one: one.num_tokens)
     distance = length - boundary.num_tokens
     return f"{f'{distance} past' if distance else 'at'} the {boundary.kind} boundary of token {boundary.num_tokens}"
