@@ -26,20 +26,13 @@ _TEXT_COLUMNS = 2
 _SHOWN_FAULTS = 10
 _SHOWN_CHARACTERS = 60
 
-_TIMES: tuple[tuple[str, Figure, float], ...] = (
-    ("first text ms", lambda figures: figures.ttft_s, 1000),
-    ("per token ms", lambda figures: figures.tpot_s, 1000),
-    ("longest gap ms", lambda figures: figures.max_gap_s, 1000),
-    ("whole answer s", lambda figures: figures.end_to_end_s, 1),
-    ("tokens/s", lambda figures: figures.output_tokens_per_s, 1),
-)
-
-_RATIOS: tuple[tuple[str, Figure], ...] = (
-    ("first text", lambda figures: figures.ttft_s),
-    ("per token", lambda figures: figures.tpot_s),
-    ("longest gap", lambda figures: figures.max_gap_s),
-    ("whole answer", lambda figures: figures.end_to_end_s),
-    ("tokens/s", lambda figures: figures.output_tokens_per_s),
+# Title, unit and what a value is multiplied by where the figure itself is shown.
+_FIGURES: tuple[tuple[str, str, Figure, float], ...] = (
+    ("first text", " ms", lambda figures: figures.ttft_s, 1000),
+    ("per token", " ms", lambda figures: figures.tpot_s, 1000),
+    ("longest gap", " ms", lambda figures: figures.max_gap_s, 1000),
+    ("whole answer", " s", lambda figures: figures.end_to_end_s, 1),
+    ("tokens/s", "", lambda figures: figures.output_tokens_per_s, 1),
 )
 
 
@@ -60,7 +53,15 @@ def _blocks(plan: Plan, levels: Sequence[PlayedLevel]) -> Iterator[list[str]]:
 
 def _measured(levels: Sequence[PlayedLevel]) -> list[Row]:
     rows: list[Row] = [
-        ("streams", "server", "prompt", "output", *(title for title, _, _ in _TIMES), "failed", "same again")
+        (
+            "streams",
+            "server",
+            "prompt",
+            "output",
+            *(title + unit for title, unit, _, _ in _FIGURES),
+            "failed",
+            "same again",
+        )
     ]
     for level in levels:
         rows += [_row(level, kind) for kind in (None, *kinds_of(level))]
@@ -78,13 +79,13 @@ def _row(level: PlayedLevel, kind: str | None) -> Row:
         level.target if kind is None else f"  {kind}",
         _middle(spread(each.num_prompt_tokens for each in rounds)),
         _middle(spread(each.num_output_tokens for each in rounds)),
-        *(spread_text(spread(figure(each) for each in rounds), scale) for _, figure, scale in _TIMES),
+        *(spread_text(spread(figure(each) for each in rounds), scale) for _, _, figure, scale in _FIGURES),
         *of_whole_level,
     )
 
 
 def _compared(plan: Plan, levels: Sequence[PlayedLevel]) -> list[Row]:
-    rows: list[Row] = [("workload", "server", "streams", *(title for title, _ in _RATIOS), "same answers")]
+    rows: list[Row] = [("workload", "server", "streams", *(title for title, *_ in _FIGURES), "same answers")]
     for _, group in groupby(levels, key=lambda level: (level.workload, level.streams)):
         ours, *others = group
         for theirs in others:
@@ -93,7 +94,7 @@ def _compared(plan: Plan, levels: Sequence[PlayedLevel]) -> list[Row]:
 
 
 def _compared_row(ours: PlayedLevel, theirs: PlayedLevel, kind: str | None) -> Row:
-    ratios = (spread_text(ratio(ours, theirs, figure, kind)) for _, figure in _RATIOS)
+    ratios = (spread_text(ratio(ours, theirs, figure, kind)) for _, _, figure, _ in _FIGURES)
     if kind is not None:
         return ("", f"  {kind}", "", *ratios, "")
     same = _share(sameness(ours.rounds[0], theirs.rounds[0], ignore_ends=True))

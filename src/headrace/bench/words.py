@@ -39,11 +39,6 @@ WORDS = tuple(
 _SENTENCE_WORDS = (8, 14)
 
 
-def random_words(random: Random, count: int) -> list[str]:
-    """Different words, so `count` is at most the length of the list."""
-    return random.sample(WORDS, count)
-
-
 def random_text(random: Random, num_tokens: int) -> str:
     """Sentences of random words, about `num_tokens` tokens."""
     left = max(1, round(num_tokens / TOKENS_PER_WORD))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from headrace.bench.plan import Plan
-from headrace.bench.words import random_text, random_words
+from headrace.bench.words import WORDS, random_text
 
 _CONVERSATIONS_PER_STREAM = 2
 _LONG_ANSWER_TOKENS = 16
@@ -134,7 +134,7 @@ def _long(plan: Plan, random: Random, max_tokens: int) -> Conversation:
 
 
 def _short_question(random: Random) -> str:
-    first, second, third = random_words(random, 3)
+    first, second, third = random.sample(WORDS, 3)
     return (
         f"{first.capitalize()}, {second}, {third}: tell a long story about them, with every detail that comes to mind."
     )

@@ -1,4 +1,4 @@
-"""What the command lines of all benchmarks have in common."""
+"""What command lines that set no knobs have in common."""
 
 from __future__ import annotations
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from headrace.cli.bench_parser import Parser
 from headrace.cli.mtp_texts import TEXTS
 from headrace.cli.words import configured_words
 from headrace.config import load_config, warn_of_unknown_variables
@@ -41,15 +40,8 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(f"{said}: {_COMMANDS}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def _extract(words: Sequence[str]) -> None:
-    parser = _Parser(
+    parser = Parser(
         prog="headrace mtp extract",
         description="Write a checkpoint's prediction head in bfloat16 into a file that is found beside any checkpoint "
         "of the same model. Only the shards that hold the head are read, or downloaded.",

@@ -59,7 +59,6 @@ class Dialect(Generic[Asked]):
     read: Callable[[bytes], Call[Asked]]
     events: Callable[[Asked], AsyncGenerator[Event, None]]
     form: Callable[[Call[Asked], AnswerHeading], AnswerForm]
-    num_prompts: Callable[[Asked], int]
 
 
 def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
@@ -76,14 +75,14 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
         return ChunkedAnswer(writer, include_usage=call.include_usage)
 
     read = partial(read_chat_completion, max_model_len=session.model.max_model_len)
-    return Dialect(read, session.chat, form, lambda request: 1)
+    return Dialect(read, session.chat, form)
 
 
 def messages_dialect(session: Session) -> Dialect[ChatRequest]:
     """/v1/messages."""
     thinker = Thinker(session.thinks, session.switches_thinking)
     read = partial(read_messages, thinker=thinker, max_model_len=session.model.max_model_len)
-    return Dialect(read, session.chat, lambda call, heading: MessagesAnswer(heading), lambda request: 1)
+    return Dialect(read, session.chat, lambda call, heading: MessagesAnswer(heading))
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
@@ -97,7 +96,7 @@ def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
         )
         return ChunkedAnswer(writer, include_usage=call.include_usage)
 
-    return Dialect(read_completion, session.complete, form, lambda request: len(request.prompts))
+    return Dialect(read_completion, session.complete, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class AnswerRoute(Generic[Asked]):
         self._live = live
         self._ignored = ignored
 
-    async def __call__(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Reads the call and answers it. The guard has put a RequestRecord into the request's state."""
         record: RequestRecord = request.state.record
         try:
@@ -158,7 +157,8 @@ class AnswerRoute(Generic[Asked]):
         name = answer_name(call.model, self._names, strict=self._config.strict_model_name)
         heading = AnswerHeading(asked.request_id, name)
         record.begin_answer(asked.request_id, name)
-        work = generation_ids(asked.request_id, self._dialect.num_prompts(asked))
+        num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
+        work = generation_ids(asked.request_id, num_prompts)
         self._live.attach(record.request_id, asked.request_id, work)
         return _Answer(
             form=self._dialect.form(call, heading),

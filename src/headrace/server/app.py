@@ -37,31 +37,17 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
     operations = OperationRoutes(session, names, live, ignored)
-
-    # Starlette takes an object that is no function for an application of its own.
-    async def chat_completions(request: Request) -> Response:
-        return await chat(request)
-
-    async def completions(request: Request) -> Response:
-        return await completion(request)
-
-    async def create_response(request: Request) -> Response:
-        return await response(request)
-
-    async def messages(request: Request) -> Response:
-        return await message(request)
-
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/chat/completions", chat.answer, methods=["POST"]),
+            Route("/v1/completions", completion.answer, methods=["POST"]),
+            Route("/v1/responses", response.answer, methods=["POST"]),
             Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
             Route("/v1/responses/{id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", responses.input_items),
-            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/messages", message.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
             *_model_routes(session, names),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),

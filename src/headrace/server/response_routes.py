@@ -49,7 +49,7 @@ class ResponseRoutes:
 
     def dialect(self) -> Dialect[ChatRequest]:
         """POST /v1/responses."""
-        return Dialect(self._read, self._events, self._form, lambda request: 1)
+        return Dialect(self._read, self._events, self._form)
 
     async def count_input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
