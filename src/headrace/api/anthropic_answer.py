@@ -114,7 +114,6 @@ class MessagesAnswer:
             yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Ends the open block."""
         if self._open is None:
             return
         if self._open == "thinking":

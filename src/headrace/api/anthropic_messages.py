@@ -36,7 +36,6 @@ class ChatMessages:
             yield ChatMessage("system", parts)
 
     def turn(self, message: MessageBody, path: str) -> Iterator[ChatMessage]:
-        """The messages that one turn comes to."""
         if message.role == "assistant":
             yield self._assistant(message, f"{path}.content")
         elif message.role == "system":

@@ -52,7 +52,6 @@ def read_messages(body: bytes, thinker: Thinker, max_model_len: int | None = Non
 
 
 def count_answer(num_tokens: int) -> dict[str, Any]:
-    """How many tokens a prompt has."""
     return {"input_tokens": num_tokens}
 
 

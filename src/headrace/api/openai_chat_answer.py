@@ -133,7 +133,6 @@ class _Choice:
     finished: Finished | None = None
 
     def take(self, event: Text | Reasoning | ToolCallStart | ToolArguments | Finished) -> None:
-        """Adds an event."""
         if not isinstance(event, ToolCallStart | ToolArguments):
             self.scores += event.scores
         match event:

@@ -31,7 +31,6 @@ class CompletionAnswer:
         self._offsets = [_Offsets() for _ in self._open]
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Chunks that say what one event says."""
         match event:
             case Started():
                 pass
@@ -99,7 +98,6 @@ class _Choice:
     finished: Finished | None = None
 
     def take(self, event: Text | Finished) -> None:
-        """Adds an event."""
         self.scores += event.scores
         if isinstance(event, Finished):
             self.finished = event
@@ -121,7 +119,6 @@ class _Offsets:
         self._length = 0
 
     def next(self, score: TokenScore) -> int:
-        """The offset of the next token."""
         offset = self._length
         self._length += len(self._utf8.decode(score.data or b""))
         return offset

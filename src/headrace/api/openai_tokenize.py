@@ -94,10 +94,8 @@ def read_detokenize(body: bytes) -> DetokenizeCall:
 
 
 def tokenize_answer(token_ids: tuple[int, ...], max_model_len: int) -> dict[str, Any]:
-    """The tokens of a text or of a chat."""
     return {"tokens": list(token_ids), "count": len(token_ids), "max_model_len": max_model_len, "token_strs": None}
 
 
 def detokenize_answer(text: str) -> dict[str, Any]:
-    """The text of tokens."""
     return {"prompt": text}

@@ -69,7 +69,6 @@ class ResponsesAnswer:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still being made."""
         return self._status == "in_progress"
 
     def pieces(self, event: Event) -> Iterator[bytes]:

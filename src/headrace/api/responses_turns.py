@@ -84,7 +84,6 @@ class _Turns:
         self._names: dict[str, str] = {}
 
     def add(self, place: _Place) -> None:
-        """The next item."""
         kind = item_type(place.item, place.path)
         if kind in SKIPPED_ITEMS:
             return
@@ -103,7 +102,6 @@ class _Turns:
                 self._add_carried(carried, place)
 
     def finish(self) -> tuple[ChatMessage, ...]:
-        """All turns."""
         self._close()
         return tuple(self._turns)
 

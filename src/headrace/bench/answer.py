@@ -66,7 +66,6 @@ class AnswerReader:
 
     @property
     def has_text(self) -> bool:
-        """Whether any text has come."""
         return bool(self._arrivals_s)
 
     def take(self, data: str, now_s: float) -> None:

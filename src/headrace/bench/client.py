@@ -44,7 +44,6 @@ class Client:
         )
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         await self._http.aclose()
 
     async def prepare(self) -> str | None:

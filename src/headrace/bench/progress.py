@@ -24,7 +24,6 @@ class ProgressBar:
         self._write(f"{_CLEAR_LINE}[{'#' * filled:<{_WIDTH}}] {self._done}/{self._total} {title}")
 
     def close(self) -> None:
-        """Takes the bar away."""
         self._write(_CLEAR_LINE)
 
     def _write(self, text: str) -> None:

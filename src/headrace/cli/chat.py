@@ -67,7 +67,6 @@ class Conversation:
         self._ends_thinking = False
 
     def reset(self) -> None:
-        """Forgets all turns."""
         self._messages.clear()
 
     async def say(self, text: str) -> None:
@@ -126,7 +125,6 @@ class _Turn:
         self._reasoning: list[str] = []
 
     def take(self, event: object) -> None:
-        """Notes one event."""
         if isinstance(event, Finished):
             self._finished = event
         if isinstance(event, Text | Reasoning):

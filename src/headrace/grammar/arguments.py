@@ -60,7 +60,6 @@ class Arguments:
 
     @property
     def name(self) -> str:
-        """The tool's."""
         return self._tool.name
 
     def whole(self) -> Any:

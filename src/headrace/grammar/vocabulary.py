@@ -66,7 +66,6 @@ class Vocabulary:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens by their names."""
         special = self.tokenizer.special_ids
         return {text: token_id for text, token_id in self.tokenizer.added_tokens.items() if token_id in special}
 

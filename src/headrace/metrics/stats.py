@@ -89,7 +89,6 @@ class Stats:
         num_choices: int = 1,
         route: Route = Route.TEXT,
     ) -> None:
-        """A request is in the queue."""
         self._routes[route] += 1
         self._requests[request_id] = _Timing(now, num_prompt_tokens, num_choices)
 
@@ -147,7 +146,6 @@ class Stats:
             self._close(request_id, now)
 
     def stepped(self) -> None:
-        """A step was carried out."""
         self._num_steps += 1
 
     def _verified(self, num_drafted: int, num_accepted: int) -> None:

@@ -48,7 +48,6 @@ class LiveRequest:
 
     @property
     def id(self) -> str:
-        """The request's own id."""
         return self.request.request_id
 
     @property
@@ -58,12 +57,10 @@ class LiveRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every choice has its finish reason."""
         return None not in [sequence.finish_reason for sequence in self.sequences]
 
     @property
     def num_prompt_left(self) -> int:
-        """Prompt tokens that are still to be computed."""
         return max(0, len(self.request.prompt) - self.sequences[0].num_computed)
 
     def note_tokens(self, now: float) -> None:

@@ -45,7 +45,6 @@ class NoPrefixes:
     """A prefix cache that is switched off."""
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """Everything has to be computed."""
         return CachedPrefix(0, "")
 
     def end(self, request_id: str) -> None:
@@ -53,5 +52,4 @@ class NoPrefixes:
 
     @property
     def num_preparing(self) -> int:
-        """Nothing is made of prompts."""
         return 0

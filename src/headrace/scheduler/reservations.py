@@ -100,7 +100,6 @@ class Reservations:
         return self._promises[sequence_id].num_tokens
 
     def give_back(self, sequence_id: str) -> None:
-        """End a promise."""
         self._reserved_bytes -= self._promises.pop(sequence_id).num_bytes
 
     def _room(self, sequence_id: str | None) -> int:

@@ -47,11 +47,9 @@ class Rows:
 
     @property
     def num_preempted(self) -> int:
-        """How many wait to go on."""
         return sum(sequence.is_preempted for sequence in self._started.values())
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether a sequence has started and not ended."""
         return sequence.id in self._started
 
     def end(self, sequence: Sequence) -> None:

@@ -82,11 +82,9 @@ class Sequence:
         return self.num_output > 0 and self.num_wanted == 1
 
     def preempt(self, *, lacks_bytes: bool) -> None:
-        """It makes room."""
         self.is_preempted, self.lacks_bytes = True, lacks_bytes
 
     def resume(self) -> None:
-        """It goes on."""
         self.is_preempted = self.lacks_bytes = False
         self.num_output_before = self.num_output
 

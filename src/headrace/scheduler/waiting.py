@@ -44,7 +44,6 @@ class SessionShares:
         self._num_turns = 0
 
     def join(self, name: str) -> None:
-        """A request of the session arrives."""
         session = self._sessions.setdefault(name, _Session(self._clock))
         if session.num_live == 0:
             session.virtual_time = max(session.virtual_time, self._clock)
@@ -52,7 +51,6 @@ class SessionShares:
         session.num_live += 1
 
     def leave(self, name: str) -> None:
-        """A request of the session has ended."""
         session = self._sessions[name]
         session.num_live -= 1
         if session.num_live > 0:

@@ -26,7 +26,6 @@ from headrace.session.session import Session
 
 
 def build_app(session: Session, config: ServerConfig) -> Starlette:
-    """The application that serves one session."""
     names = config.served_model_name or (session.model.name,)
     live = LiveRequests()
     ignored = IgnoredFields()

@@ -75,7 +75,6 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream."""
         try:
             await while_connected(receive, self._write(send))
         except ClientGone:

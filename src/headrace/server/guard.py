@@ -109,7 +109,6 @@ class _Exchange:
         self._origin = origin
 
     async def send(self, message: Message) -> None:
-        """Passes a message on."""
         if message["type"] == "http.response.start":
             self._record.status = message["status"]
             headers = MutableHeaders(scope=message)

@@ -20,7 +20,6 @@ class IgnoredFields:
         self._counts: Counter[str] = Counter()
 
     def add(self, names: Sequence[str]) -> None:
-        """One request's unknown fields."""
         for name in names:
             shown = name[:_MAX_NAME_LENGTH]
             known = shown in self._counts or len(self._counts) < _MAX_NAMES

@@ -31,7 +31,6 @@ class LiveRequests:
         self._owner_of_answer[answer_id] = request_id
 
     def release(self, request_id: str) -> None:
-        """The request is answered."""
         self._owner_of_answer.pop(self._live.pop(request_id).answer_id, None)
 
     def work_of(self, id: str) -> tuple[str, ...]:

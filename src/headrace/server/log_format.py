@@ -22,7 +22,6 @@ class JsonLines(logging.Formatter):
     """A JSON object on a line for each record; one that has fields is those fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON."""
         moment = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
             "time": moment.isoformat(timespec="milliseconds"),

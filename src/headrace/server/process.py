@@ -19,7 +19,6 @@ class ProcessMeter:
         self._started = time.monotonic()
 
     def measure(self) -> ProcessStatus:
-        """How things stand now."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return ProcessStatus(
             uptime_s=time.monotonic() - self._started,

@@ -27,12 +27,10 @@ class StoredResponse:
 
     @property
     def id(self) -> str:
-        """The response's."""
         return str(self.response["id"])
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Input, then output."""
         return (*self.input_items, *self.response["output"])
 
 
@@ -59,7 +57,6 @@ class ResponseStore:
         return len(self._stored)
 
     def add(self, stored: StoredResponse) -> None:
-        """Keeps a response."""
         num_bytes = len(to_json(stored.response)) + len(to_json(stored.input_items))
         if num_bytes > self._max_bytes:
             return

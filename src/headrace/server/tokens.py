@@ -31,7 +31,6 @@ class TokenRoutes:
         self._ignored = ignored
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text or a chat."""
         call = await self._read(request, partial(read_tokenize, max_model_len=self._session.model.max_model_len))
         self._check(call.model, call.ignored)
         if isinstance(call.prompt, str):
@@ -42,14 +41,12 @@ class TokenRoutes:
         return JSONResponse(answer, headers=ignored_headers(call.ignored))
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
         call = await self._read(request, read_detokenize)
         self._check(call.model, call.ignored)
         text = await self._session.detokenize(call.token_ids)
         return JSONResponse(detokenize_answer(text), headers=ignored_headers(call.ignored))
 
     async def count_message_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of a message has."""
         thinker = Thinker(self._session.thinks, self._session.switches_thinking)
         read = partial(read_messages, thinker=thinker, max_model_len=self._session.model.max_model_len)
         call = await self._read(request, read)

@@ -78,27 +78,22 @@ class ChoiceAnswer:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens so far."""
         return len(self.token_ids)
 
     @property
     def stop_string(self) -> str | None:
-        """See the class."""
         return self._parser.stop_string
 
     @property
     def text(self) -> str:
-        """Answer text so far."""
         return "".join(self._said[Text])
 
     @property
     def reasoning(self) -> str:
-        """Thinking text so far."""
         return "".join(self._said[Reasoning])
 
     @property
     def num_calls(self) -> int:
-        """Tool calls so far."""
         return self._parser.num_calls
 
     def take_broken_calls(self) -> tuple[BrokenCall, ...]:
@@ -210,7 +205,6 @@ class PromptAnswers:
 
     @property
     def is_over(self) -> bool:
-        """Whether every choice has ended."""
         return self._num_open == 0
 
     @property

@@ -121,7 +121,6 @@ class Session:
 
     @property
     def model(self) -> ModelDescription:
-        """The loaded model, as data."""
         return self._engine.model
 
     @property
@@ -132,7 +131,6 @@ class Session:
 
     @property
     def takes_chats(self) -> bool:
-        """Whether the model has a chat template."""
         return self._template.exists
 
     @property
@@ -269,7 +267,6 @@ class Session:
     async def _events(
         self, prompt: PromptAnswers, outputs: TokenStream, everything: Sequence[PromptAnswers]
     ) -> AsyncGenerator[Event, None]:
-        """Events of one prompt's choices."""
         async for output in outputs:
             if output.reuse is not None:
                 log.info("%s: %s", output.request_id, output.reuse)

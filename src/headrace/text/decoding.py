@@ -105,7 +105,6 @@ class ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """What the piece spells."""
         try:
             return bytes([BYTE_OF[character] for character in piece])
         except KeyError:  # an added token with characters of its own is its text
@@ -137,7 +136,6 @@ class MetaspaceDecoder:
         return text
 
     def finish(self) -> str:
-        """Nothing was held."""
         return ""
 
 
@@ -149,7 +147,6 @@ class ByteFallbackRule:
     num_stripped: int
 
     def replaced(self, piece: str) -> str:
-        """The piece with all replacements made."""
         for old, new in self.replacements:
             piece = piece.replace(old, new)
         return piece
@@ -267,7 +264,6 @@ class WindowDecoder:
         return text
 
     def finish(self) -> str:
-        """Give out the held tokens as they are."""
         text, self._pending = self._new_text(), []
         return text
 

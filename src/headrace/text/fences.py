@@ -30,7 +30,6 @@ class LineTracker:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the text ends inside a code fence."""
         return bool(self._fence)
 
     @property
@@ -45,7 +44,6 @@ class LineTracker:
         return tuple(self._open_ticks)
 
     def push(self, text: str) -> None:
-        """Follow more text."""
         end = 0
         for match in _BREAK_OR_TICKS.finditer(text):
             if match.start() > end or match[0] == "\n":

@@ -40,7 +40,6 @@ class HarmonyOutput:
         self._is_thinking = thinking_open
 
     def read(self) -> Reading[None]:
-        """Read everything."""
         if self._calls is not None:
             self._calls.say = self._say
         if self._is_thinking:

@@ -100,7 +100,6 @@ class TurnForm:
 
     @property
     def num_chars(self) -> int:
-        """Of all forms."""
         return len(self.known[0]) + len(self.known[1]) + len(self.opening) + len(self.wanted)
 
     def find(self, rendered: str, start: int) -> slice | None:
@@ -173,7 +172,6 @@ class TurnForms:
         return any((pair := self._pair((answer,))) and pair[0] != pair[1] for answer in (_ANSWERS[0], thoughtful))
 
     def of(self, group: Group) -> TurnForm:
-        """The forms of a turn."""
         key = chain(group, self._salt)[-1]
         form = self._memo.get(key)
         if form is None:

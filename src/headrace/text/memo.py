@@ -22,7 +22,6 @@ class Memo(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Value | None:
-        """A value, if it is remembered."""
         with self._lock:
             found = self._values.get(key)
             if found is None:
@@ -50,7 +49,6 @@ class TextDigest:
 
     @classmethod
     def of(cls, text: str) -> TextDigest:
-        """The digest of a text."""
         return cls(len(text), digest_of(text))
 
     def begins(self, text: str) -> bool:

@@ -87,7 +87,6 @@ def template_message(message: ChatMessage, traits: TemplateTraits) -> dict[str, 
 
 
 def template_tool(tool: ToolDefinition) -> dict[str, Any]:
-    """A tool as templates know them."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description

@@ -35,17 +35,14 @@ class Outlet:
 
     @property
     def stop_string(self) -> str | None:
-        """The one that has ended the answer."""
         return self._cutter.found
 
     def text(self, text: str) -> None:
-        """Answer text."""
         self._add_text(self._cutter.push(text))
         if self.stopped:
             self._release_space()
 
     def reasoning(self, text: str) -> None:
-        """Thinking text."""
         if text:
             self._release_space()
             self._events.append(Reasoning(text))
@@ -68,7 +65,6 @@ class Outlet:
             call.pieces.clear()
 
     def finish(self) -> None:
-        """The answer is over."""
         if not self.stopped:
             self.end_text()
         self._release_space()

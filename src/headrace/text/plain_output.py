@@ -60,7 +60,6 @@ class PlainOutput:
         self._beginning = re.compile("|".join(map(re.escape, sorted(beginnings))) or "(?!)")
 
     def read(self) -> Reading[None]:
-        """Read everything."""
         if self._calls is not None:
             self._calls.say = self._say
         if self._closers and self._repeated_openers:
@@ -260,6 +259,5 @@ def _first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, st
 
 
 def _nothing() -> Reading[None]:
-    """A reading that reads nothing."""
     return
     yield

@@ -71,7 +71,6 @@ class StreamParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls told so far."""
         return self._outlet.num_calls
 
     @property

@@ -72,7 +72,6 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
         return frozenset(token_id for token_id, token in self._added.items() if token.special)
 
     @cached_property

@@ -88,7 +88,6 @@ class DraftCounters:
 
     @property
     def num_accepted(self) -> int:
-        """Right drafts."""
         return sum(self.accepted_at)
 
 

@@ -46,7 +46,6 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
         return not self.chunks and not self.preempted
 
     @property

@@ -144,5 +144,4 @@ class CallSink:
         yield
 
     def declares(self, name: str) -> bool:
-        """Whether there is such a tool."""
         return name in self._tools

@@ -68,12 +68,10 @@ class Reader:
         return bool(self._waiting)
 
     def push(self, text: str) -> None:
-        """Append text."""
         self._waiting += text
         self._admit()
 
     def end(self, *, cut: bool) -> None:
-        """No more text comes."""
         self._has_ended = True
         self.is_cut = cut
 
@@ -98,7 +96,6 @@ class Reader:
         return self.text[self.pos + ahead]
 
     def is_done(self) -> Reading[bool]:
-        """Whether there is nothing more to read."""
         while self.pos >= len(self.text):
             if self.ended:
                 return True
@@ -124,7 +121,6 @@ class Reader:
             yield
 
     def take(self, literal: str) -> Reading[bool]:
-        """Step over a literal if it comes next."""
         return (yield from self.take_any((literal,))) is not None
 
     def close(self, *closers: str) -> Reading[bool]:

@@ -33,7 +33,6 @@ class Schema:
         return frozenset(str(name) for branch in self._branches for name in _listed(branch.get("required")))
 
     def of_property(self, name: str) -> Schema:
-        """The schema of an object's property."""
         for branch in self._branches:
             properties = branch.get("properties")
             if isinstance(properties, Mapping) and name in properties:
@@ -45,7 +44,6 @@ class Schema:
 
     @property
     def items(self) -> Schema:
-        """The schema of an array's items."""
         for branch in self._branches:
             if isinstance(branch.get("items"), Mapping):
                 return Schema(branch["items"], self._root)

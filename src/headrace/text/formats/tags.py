@@ -90,5 +90,4 @@ class TagReader:
         value.close(is_lenient=self._sink.is_committed)
 
     def _fits(self, key: str) -> bool:
-        """Whether a parameter of this name may come next."""
         return key not in self._given and self._schema.allows(key)

@@ -24,7 +24,6 @@ class TextValue:
             write('"')
 
     def add(self, text: str) -> None:
-        """More of the value."""
         if self._is_string:
             if text:
                 self._write(escaped(text))
