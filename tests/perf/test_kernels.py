@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+from headrace.backend.cuda.shapes import HeadShape
 from headrace.cli.main import main
 from headrace.perf.case import Case, Chain, measured
 from headrace.perf.kernels import KERNELS, SCAN_FORMS, measure_kernels
-from headrace.perf.layer_references import Matrices, mixture
-from headrace.perf.references import causal_attention, delta_rule, double, largest_error
+from headrace.perf.layer_references import Matrices, attend, mixture, scan
+from headrace.perf.references import double, largest_error
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -105,19 +105,20 @@ def test_the_reference_of_attention_is_attention() -> None:
     mx.random.seed(0)
     q, k, v = mx.random.normal((1, 4, 3, 8)), mx.random.normal((1, 2, 7, 8)), mx.random.normal((1, 2, 7, 8))
     library = mx.fast.scaled_dot_product_attention(q, k, v, scale=8**-0.5, mask="causal")
-    assert largest_error(library[0], causal_attention(q[0], k[0], v[0])) < 1e-6
+    queries, plan = double(q[0].swapaxes(0, 1)), [(0, 3, 4, 0, 0, 7, 0, 0)]
+    found = attend(HeadShape(4, 2, 8), plan, queries, [(k, v)], 8**-0.5, None, None)
+    assert largest_error(library[0].swapaxes(0, 1).reshape(1, 3, -1), found) < 1e-6
 
 
-@pytest.mark.parametrize("head", [0, 1, 2, 3])
-def test_the_reference_of_the_delta_rule_is_the_delta_rule(head: int) -> None:
+def test_the_reference_of_the_delta_rule_is_the_delta_rule() -> None:
     mx.random.seed(0)
     q, k = mx.random.normal((1, 5, 2, 8)), 0.3 * mx.random.normal((1, 5, 2, 8))
     v, state = mx.random.normal((1, 5, 4, 6)), mx.random.normal((1, 4, 6, 8))
     g, beta = mx.random.uniform(shape=(1, 5, 4)), mx.random.uniform(shape=(1, 5, 4))
     y, end = gated_delta_ops(q, k, v, g, beta, state)
-    right_y, right_end = delta_rule([array[0] for array in (q, k, v, g, beta)], state[0], head)
-    assert largest_error(y[0, :, head], right_y) < 1e-5
-    np.testing.assert_allclose(double(end[0, head]), right_end, atol=1e-5)
+    right_y, right_end, _ = scan(*(double(array[0]) for array in (q, k, v, g, beta, state)), None)
+    assert largest_error(y[0], right_y) < 1e-5
+    assert largest_error(end[0], right_end) < 1e-5
 
 
 def test_the_command_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,17 @@ from functools import partial
 
 import mlx.core as mx
 
+from headrace.backend.cuda.shapes import HeadShape
 from headrace.backend.device import DeviceKind, device_kind
 from headrace.backend.gated_delta import Form, scan
 from headrace.backend.kernels import Kernels
 from headrace.models.mixers.attention import attend
 from headrace.models.step import PackedStep, RowSpan, View
+from headrace.perf import layer_references as right
 from headrace.perf.case import Case, Measured, measured
 from headrace.perf.few_tokens import few_tokens
 from headrace.perf.layers import attention_layers, delta_layers
-from headrace.perf.references import Float64, causal_attention, delta_rule, double, largest_error
+from headrace.perf.references import Float64, double, largest_error
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
 
@@ -95,7 +97,7 @@ def gated_deltas(kind: DeviceKind) -> Iterator[Case]:
 def _scans(
     forms: Sequence[Form], heads: Heads, num_rows: int, num_tokens: int, dtype: mx.Dtype, is_long: bool
 ) -> Iterator[Case]:
-    shape, last = (num_rows, num_tokens), heads.num_kv - 1
+    shape = num_rows, num_tokens
     q, k = (_normal((*shape, heads.num, heads.dim), mx.float32) for _ in range(2))
     tokens = (
         (q / mx.linalg.norm(q, axis=-1, keepdims=True) * heads.dim**-0.5).astype(dtype),
@@ -106,7 +108,9 @@ def _scans(
     )
     state = _normal((num_rows, heads.num_kv, heads.dim, heads.dim), mx.float32)
     mx.eval(tokens, state)
-    right_y, right_state = delta_rule(tuple(array[0] for array in tokens), state[0], last)
+    # of the first row the last head of each kind
+    first = (double(array[0])[:, -1:] for array in tokens)
+    right_y, right_state, _ = right.scan(*first, double(state[0])[-1:], None)
     # outputs are as large as values; the state comes in and goes out
     num_bytes = sum(array.nbytes for array in tokens) + tokens[2].nbytes + 2 * state.nbytes
 
@@ -116,7 +120,7 @@ def _scans(
 
     def error(found: Sequence[mx.array]) -> float:
         y, end_state = found
-        return max(largest_error(y[0, :, last], right_y), largest_error(end_state[0, last], right_state))
+        return max(largest_error(y[0, :, -1:], right_y), largest_error(end_state[0, -1:], right_state))
 
     for form in forms:
         name = f"{num_rows} × {num_tokens} tokens, {heads}"
@@ -149,16 +153,18 @@ def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype
     positions = mx.array([context + at % num_tokens for at in range(num_packed)])
     view = View(PackedStep(tuple(spans), positions, Kernels("fast", kind)), _LAYER, None)
     keys, values = (
-        mx.concatenate([before, after[:, :, :num_tokens]], axis=2)[0] for before, after in zip(old, new, strict=True)
+        mx.concatenate([before, after[:, :, :num_tokens]], axis=2) for before, after in zip(old, new, strict=True)
     )
-    right = causal_attention(q[0, :, :num_tokens], keys, values)
+    scale, first = heads.dim**-0.5, double(q)[0, :, :num_tokens].swapaxes(0, 1)
+    of_heads, plan = HeadShape(heads.num, heads.num_kv, heads.dim), [(0, num_tokens, context, 0, 0, 0, 0, 0)]
+    wanted = right.attend(of_heads, plan, first, [(keys, values)], scale, None, None).reshape(first.shape)
     return Case(
         "attention",
         kind,
         f"{num_rows} × {num_tokens} tokens behind {context}, {heads}",
         2 * q.nbytes + 2 * sum(array.nbytes for array in new) + num_rows * sum(array.nbytes for array in old),
-        lambda: [attend(view, q, (new[0], new[1]), heads.dim**-0.5, None, None)],
-        lambda found: largest_error(found[0][0, :, :num_tokens], right),
+        lambda: [attend(view, q, (new[0], new[1]), scale, None, None)],
+        lambda found: largest_error(found[0][0, :, :num_tokens].swapaxes(0, 1), wanted),
     )
 
 
@@ -190,8 +196,8 @@ def _listed(multiply: Callable[[mx.array], mx.array], x: mx.array) -> list[mx.ar
     return [multiply(x)]
 
 
-def _first_row_error(right: Float64, found: Sequence[mx.array]) -> float:
-    return largest_error(found[0][:1], right)
+def _first_row_error(wanted: Float64, found: Sequence[mx.array]) -> float:
+    return largest_error(found[0][:1], wanted)
 
 
 def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
