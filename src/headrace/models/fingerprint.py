@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from headrace import __version__
+from headrace.models.weights import parameters_of
 
 NUM_SAMPLES = 64
 """Blocks of content read from each file of weights, evenly spread, the last one at its end."""
@@ -65,8 +65,7 @@ def fingerprint(
 
 def _add_weights(digest: blake2b, module: nn.Module) -> None:
     """Of each weight its name, type and shape, and the sums of its rows' bits, read as whole numbers."""
-    held: Any = tree_flatten(module.parameters())
-    for name, array in sorted(held, key=lambda item: item[0]):
+    for name, array in sorted(parameters_of(module).items()):
         _add(digest, repr((name, str(array.dtype), array.shape)).encode())
         rows = array if array.ndim else array[None]
         bits = rows.view({1: mx.uint8, 2: mx.uint16}.get(array.itemsize, mx.uint32))

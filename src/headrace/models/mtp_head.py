@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 
@@ -27,7 +26,7 @@ from headrace.models.mrope import find_sections
 from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.models.weights import LISTED_NAMES, hold
+from headrace.models.weights import hold, listed, parameters_of
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceState
 
@@ -187,14 +186,11 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
 
 
 def _refuse_other_names(module: nn.Module, weights: HeadWeights) -> None:
-    parameters: Any = tree_flatten(module.parameters())
-    expected = {name for name, _ in parameters}
+    expected = parameters_of(module).keys()
     for names, verb in ((expected - weights.tensors.keys(), "lacks"), (weights.tensors.keys() - expected, "also has")):
         if names:
-            more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-            listed = ", ".join(sorted(names)[:LISTED_NAMES])
             raise ModelError(
-                f"the prediction head in {weights.origin} doesn't fit this model: it {verb} {listed}{more}"
+                f"the prediction head in {weights.origin} doesn't fit this model: it {verb} {listed(names)}"
             )
 
 

@@ -9,10 +9,11 @@ from functools import cache
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, make_prompt_cache
 
 from headrace.models.install import Level, Levels
-from headrace.models.seams import takes
+from headrace.models.seams import is_rope
+from headrace.state.module import caches_in
 
 _PLAIN_CACHES = (KVCache, ConcatenateKVCache, ArraysCache)
 """Caches that keep all tokens, or none: what a token sees doesn't depend on where it stands."""
@@ -27,7 +28,7 @@ def positions_refusal(model: Any, levels: Levels) -> str | None:
     if Level.WHOLE in levels.values():
         return "it runs as a whole, a row at a time, and counts its tokens itself"
     by_row = [one for one, level in levels.items() if level is Level.ROWS]
-    caches = {type(part) for entry in make_prompt_cache(model) for part in _parts(entry)}
+    caches = {type(part) for entry in make_prompt_cache(model) for part in caches_in(entry)}
     for _, module in model.named_modules():
         if type(module) in by_row and (reason := _refusal(module, caches)) is not None:
             return f"{type(module).__name__} runs row by row, and {reason}"
@@ -37,11 +38,11 @@ def positions_refusal(model: Any, levels: Levels) -> str | None:
 def _refusal(mixer: nn.Module, caches: set[type]) -> str | None:
     names: set[str] = set()
     for _, module in mixer.named_modules():
-        if module is not mixer and _is_rope(module):
+        if module is not mixer and is_rope(module):
             if "DynamicNTKScaling" in type(module).__name__:
                 return "its rope turns by the length of the sequence"
             continue
-        ropes = {name for name, child in module.children().items() if _is_rope(child)}
+        ropes = {name for name, child in module.children().items() if is_rope(child)}
         for module_class in type(module).__mro__:
             if module_class.__module__.startswith("mlx_lm."):
                 names |= _called(module_class) - ropes
@@ -50,10 +51,6 @@ def _refusal(mixer: nn.Module, caches: set[type]) -> str | None:
     if "update_and_fetch" in names and not caches <= set(_PLAIN_CACHES):
         return "the model's caches keep windows of tokens"
     return None
-
-
-def _is_rope(child: Any) -> bool:
-    return isinstance(child, nn.Module) and takes(child, "offset")
 
 
 @cache
@@ -68,7 +65,3 @@ def _called(module_class: type) -> set[str]:
         for func in calls
         if isinstance(func, ast.Attribute | ast.Name)
     }
-
-
-def _parts(entry: Any) -> list[Any]:
-    return list(entry.caches) if isinstance(entry, CacheList) else [entry]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +108,23 @@ def give_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
 
 def wrap_ropes(module: nn.Module, sections: MropeSections | None = None) -> Undo:
     """Put `PackedRope` around every direct child that takes an `offset`."""
-    wrapped = []
-    for name, child in module.children().items():
-        if isinstance(child, nn.Module) and takes(child, "offset"):
-            setattr(module, name, PackedRope(child, sections))
-            wrapped.append((name, child))
+    children = module.children().items()
+    return _replace([(module, name, child, PackedRope(child, sections)) for name, child in children if is_rope(child)])
+
+
+def is_rope(child: Any) -> bool:
+    """Whether it is a module whose forward takes an `offset`."""
+    return isinstance(child, nn.Module) and takes(child, "offset")
+
+
+def _replace(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Undo:
+    """Put modules in the places of others. places: a parent, the name there, and the old one and the new one."""
+    for parent, name, _, new in places:
+        setattr(parent, name, new)
 
     def undo() -> None:
-        for name, child in wrapped:
-            setattr(module, name, child)
+        for parent, name, old, _ in places:
+            setattr(parent, name, old)
 
     return undo
 
@@ -143,19 +151,13 @@ class RowRope(nn.Module):
 
 def wrap_row_ropes(module: nn.Module) -> tuple[tuple[RowRope, ...], Undo]:
     """Put `RowRope` around every rope below a module: a child without weights that takes an `offset`."""
-    wrapped = []
-    for _, parent in list(module.named_modules()):
-        for name, child in parent.children().items():
-            if isinstance(child, nn.Module) and takes(child, "offset") and not tree_flatten(child.parameters()):
-                wrapped.append((parent, name, child, RowRope(child)))
-    for parent, name, _, rope in wrapped:
-        setattr(parent, name, rope)
-
-    def undo() -> None:
-        for parent, name, child, _ in wrapped:
-            setattr(parent, name, child)
-
-    return tuple(rope for *_, rope in wrapped), undo
+    wrapped = [
+        (parent, name, child, RowRope(child))
+        for _, parent in module.named_modules()
+        for name, child in parent.children().items()
+        if is_rope(child) and not tree_flatten(child.parameters())
+    ]
+    return tuple(rope for *_, rope in wrapped), _replace(wrapped)
 
 
 def takes(module: nn.Module, parameter: str) -> bool:

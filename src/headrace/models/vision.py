@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
@@ -26,7 +25,7 @@ from headrace.models.siglip import GEMMA3
 from headrace.models.source import ModelFiles
 from headrace.models.tower_kind import TowerKind
 from headrace.models.vision_attention import PatchAttention
-from headrace.models.weights import LISTED_NAMES, hold
+from headrace.models.weights import LISTED_NAMES, hold, parameters_of
 from headrace.types.media import MediaInput
 
 _KINDS: Mapping[str, TowerKind] = {**dict.fromkeys(MODULES, QWEN), "gemma3": GEMMA3, "gemma4": GEMMA4}
@@ -64,7 +63,7 @@ class VisionTower:
     def __init__(self, module: Any, kind: TowerKind, attend: PatchAttention) -> None:
         """module: of the kind, with its weights."""
         self.module = module
-        self.num_bytes = sum(array.nbytes for _, array in _flat(module))
+        self.num_bytes = sum(array.nbytes for array in parameters_of(module).values())
         """Of its weights."""
         self._dtype = kind.dtype(module)
         self._forward = kind.forward(module, attend)
@@ -108,7 +107,7 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
     module = kind.build(files.config)
     weights = module.sanitize(weights)
     _quantise(module, weights, files.config)
-    missing = {path for path, _ in _flat(module)} - weights.keys()
+    missing = parameters_of(module).keys() - weights.keys()
     if missing:
         raise ModelError(f"{files.directory} lacks weights of its vision tower: {sorted(missing)[:LISTED_NAMES]}")
     module.load_weights(list(weights.items()), strict=False)
@@ -153,8 +152,3 @@ def _quantise(module: nn.Module, weights: Mapping[str, mx.array], config: Mappin
         mode=settings.get("mode", "affine"),
         class_predicate=lambda path, _: f"{path}.scales" in weights,
     )
-
-
-def _flat(module: nn.Module) -> list[tuple[str, mx.array]]:
-    flat: Any = tree_flatten(module.parameters())
-    return list(flat)

@@ -47,8 +47,9 @@ def load_weights(files: ModelFiles) -> Loaded:
         def check_names(self: nn.Module, weights: Any, strict: bool = True) -> nn.Module:
             nonlocal num_unused
             weights = dict(weights)
-            expected = {name for name, _ in _flat(self.parameters())}
-            _refuse_missing(files, expected - weights.keys())
+            expected = parameters_of(self).keys()
+            if missing := expected - weights.keys():
+                raise ModelError(f"{files.directory} lacks weights: {listed(missing)}")
             num_unused = len(weights.keys() - expected)
             used = [(name, array) for name, array in weights.items() if name in expected]
             loaded: nn.Module = model_class.load_weights(self, used, strict=True)
@@ -101,17 +102,17 @@ def _broken_file(folder: Path) -> Path | None:
     return None
 
 
-def _flat(tree: Any) -> list[tuple[str, Any]]:
-    """A module's parameters with their dotted names."""
-    flat: Any = tree_flatten(tree)
-    return list(flat)
+def parameters_of(module: Any) -> dict[str, mx.array]:
+    """A module's arrays by their dotted names."""
+    flat: Any = tree_flatten(module.parameters())
+    return dict(flat)
 
 
-def _refuse_missing(files: ModelFiles, missing: Iterable[str]) -> None:
-    names = sorted(missing)
-    if names:
-        more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-        raise ModelError(f"{files.directory} lacks weights: {', '.join(names[:LISTED_NAMES])}{more}")
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - LISTED_NAMES} more" if len(ordered) > LISTED_NAMES else ""
+    return ", ".join(ordered[:LISTED_NAMES]) + more
 
 
 def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
@@ -161,7 +162,7 @@ def _stored_precision(model: Any) -> str:
     bits = sorted({module.bits for _, module in model.named_modules() if "scales" in module})
     if bits:
         return " and ".join(f"{n}-bit" for n in bits)
-    floats = {array.dtype for _, array in _flat(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)}
+    floats = {array.dtype for array in parameters_of(model).values() if mx.issubdtype(array.dtype, mx.floating)}
     return " and ".join(sorted(str(one).removeprefix("mlx.core.") for one in floats))
 
 

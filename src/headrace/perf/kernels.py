@@ -109,8 +109,8 @@ def _scans(
     state = _normal((num_rows, heads.num_kv, heads.dim, heads.dim), mx.float32)
     mx.eval(tokens, state)
     # of the first row the last head of each kind
-    first = (double(array[0])[:, -1:] for array in tokens)
-    right_y, right_state, _ = right.scan(*first, double(state[0])[-1:], None)
+    q1, k1, v1, g1, beta1 = (double(array[0])[:, -1:] for array in tokens)
+    right_y, right_state, _ = right.scan(q1, k1, v1, g1, beta1, double(state[0])[-1:], None)
     # outputs are as large as values; the state comes in and goes out
     num_bytes = sum(array.nbytes for array in tokens) + tokens[2].nbytes + 2 * state.nbytes
 

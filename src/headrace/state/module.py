@@ -104,7 +104,7 @@ class ModuleState:
 
     def cost(self) -> LayerCost:
         """The cache's bytes: per token for caches of keys and values, fixed for all others."""
-        caches = [one for cache in _as_list(self._cache) for one in _parts(cache)]
+        caches = [one for cache in _as_list(self._cache) for one in caches_in(cache)]
         growing: list[Any] = [
             one for one in caches if isinstance(one, KVCache | RotatingKVCache) and one.keys is not None
         ]
@@ -135,7 +135,7 @@ def _trims(cache: Any) -> bool:
 
     Only caches that keep every token: others say so too (`is_trimmable`), but may have let old tokens go by then.
     """
-    return all(type(part) in (KVCache, ConcatenateKVCache) for one in _as_list(cache) for part in _parts(one))
+    return all(type(part) in (KVCache, ConcatenateKVCache) for one in _as_list(cache) for part in caches_in(one))
 
 
 def _trim(cache: Any, num_tokens: int) -> None:
@@ -149,6 +149,6 @@ def _as_list(cache: Any) -> list[Any]:
     return cache if isinstance(cache, list) else [cache]
 
 
-def _parts(cache: Any) -> list[Any]:
+def caches_in(cache: Any) -> list[Any]:
     """The caches inside an entry that holds several."""
     return list(cache.caches) if isinstance(cache, CacheList) else [cache]

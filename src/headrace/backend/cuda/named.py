@@ -8,7 +8,6 @@ and that hash. So code that lies there can be given as a few letters.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from headrace.backend.cuda.nvrtc import write_whole
 from headrace.backend.transfer import place_source
 from headrace.config import built_modules
 
@@ -36,28 +36,15 @@ def _put(kernel: str, code: bytes, folder: Path) -> bytes | None:
     name = hashlib.sha256(code).hexdigest()[:16].encode()
     module = f"{kernel}_{module_hash(name):x}"
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
         # the code last: MLX takes a module as complete once that is there
         for path, content in (
             (folder / f"{module}.txt", f"{kernel}\t{kernel}\n".encode()),
             (folder / f"{module}.ptx", code),
         ):
             if not path.exists() or path.read_bytes() != content:
-                _write(path, content)
+                write_whole(path, content)
         return name
     return None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: another process may be reading."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            Path(file.name).replace(path)
-        except OSError:
-            Path(file.name).unlink()
-            raise
 
 
 @cache

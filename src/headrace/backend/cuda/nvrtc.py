@@ -32,16 +32,16 @@ def built(source: str, folder: Path = BUILT) -> bytes:
             return kept[_SUM:]
     code = compiled(source, architecture)
     with suppress(OSError, RuntimeError):
-        _keep(folder.expanduser() / digest, code)
+        write_whole(folder.expanduser() / digest, hashlib.sha256(code).digest() + code)
     return code
 
 
-def _keep(path: Path, code: bytes) -> None:
-    """Another process may be writing the same, or reading."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: another process may be writing the same, or reading. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
-            file.write(hashlib.sha256(code).digest() + code)
+            file.write(content)
             file.flush()
             Path(file.name).replace(path)
         except OSError:
