@@ -27,7 +27,7 @@ def save(index: DiskIndex, key: tuple[int, ...], ends: list[int], root: bytes = 
     plans, known = plan_save("0" * 16, root, key, ends, index.__contains__, index.has_spans)
     assert not {plan.name for plan in plans} & set(known)
     for plan in plans:
-        index.add(plan.entry(1))
+        index.add(plan)
 
 
 def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -12,7 +12,7 @@ from headrace.state.slabs import Slot
 
 
 @dataclass(frozen=True, slots=True)
-class KVRecord:
+class KVRecord(LayerRecord):
     """Keys and values `[1, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write."""
 
     start: int
@@ -30,11 +30,6 @@ class KVRecord:
             return self
         place = (slice(None), slice(None), slice(start - self.start, end - self.start))
         return KVRecord(start, mx.contiguous(self.keys[place]), mx.contiguous(self.values[place]))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both arrays."""
-        return sum(array.nbytes for array in self.arrays)
 
 
 def joined(records: Sequence[KVRecord], end: int) -> KVRecord:

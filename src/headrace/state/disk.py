@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -217,7 +218,7 @@ class DiskTier:
             with self._lock:
                 is_wanted = generation == self._generation
                 if is_wanted:
-                    self._index.add(plan.entry(num_written))
+                    self._index.add(replace(plan, num_bytes=num_written))
             if not is_wanted:  # cleared meanwhile
                 self._folder.remove(plan.name)
                 return

@@ -16,27 +16,6 @@ from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.state.stored_layers import Description, describe
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """A file to be written; see Entry. num_bytes: of its arrays, once they are known."""
-
-    name: str
-    before: bytes
-    start: int
-    tokens: tuple[int, ...]
-    is_tail: bool
-    num_bytes: int = 0
-
-    @property
-    def end(self) -> int:
-        """Length after its tokens."""
-        return self.start + len(self.tokens)
-
-    def entry(self, num_bytes: int) -> Entry:
-        """What it becomes when it is written."""
-        return Entry(self.name, self.before, self.start, self.tokens, self.is_tail, num_bytes)
-
-
 def plan_save(
     model: str,
     root: bytes,
@@ -44,10 +23,10 @@ def plan_save(
     ends: Sequence[int],
     is_known: Callable[[str], bool],
     has_spans: bool,
-) -> tuple[list[FilePlan], list[str]]:
+) -> tuple[list[Entry], list[str]]:
     """The files that lack for a key's blocks and for states of its first `ends` tokens; the names of those that don't.
 
-    Both in the order of tokens, blocks before tails.
+    Both in the order of tokens, blocks before tails. How many bytes a file will have is not known yet.
     """
     digests = [root]
     parts: list[tuple[int, int, bool]] = []
@@ -56,7 +35,7 @@ def plan_save(
         if has_spans:
             parts.append((start, start + BLOCK_TOKENS, False))
     parts += [(end - end % BLOCK_TOKENS, end, True) for end in ends]
-    plans: list[FilePlan] = []
+    plans: list[Entry] = []
     known: list[str] = []
     for start, end, is_tail in parts:
         before, tokens = digests[start // BLOCK_TOKENS], key[start:end]
@@ -64,19 +43,19 @@ def plan_save(
         if is_known(name):
             known.append(name)
         else:
-            plans.append(FilePlan(name, before, start, tokens, is_tail))
+            plans.append(Entry(name, before, start, tokens, is_tail, 0))
     return plans, known
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Files to be written and the records that they are made of.
+    """Files to be written, with about so many bytes, and the records that they are made of.
 
     known: names of files that are of use again. descriptions: of the snapshots, by length, with their arrays.
     num_dropped: files that there was no room for.
     """
 
-    plans: tuple[FilePlan, ...]
+    plans: tuple[Entry, ...]
     known: tuple[str, ...]
     spans: tuple[SpanRecord, ...]
     descriptions: Mapping[int, tuple[Description, dict[str, mx.array]]]
@@ -85,7 +64,7 @@ class Save:
     @classmethod
     def of(
         cls,
-        plans: Sequence[FilePlan],
+        plans: Sequence[Entry],
         known: Sequence[str],
         state: SequenceState,
         spans: Sequence[SpanRecord],
@@ -99,7 +78,7 @@ class Save:
         wanted = {plan.end for plan in plans if plan.is_tail} & snapshots.keys()
         descriptions = {length: describe(snapshots[length].layers) for length in sorted(wanted)}
         token_bytes = state.span_token_bytes
-        taken: list[FilePlan] = []
+        taken: list[Entry] = []
         num_dropped = 0
         for plan in plans:
             _, arrays = descriptions.get(plan.end, ([], {})) if plan.is_tail else ([], {})
@@ -119,7 +98,7 @@ HEAD_BYTES = 16_384
 """What a file's header takes besides its arrays, on the large side."""
 
 
-def _pieces(plans: Sequence[FilePlan], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+def _pieces(plans: Sequence[Entry], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
     """Records that cover the plans' tokens, rising; they may overlap."""
     pieces = list(spans)
     covered = sorted((span.start, span.end) for span in spans)
@@ -136,7 +115,7 @@ def _pieces(plans: Sequence[FilePlan], state: SequenceState, spans: Sequence[Spa
     return sorted(pieces, key=lambda piece: (piece.start, piece.end))
 
 
-def _merged(plans: Sequence[FilePlan]) -> list[tuple[int, int]]:
+def _merged(plans: Sequence[Entry]) -> list[tuple[int, int]]:
     """The plans' tokens as runs."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted((plan.start, plan.end) for plan in plans if plan.tokens):
@@ -160,7 +139,7 @@ class HostSpan:
 class HostSave:
     """A Save that any thread may hold."""
 
-    plans: tuple[FilePlan, ...]
+    plans: tuple[Entry, ...]
     known: tuple[str, ...]
     spans: list[HostSpan] = field(default_factory=list)
     snapshots: dict[int, tuple[Description, dict[str, HostArray]]] = field(default_factory=dict)
@@ -184,7 +163,7 @@ def stage(save: Save) -> Iterator[HostSave | None]:
     yield host
 
 
-def contents(save: HostSave, plan: FilePlan) -> tuple[dict[str, Any], dict[str, HostArray]]:
+def contents(save: HostSave, plan: Entry) -> tuple[dict[str, Any], dict[str, HostArray]]:
     """What a file says about itself, and its arrays."""
     description, arrays = save.snapshots.get(plan.end, ([], {})) if plan.is_tail else ([], {})
     arrays = dict(arrays)

@@ -27,7 +27,7 @@ _LARGEST_REST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenRecord:
+class HiddenRecord(LayerRecord):
     """Hidden rows `[1, n, hidden]` of the last n tokens before a length; None at length 0.
 
     The head has entries for all tokens before the one behind the first of these rows.
@@ -39,11 +39,6 @@ class HiddenRecord:
     def arrays(self) -> tuple[mx.array, ...]:
         """The rows, or nothing."""
         return () if self.rows is None else (self.rows,)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows."""
-        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(slots=True)

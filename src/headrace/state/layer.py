@@ -28,6 +28,11 @@ class LayerCost:
     max_tokens: int | None = None
     in_slots: bool = False
 
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes where so many tokens are held, or have room."""
+        num_counted = num_tokens if self.max_tokens is None else min(num_tokens, self.max_tokens)
+        return self.fixed + self.per_token * num_counted
+
 
 def copy_of(view: mx.array) -> mx.array:
     """The same numbers in memory of their own, not evaluated.
@@ -42,11 +47,11 @@ class LayerRecord(Protocol):
     """Immutable copy of a layer's state at one length."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that the record keeps alive."""
-        ...
-
-    @property
     def arrays(self) -> tuple[mx.array, ...]:
         """The record's arrays, to be evaluated before the live state is written again."""
         ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the record keeps alive."""
+        return sum(array.nbytes for array in self.arrays)

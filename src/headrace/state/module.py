@@ -23,7 +23,7 @@ Feed = Callable[[Any, mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleRecord:
+class ModuleRecord(LayerRecord):
     """A copy of the module's cache."""
 
     cache: Any
@@ -32,11 +32,6 @@ class ModuleRecord:
     def arrays(self) -> tuple[mx.array, ...]:
         """The arrays of the cache."""
         return cache_arrays(self.cache)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the cache's arrays."""
-        return sum(array.nbytes for array in self.arrays)
 
 
 class ModuleState:

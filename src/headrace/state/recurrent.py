@@ -14,45 +14,28 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from headrace.backend.cuda import shapes
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaInputs:
-    """What tokens feed into the recurrence; `…` is `n` for those of one row, `B, n` for those of a step's rows.
-
-    k: `[…, num_k_heads, head_k_dim]`, normalised. v: `[…, num_v_heads, head_v_dim]`. decay, beta: `[…, num_v_heads]`.
-    """
-
-    k: mx.array
-    v: mx.array
-    decay: mx.array
-    beta: mx.array
-
-    @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        """All four."""
-        return self.k, self.v, self.decay, self.beta
-
-
-@dataclass(frozen=True, slots=True)
 class Stash:
-    """A row's uncertain tokens: `num_tokens` of row `row` of a step's `inputs`, from `first` on.
+    """A row's uncertain tokens: `num_tokens` of row `row` of a step's `inputs` `[B, n, …]`, from `first` on.
 
     The rows of a step share the arrays: what is never replayed costs no operation.
     """
 
-    inputs: DeltaInputs
+    inputs: shapes.Stash
     row: int
     first: int
     num_tokens: int
 
-    def part(self, num_tokens: int) -> DeltaInputs:
-        """The first `num_tokens` of them, alone."""
+    def part(self, num_tokens: int) -> shapes.Stash:
+        """The first `num_tokens` of them, alone: `[num_tokens, …]`."""
         end = self.first + num_tokens
-        return DeltaInputs(*(array[self.row, self.first : end] for array in self.inputs.arrays))
+        return shapes.Stash(*(array[self.row, self.first : end] for array in self.inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +66,7 @@ def gather(rows: Sequence[BatchRow]) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentRecord:
+class RecurrentRecord(LayerRecord):
     """State `[1, num_v_heads, head_v_dim, head_k_dim]`, and the conv's raw inputs `[1, n, channels]` up to there, of
     which at least the context; None at length 0."""
 
@@ -94,11 +77,6 @@ class RecurrentRecord:
     def arrays(self) -> tuple[mx.array, ...]:
         """Both arrays, or none."""
         return () if self.state is None or self.context is None else (self.state, self.context)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both arrays."""
-        return sum(array.nbytes for array in self.arrays)
 
 
 class RecurrentState:
@@ -120,7 +98,7 @@ class RecurrentState:
         self.num_replay = 0
         """Committed tokens, the first of the stash, that `state` has not seen yet."""
 
-    def pending(self) -> DeltaInputs | None:
+    def pending(self) -> shapes.Stash | None:
         """The committed tokens that `state` has not seen yet."""
         return self.stash.part(self.num_replay) if self.stash is not None and self.num_replay else None
 
@@ -157,9 +135,9 @@ class RecurrentState:
         pending = self.pending()
         if pending is not None:
             assert self.state is not None
-            k, v, decay, beta = (array[None] for array in pending.arrays)
+            k, v, g, beta = (array[None] for array in pending)
             form = self._kernels.gated_delta(k.shape[1])
-            self.state = BatchRow(scan(form, k, k, v, decay, beta, self.state.alone()).end_state, 0)
+            self.state = BatchRow(scan(form, k, k, v, g, beta, self.state.alone()).end_state, 0)
         self.stash, self.num_replay = None, 0
 
     def checkpoint(self, length: int) -> RecurrentRecord:
@@ -189,7 +167,7 @@ class RecurrentState:
     def arrays(self) -> tuple[mx.array, ...]:
         """State, conv inputs and stash."""
         held = [row.array for row in (self.state, self.window) if row is not None]
-        return (*held, *(self.stash.inputs.arrays if self.stash is not None else ()))
+        return (*held, *(self.stash.inputs if self.stash is not None else ()))
 
 
 @dataclass(slots=True)
@@ -229,7 +207,7 @@ class JointRow:
     def give_back(self, states: Mapping[LayerKey, RecurrentState]) -> None:
         """Let the layers' states go on with it."""
         for layer, (memory, raw, *inputs) in self.left.items():
-            stash = Stash(DeltaInputs(*inputs), self.row, 0, self.num_uncertain) if self.num_uncertain else None
+            stash = Stash(shapes.Stash(*inputs), self.row, 0, self.num_uncertain) if self.num_uncertain else None
             state = states[layer]
             state.advance(BatchRow(memory, self.row), BatchRow(raw, self.row), stash, self.end)
             state.num_replay = self.num_replay

@@ -34,19 +34,12 @@ class StateCost:
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes at a length of `num_tokens`, at least 1."""
-        total = 0
-        for layer in self.layers:
-            held = slot_capacity(num_tokens) if layer.in_slots else num_tokens
-            total += layer.fixed + layer.per_token * (held if layer.max_tokens is None else min(held, layer.max_tokens))
-        return total
+        capacity = slot_capacity(num_tokens)
+        return sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
 
     def record_bytes(self, num_tokens: int) -> int:
         """Bytes of a checkpoint at a length of `num_tokens`."""
-        total = 0
-        for layer in self.layers:
-            held = num_tokens if layer.max_tokens is None else min(num_tokens, layer.max_tokens)
-            total += layer.fixed + layer.per_token * held
-        return total
+        return sum(layer.num_bytes(num_tokens) for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)

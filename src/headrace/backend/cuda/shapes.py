@@ -88,7 +88,7 @@ class Weights(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a scan reads: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]` float32."""
+    """What a scan reads: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]`; of several rows `[B, T, …]`."""
 
     q: mx.array
     k: mx.array

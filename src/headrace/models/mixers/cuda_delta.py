@@ -18,7 +18,7 @@ from headrace.models.fused import FusedLinear, can_fuse
 from headrace.models.mixers.fused import Feed, Held, Table, padded
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.layer import LayerKey
-from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash
+from headrace.state.recurrent import BatchRow, RecurrentState, Stash
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """In the order in which the fused projection has them."""
@@ -183,8 +183,7 @@ class CudaDeltaMixer(nn.Module):
             return _Row(shapes.Left(memory.array, raw.array, self.no_stash), memory.row, state.end, 0)
         if stash.row != memory.row or stash.first:
             return self._settled(state)
-        inputs = shapes.Stash(*stash.inputs.arrays)
-        return _Row(shapes.Left(memory.array, raw.array, inputs), memory.row, state.end, state.num_replay)
+        return _Row(shapes.Left(memory.array, raw.array, stash.inputs), memory.row, state.end, state.num_replay)
 
     def _settled(self, state: RecurrentState) -> _Row:
         """With nothing to replay, in arrays of its own."""
@@ -199,7 +198,7 @@ class CudaDeltaMixer(nn.Module):
     ) -> None:
         """Let the rows' states go on with what a window has left."""
         memory, raw, *stash = given
-        inputs = DeltaInputs(*stash)
+        inputs = shapes.Stash(*stash)
         for row, ((_, num_tokens, num_certain), state) in enumerate(zip(counts, states, strict=True)):
             new_stash = Stash(inputs, row, 0, num_tokens - num_certain) if num_certain < num_tokens else None
             state.advance(BatchRow(memory, row), BatchRow(raw, row), new_stash, self.num_context + num_tokens)
@@ -212,7 +211,7 @@ class CudaDeltaMixer(nn.Module):
         context = self._no_raw if old is None else old.alone()
         prepared = delta.prepare(shape, self._weights, own, context)
         raw = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)
-        tokens = DeltaInputs(*(array[None] for array in prepared[1:]))
+        tokens = shapes.Stash(*(array[None] for array in prepared[1:]))
         memory = self._no_state if state.state is None else state.state.alone()
         outputs, done = [], 0
         for end in (*(mark - span.start for mark in span.state.marks), span.num_tokens):

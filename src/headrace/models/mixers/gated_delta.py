@@ -11,10 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
+from headrace.backend.cuda import shapes
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
 from headrace.models.step import RowSpan, View
-from headrace.state.recurrent import BatchRow, DeltaInputs, RecurrentState, Stash, gather
+from headrace.state.recurrent import BatchRow, RecurrentState, Stash, gather
 
 SHORT_SPAN = 8
 """Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
@@ -53,27 +54,6 @@ class _Group:
         return mx.stack([packed[0, span.lo : span.hi] for span in self.spans])
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What a group feeds into the recurrence: q, k, v `[B, n, heads, dim]`, decay and beta `[B, n, num_v_heads]`."""
-
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    decay: mx.array
-    beta: mx.array
-
-    def part(self, start: int, end: int) -> _Tokens:
-        """The tokens `start` to `end` of each row."""
-        parts = (array[:, start:end] for array in (self.q, self.k, self.v, self.decay, self.beta))
-        return _Tokens(*parts)
-
-    @property
-    def inputs(self) -> DeltaInputs:
-        """What all rows' tokens would need to be replayed."""
-        return DeltaInputs(self.k, self.v, self.decay, self.beta)
-
-
 class GatedDeltaMixer(nn.Module):
     """Stands where a `GatedDeltaNet` of mlx-lm stood.
 
@@ -97,7 +77,7 @@ class GatedDeltaMixer(nn.Module):
         for group in groups:
             mixed, windows = self._convolve(group, qkv)
             q, k, v = self._heads(mixed)
-            tokens = _Tokens(q, k, v, group.rows_of(decay), group.rows_of(beta))
+            tokens = shapes.Prepared(q, k, v, group.rows_of(decay), group.rows_of(beta))
             scan_group = self._scan_with_marks if group.spans[0].state.marks else self._scan
             y = scan_group(group, tokens, windows, step.kernels)
             outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
@@ -151,7 +131,7 @@ class GatedDeltaMixer(nn.Module):
         q, k = normalize_qk(q, k, inv_scale=inner.head_k_dim**-0.5, eps=L2_EPSILON)
         return q, k, v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
 
-    def _scan_with_marks(self, group: _Group, tokens: _Tokens, windows: mx.array, kernels: Kernels) -> mx.array:
+    def _scan_with_marks(self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels) -> mx.array:
         """One row, its scan cut at the marks; the row's state passes them one after the other."""
         (span,), (state,) = group.spans, group.states
         context = self.inner.conv_kernel_size - 1
@@ -161,13 +141,14 @@ class GatedDeltaMixer(nn.Module):
             num_certain = span.num_certain - done if is_last else end - done
             piece = replace(span, lo=done, hi=end, start=span.start + done, num_certain=num_certain)
             part = _Group((piece,), (state,))
-            outputs.append(self._scan(part, tokens.part(done, end), windows[:, done : end + context], kernels))
+            own = shapes.Prepared(*(array[:, done:end] for array in tokens))
+            outputs.append(self._scan(part, own, windows[:, done : end + context], kernels))
             if not is_last:
                 state.note(span.start + end)
             done = end
         return mx.concatenate(outputs, axis=1)
 
-    def _scan(self, group: _Group, tokens: _Tokens, windows: mx.array, kernels: Kernels) -> mx.array:
+    def _scan(self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels) -> mx.array:
         """Replay what is pending, then run the new tokens, in one scan; advances the states.
 
         Gives `[B, n, num_v_heads, head_v_dim]`.
@@ -179,7 +160,7 @@ class GatedDeltaMixer(nn.Module):
         # the grid of the chunked form stands at absolute positions; a verified window needs none
         start = group.spans[0].start if len(group.spans) == 1 and not num_replay else 0
         form = kernels.gated_delta(num_replay + group.num_tokens)
-        result = scan(form, fed.q, fed.k, fed.v, fed.decay, fed.beta, self._states(group), keep=keep, start=start)
+        result = scan(form, *fed, self._states(group), keep=keep, start=start)
         if result.kept_state is None:
             # nothing to roll back: only the context of the next token stays
             context = mx.contiguous(windows[:, group.num_tokens :])
@@ -188,7 +169,7 @@ class GatedDeltaMixer(nn.Module):
         else:
             for row, state in enumerate(group.states):
                 num_uncertain = group.num_tokens - group.num_certain
-                stash = Stash(tokens.inputs, row, group.num_certain, num_uncertain)
+                stash = Stash(shapes.Stash(*tokens[1:]), row, group.num_certain, num_uncertain)
                 state.advance(BatchRow(result.kept_state, row), BatchRow(windows, row), stash)
         return result.y[:, num_replay:]
 
@@ -217,18 +198,21 @@ def _in_step_order(groups: Sequence[_Group], outputs: Sequence[mx.array]) -> mx.
     return joined[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
-def _behind_pending(pending: Sequence[DeltaInputs | None], num_replay: int, tokens: _Tokens) -> _Tokens:
+def _behind_pending(
+    pending: Sequence[shapes.Stash | None], num_replay: int, tokens: shapes.Prepared
+) -> shapes.Prepared:
     """The rows' pending tokens in front of their new ones, `[B, num_replay + n, …]`.
 
-    Rows with fewer pending tokens are padded in front with no-ops: k = 0, decay = 1, beta = 0.
+    Rows with fewer pending tokens are padded in front with no-ops: k = 0, g = 1, beta = 0.
     """
     # what a pending token would read is of no interest, so its key stands in for its query
-    k = _padded([None if one is None else one.k for one in pending], num_replay, tokens.k, 0.0)
-    v = _padded([None if one is None else one.v for one in pending], num_replay, tokens.v, 0.0)
-    decay = _padded([None if one is None else one.decay for one in pending], num_replay, tokens.decay, 1.0)
-    beta = _padded([None if one is None else one.beta for one in pending], num_replay, tokens.beta, 0.0)
-    news = (tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta)
-    return _Tokens(*(mx.concatenate([old, new], axis=1) for old, new in zip((k, k, v, decay, beta), news, strict=True)))
+    k, v, g, beta = (
+        _padded([None if one is None else one[place] for one in pending], num_replay, new, fill)
+        for place, (new, fill) in enumerate(zip(tokens[1:], (0.0, 0.0, 1.0, 0.0), strict=True))
+    )
+    return shapes.Prepared(
+        *(mx.concatenate([old, new], axis=1) for old, new in zip((k, k, v, g, beta), tokens, strict=True))
+    )
 
 
 def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:
