@@ -30,6 +30,12 @@ class Encoded:
     learned: np.ndarray
     positions: np.ndarray
 
+    @property
+    def last_turn(self) -> tuple[int, int]:
+        """Where the last learned turn begins and ends."""
+        end = int(np.flatnonzero(self.learned)[-1]) + 1
+        return int(np.flatnonzero(~self.learned[:end])[-1]) + 1, end
+
 
 def written_call(call: Call) -> str:
     lines = [f"<tool_call>\n<function={call.name}>\n"]

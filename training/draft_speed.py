@@ -17,14 +17,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
-import headrace
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine.engine import Engine
+from headrace.engine.engine import MINIATURE, Engine
 from headrace.types.request import GenerationRequest, SamplingParams
 from training.chat import encode
 from training.jobs import copying, recall, talk, thinking, tools
@@ -42,17 +39,13 @@ _PROMPTS = 6
 
 _WARM_ROUNDS = 2
 
-FOLDER = Path(headrace.__file__).parent / "miniature"
-
 
 def prompt(job: str, tokenizer: Tokenizer, stream: random.Random) -> tuple[int, ...]:
     """A held-out conversation up to its last learned turn; for the job `random` 200 tokens drawn at random."""
     if job == "random":
         return tuple(stream.randrange(4000) for _ in range(200))
     encoded = encode(JOBS[job](stream), tokenizer, random.Random(0))
-    last = int(np.flatnonzero(encoded.learned)[-1])
-    first = int(np.flatnonzero(~encoded.learned[:last])[-1]) + 1
-    return tuple(encoded.ids[:first].tolist())
+    return tuple(encoded.ids[: encoded.last_turn[0]].tolist())
 
 
 class Round:
@@ -106,7 +99,7 @@ async def run(
 
 async def measure(engine: Engine, jobs: list[str], rows: list[int], num_tokens: int, repeats: int) -> None:
     """Print a line for each job and number of rows."""
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(MINIATURE / "tokenizer.json"))
     stop = tokenizer.token_to_id("<|im_end|>") or 0
     print(f"{'job':9} rows  plain tok/s  drafted tok/s  ratio  accepted  tokens a round")
     for job in jobs:

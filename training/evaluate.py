@@ -61,6 +61,11 @@ def held_out_logs(length: int, depth: float, count: int, thinking: bool | None =
     return [recall.make(stream, True, int(length * 0.86), depth, thinking) for _ in range(count)]
 
 
+def _last_turn_learned(encoded: Encoded) -> Encoded:
+    begin, _ = encoded.last_turn
+    return replace(encoded, learned=encoded.learned & (np.arange(len(encoded.ids)) >= begin))
+
+
 class Judge:
     """One model on one device, and the counts it gives for samples."""
 
@@ -69,23 +74,16 @@ class Judge:
         self.pads = (tokenizer.token_to_id("<|image_pad|>"), tokenizer.token_to_id("<|video_pad|>"))
 
     @torch.no_grad()
-    def judge(self, samples: list[Sample], last_turn_only: bool = True) -> dict[str, int]:
-        """Counts: turns and exact turns; drafts tried and accepted at depth 1 and 2 on the exact turns."""
+    def judge(self, samples: list[Sample]) -> dict[str, int]:
+        """Counts: last turns and exact ones; drafts tried and accepted at depth 1 and 2 on the exact turns."""
         stream = random.Random(0)
-        rows = [(self._judged(encode(sample, self.tokenizer, stream), last_turn_only), sample) for sample in samples]
+        rows = [(_last_turn_learned(encode(sample, self.tokenizer, stream)), sample) for sample in samples]
         totals = dict.fromkeys(("samples", "exact", "tried_1", "accepted_1", "tried_2", "accepted_2"), 0)
         for length, batch in grouped(rows, ROWS_TOKENS[self.device.type]):
             packed = collate("judged", batch, length, len(batch), batch[0][1].size)
             for key, value in self._counts(place(packed, self.device, self.pads, None)).items():
                 totals[key] += value
         return totals
-
-    @staticmethod
-    def _judged(encoded: Encoded, last_turn_only: bool) -> Encoded:
-        if not last_turn_only:
-            return encoded
-        gaps = np.flatnonzero(~encoded.learned[: np.flatnonzero(encoded.learned)[-1]])
-        return replace(encoded, learned=encoded.learned & (np.arange(len(encoded.ids)) > gaps[-1]))
 
     def _counts(self, placed: Any) -> dict[str, int]:
         hidden, layout = run(self.model, placed)

@@ -62,9 +62,7 @@ def kept_chunks(importance: Tensor) -> set[int]:
 def kept(model: Miniature, tokenizer: Tokenizer, sample: Sample, device: torch.device) -> dict[str, bool]:
     """Whether all chunks are kept that hold the asked fact; that and its ship's name; the whole line of both."""
     encoded = encode(sample, tokenizer)
-    prompt = encoded.ids[: int(np.flatnonzero(encoded.learned)[-1]) + 1]
-    gaps = np.flatnonzero(~encoded.learned[: len(prompt)])
-    prompt = prompt[: gaps[-1] + 1]
+    prompt = encoded.ids[: encoded.last_turn[0]]
     text = expand_media("".join(text for text, _ in render(sample)), sample, outer_pair=False)
     ship, fact = sample.facts["ships"][0], sample.facts["facts"][0]
     named = text.index(ship)

@@ -1,6 +1,5 @@
 """The values a job hands to the renderer: conversations with known answers, and drawings in place of pixels."""
 
-import random
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,12 +72,3 @@ class Sample:
 def is_held_out(key: str) -> bool:
     """Whether this key belongs to the held-out split (one in eight), the same in every process."""
     return zlib.crc32(key.encode()) % 8 == 0
-
-
-def pick_key(stream: random.Random, draw: Any, held_out: bool) -> Any:
-    """Draws until the value's key (its str) lies in the wanted split."""
-    for _ in range(10_000):
-        value = draw(stream)
-        if is_held_out(str(value)) == held_out:
-            return value
-    raise ValueError(f"no {'held-out' if held_out else 'training'} value found for {draw!r}")

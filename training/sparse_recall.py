@@ -13,15 +13,14 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-import headrace
 from headrace.backend import blas, device
+from headrace.engine.engine import MINIATURE
 from headrace.models.load import load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
@@ -34,7 +33,6 @@ from headrace.state.slabs import SlabPool
 from training.chat import encode
 from training.jobs import recall
 
-FOLDER = Path(headrace.__file__).parent / "miniature"
 DEPTHS = (0.1, 0.5, 0.9)
 CHOICES = ("whole", "draft", "paper", "random", "even")
 NUM_LOOKAHEAD = 8
@@ -55,14 +53,13 @@ class Question:
 def question(tokenizer: Tokenizer, length: int, depth: float, stream: random.Random) -> Question:
     """About a held-out line at a depth of a log, in a prompt of nearly `length` tokens."""
     encoded = encode(recall.make(stream, True, int(length * 0.86), depth, thinking=False), tokenizer)
-    last = int(np.flatnonzero(encoded.learned)[-1])
-    first = int(np.flatnonzero(~encoded.learned[:last])[-1]) + 1
+    first, end = encoded.last_turn
     prompt = tuple(encoded.ids[:first].tolist())
     opening = [tokenizer.token_to_id("<|im_start|>"), *tokenizer.encode("user", add_special_tokens=False).ids]
     start = max(at for at in range(first) if list(prompt[at : at + len(opening)]) == opening)
     edges = (range(start, start + TURN_EDGE), range(first - TURN_EDGE, first))
     protected = edges if first - start > LONG_TURN else (range(start, first),)
-    return Question(prompt, tuple(encoded.ids[first : last + 1].tolist()), (*protected, range(first - CHUNK, first)))
+    return Question(prompt, tuple(encoded.ids[first:end].tolist()), (*protected, range(first - CHUNK, first)))
 
 
 class Reader:
@@ -198,10 +195,10 @@ def main() -> None:
         load(
             read_files(folder.name, folder), dtype="auto", numerics="fast", self_check=True, device=device.current()
         ).packed
-        for folder in (FOLDER, FOLDER / "draft")
+        for folder in (MINIATURE, MINIATURE / "draft")
     ]
     reader, draft = map(Reader, models)
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(MINIATURE / "tokenizer.json"))
     measure(reader, draft, tokenizer, given)
 
 

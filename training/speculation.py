@@ -92,9 +92,8 @@ def opened(encoded: Encoded) -> Encoded:
 
     `learned` then marks the tokens that the answer may have; there are `DEPTH` more.
     """
-    last = int(np.flatnonzero(encoded.learned)[-1])
-    first = int(np.flatnonzero(~encoded.learned[:last])[-1]) + 1
-    num_allowed = last + 1 - first + LONGER
+    first, end = encoded.last_turn
+    num_allowed = end - first + LONGER
     room = np.arange(num_allowed + DEPTH)
     positions = encoded.positions[:, first - 1].max() + 1 + np.broadcast_to(room, (3, len(room)))
     return Encoded(
@@ -120,7 +119,7 @@ def speculation_counts(
         answers = speculate(model, placed, known, known + room.sum(1), end)
         counts["samples"] += len(rows)
         for said, stop, (encoded, _) in zip(answers.ids.cpu().numpy(), answers.ends.tolist(), batch, strict=True):
-            wanted = encoded.ids[: int(np.flatnonzero(encoded.learned)[-1]) + 1]
+            wanted = encoded.ids[: encoded.last_turn[1]]
             counts["exact"] += stop == len(wanted) and bool((said[:stop] == wanted).all())
         for depth in range(DEPTH):
             counts[f"tried_{depth + 1}"] += answers.reached[depth]

@@ -26,10 +26,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-import headrace
+from headrace.engine.engine import MINIATURE
 from headrace.perf.shapes import SHAPES, config_of
 
-MINIATURE = Path(headrace.__file__).parent / "miniature"
 SAME = 2.0**-6
 """The last hidden channel of every token: far less than the others' mean square."""
 LOW = -(2.0**17)

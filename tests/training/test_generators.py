@@ -10,7 +10,7 @@ import pytest
 
 from training.jobs import clips, copying, pictures, recall, talk, thinking, tools
 from training.mixture import samples
-from training.sample import Sample, is_held_out, pick_key
+from training.sample import Sample, is_held_out
 from training.words import ADJECTIVES, SHIP_NOUNS
 
 MAKERS: dict[str, Callable[..., Sample]] = {
@@ -76,12 +76,6 @@ def test_one_key_in_eight_is_held_out() -> None:
     names = [f"{adjective} {noun}" for adjective in ADJECTIVES for noun in SHIP_NOUNS]
     assert 0.10 < sum(map(is_held_out, names)) / len(names) < 0.15
     assert len(set(names)) == len(names)
-
-
-def test_a_split_that_has_no_value_is_an_error() -> None:
-    only = next(word for word in ADJECTIVES if not is_held_out(word))
-    with pytest.raises(ValueError, match="held-out"):
-        pick_key(random.Random(0), lambda stream: only, held_out=True)
 
 
 def test_a_recall_answer_stands_in_the_one_line_of_its_ship() -> None:

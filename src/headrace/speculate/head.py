@@ -12,9 +12,8 @@ from headrace.backend.cuda.greedy import most_likely
 from headrace.models.media import RowMedia
 from headrace.models.mixers.fused import coarse
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.sampler import SamplingRow, sample
 from headrace.speculate.guesses import GuessBatch
-from headrace.speculate.head_drafts import draw_drafts
 from headrace.state.hidden import NUM_AGAIN, HiddenRows, gathered
 from headrace.state.sequence import SequenceState
 
@@ -117,3 +116,16 @@ def _guess(outputs: HeadOutputs, rows: Sequence[HeadRow], place: int) -> mx.arra
     """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
     settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
     return draw_drafts(outputs.logits, settings)
+
+
+def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """One draft per row, [R] int32, not evaluated.
+
+    logits: the head's, [R, V] in any float type. rows: how verification will draw the same places, see `row_after`.
+
+    The draft is drawn as if the head's logits were the model's, with the very number that verification will draw with.
+    Where the two distributions are alike, both draws then land on the same token more often than a draw with a number
+    of its own would, or than the head's most likely token: by as much as the tokens' shares of the line from 0 to 1
+    overlap. A row whose logits are not fit to be drawn from gets any token: a guess like any other.
+    """
+    return mx.maximum(sample(logits, rows), 0)

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import TypeVar
@@ -53,11 +53,6 @@ class StepShape:
     num_drafts: int
     head_depth: int
     num_context: int
-
-    @property
-    def undrafted(self) -> StepShape:
-        """The same step without drafts."""
-        return replace(self, num_drafts=0, head_depth=0)
 
 
 @dataclass(slots=True)
@@ -137,10 +132,6 @@ class StepCosts:
         if prices is None:
             prices = self._prices[key] = Prices(self, *key)
         return prices
-
-    def expected(self, shape: StepShape) -> float | None:
-        """What a step is thought to take; None as long as none without drafts was timed for so many rows."""
-        return self.prices(shape.num_rows, shape.num_context).expected(shape.num_drafts, shape.head_depth)
 
     def num_timed(self, rows: int, context: int) -> int:
         """How many undrafted times are known with up to twice or half the context; the number kept bounds it.
