@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from headrace.backend import gated_delta
 from headrace.backend.gated_delta import CHUNK, Form, Scan, scan
+from headrace.backend.kernels import Kernels
 
 FORMS: tuple[Form, ...] = ("reference", "fused", "chunked", "metal")
 """All but `metal` at head width 32 and more; narrower, `metal` takes its fallback and runs anywhere."""
@@ -241,4 +241,4 @@ def test_an_unknown_form_is_refused_by_name() -> None:
 def test_the_form_follows_from_numerics_device_and_length(
     numerics: str, device: str, num_tokens: int, form: str
 ) -> None:
-    assert gated_delta.choose(numerics, device, num_tokens) == form
+    assert Kernels(numerics, device).gated_delta(num_tokens) == form

@@ -73,21 +73,6 @@ class _Tokens:
         return _Tokens(mx.repeat(self.q, repeats, 2), mx.repeat(self.k, repeats, 2), self.v, self.g, self.beta)
 
 
-def choose(numerics: str, device: str, num_tokens: int) -> Form:
-    """The form for a scan of `num_tokens` per row.
-
-    numerics: "exact" gives the form that is bit-equal to mlx-lm's own operations, "fast" the quickest.
-    device: "cpu", "cuda" or "metal".
-    """
-    if numerics == "exact":
-        return "reference"
-    if device == "cuda":
-        return "cuda"
-    if device == "metal":
-        return "metal"
-    return "fused" if num_tokens == 1 else "chunked"
-
-
 def scan(
     form: Form,
     q: mx.array,

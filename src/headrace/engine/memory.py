@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -52,14 +53,8 @@ def fitting_context(budget_bytes: int, cost: Callable[[int], int], longest: int)
     """The longest context up to `longest` whose state fits the budget, at least 1."""
     if cost(longest) <= budget_bytes:
         return longest
-    fits, too_long = 1, longest
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if cost(middle) <= budget_bytes:
-            fits = middle
-        else:
-            too_long = middle
-    return max(1, fits - fits % CONTEXT_STEP) if fits >= CONTEXT_STEP else fits
+    fits = max(1, bisect_right(range(1, longest), budget_bytes, key=cost))
+    return fits - fits % CONTEXT_STEP if fits >= CONTEXT_STEP else fits
 
 
 def chosen_context(wanted: int | None, own: int, memory: MemoryBudget) -> int:

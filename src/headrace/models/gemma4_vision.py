@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.models.pieces import RowPieces, Stages, by_rows
-from headrace.models.siglip import square_order
+from headrace.models.siglip import name_among, square_order
 from headrace.models.tower_kind import TowerKind
 from headrace.models.vision_attention import PatchAttention, to_segments
 from headrace.models.weights import num_parameters
@@ -112,11 +113,6 @@ class Gemma4Forward:
         return embedded
 
 
-def _own_name(name: str) -> str | None:
-    bare = name.removeprefix("model.")
-    return bare if bare.startswith(_PARTS) else None
-
-
 def _build(config: Mapping[str, Any]) -> Gemma4Weights:
     # Imported here: a package that takes a second to load and that models without a tower don't need.
     modules = importlib.import_module("mlx_vlm.models.gemma4.gemma4")
@@ -127,7 +123,7 @@ def _build(config: Mapping[str, Any]) -> Gemma4Weights:
 
 
 GEMMA4 = TowerKind(
-    own_name=_own_name,
+    own_name=partial(name_among, _PARTS),
     build=_build,
     forward=Gemma4Forward,
     dtype=lambda module: cast(mx.Dtype, module.vision_tower.patch_embedder.position_embedding_table.dtype),

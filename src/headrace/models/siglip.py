@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -98,9 +99,10 @@ def square_order(rows: int, columns: int, side: int) -> npt.NDArray[np.int32]:
     return by_row.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).reshape(-1)
 
 
-def _own_name(name: str) -> str | None:
+def name_among(parts: tuple[str, ...], name: str) -> str | None:
+    """What a checkpoint calls a weight, if it belongs to one of these parts, whatever wraps the model."""
     bare = name.removeprefix("model.")
-    return bare if bare.startswith(_PARTS) else None
+    return bare if bare.startswith(parts) else None
 
 
 def _build(config: Mapping[str, Any]) -> GemmaWeights:
@@ -126,7 +128,7 @@ def square_side(config: Mapping[str, Any]) -> int:
 
 
 GEMMA3 = TowerKind(
-    own_name=_own_name,
+    own_name=partial(name_among, _PARTS),
     build=_build,
     forward=GemmaForward,
     dtype=lambda module: cast(mx.Dtype, module.vision_tower.vision_model.embeddings.patch_embedding.weight.dtype),
