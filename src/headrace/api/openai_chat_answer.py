@@ -90,8 +90,8 @@ class ChatAnswer:
                     usage = event.usage if isinstance(event, Finished) else usage
                 case _:
                     raise TypeError(f"a chat's answer has no form for {type(event).__name__}")
-        if usage is None:
-            raise ValueError("the events of an answer end with Finished")
+        if usage is None or None in [choice.finish_reason for choice in written]:
+            raise ValueError("each choice of an answer ends with Finished")
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(written)]
         answer = {**self._heading.of("chat.completion"), "choices": choices, "usage": usage_body(usage)}
         if prompt_scores is not None:
@@ -108,7 +108,7 @@ class ChatAnswer:
         if choice.calls:
             message["tool_calls"] = [_whole_call(start, pieces) for start, pieces in choice.calls]
         logprobs = _logprobs(choice.scores) if self._tells_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason()}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _chunk(
         self,
@@ -130,7 +130,7 @@ class _Choice:
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[ToolCallStart, list[str]]] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
-    finished: Finished | None = None
+    finish_reason: str | None = None
 
     def take(self, event: Text | Reasoning | ToolCallStart | ToolArguments | Finished) -> None:
         if not isinstance(event, ToolCallStart | ToolArguments):
@@ -144,14 +144,8 @@ class _Choice:
                 self.content.append(text)
             case Reasoning(text):
                 self.reasoning.append(text)
-            case Finished():
-                self.finished = event
-
-    def finish_reason(self) -> str:
-        """Why it ended. Raises ValueError if it did not."""
-        if self.finished is None:
-            raise ValueError("each choice of an answer ends with Finished")
-        return self.finished.reason.value
+            case Finished(reason):
+                self.finish_reason = reason.value
 
 
 def _call_delta(index: int, call: dict[str, Any]) -> dict[str, Any]:

@@ -66,13 +66,13 @@ class CompletionAnswer:
                     usage = event.usage if isinstance(event, Finished) else usage
                 case _:
                     raise TypeError(f"a completion's answer has no form for {type(event).__name__}")
-        if usage is None:
-            raise ValueError("the events of an answer end with Finished")
+        if usage is None or None in [choice.finish_reason for choice in written]:
+            raise ValueError("each choice of an answer ends with Finished")
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(written)]
         return {**self._heading.of(_KIND), "choices": choices, "usage": usage_body(usage)}
 
     def _whole_choice(self, index: int, written: _Choice) -> dict[str, Any]:
-        choice = _choice(index, "".join(written.text), written.finish_reason())
+        choice = _choice(index, "".join(written.text), written.finish_reason)
         if self._tells_logprobs:
             choice["logprobs"] = _logprobs(written.scores, self._offsets[index])
         if written.prompt_scores is not None:
@@ -95,20 +95,14 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: tuple[TokenScore, ...] | None = None
-    finished: Finished | None = None
+    finish_reason: str | None = None
 
     def take(self, event: Text | Finished) -> None:
         self.scores += event.scores
         if isinstance(event, Finished):
-            self.finished = event
+            self.finish_reason = event.reason.value
         else:
             self.text.append(event.text)
-
-    def finish_reason(self) -> str:
-        """Why it ended. Raises ValueError if it did not."""
-        if self.finished is None:
-            raise ValueError("each choice of an answer ends with Finished")
-        return self.finished.reason.value
 
 
 class _Offsets:

@@ -28,16 +28,9 @@ class Ledger:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Raises ValueError for a negative capacity."""
-        if capacity_bytes < 0:
-            raise ValueError(f"a capacity can't be negative, as {capacity_bytes} bytes is")
-        self._capacity_bytes = capacity_bytes
-        self._used = dict.fromkeys(Kind, 0)
-
-    @property
-    def capacity_bytes(self) -> int:
+        self.capacity_bytes = capacity_bytes
         """Bytes that may be in use together."""
-        return self._capacity_bytes
+        self._used = dict.fromkeys(Kind, 0)
 
     def used(self, kind: Kind) -> int:
         """Bytes in use of one kind."""
@@ -45,11 +38,10 @@ class Ledger:
 
     def room(self) -> int:
         """Bytes that are left; negative if more are in use than may be."""
-        return self._capacity_bytes - sum(self._used.values())
+        return self.capacity_bytes - sum(self._used.values())
 
     def restate(self, kind: Kind, num_bytes: int) -> None:
-        """`num_bytes` of a kind are in use now. Raises ValueError for a negative number."""
-        _check(num_bytes)
+        """`num_bytes` of a kind are in use now."""
         self._used[kind] = num_bytes
 
     def make_room(self, num_bytes: int, evict: Callable[[int], int]) -> bool:
@@ -59,7 +51,6 @@ class Ledger:
         it drops is no more in use here when it returns. It isn't called if there is room already, and not again once
         it has released nothing.
         """
-        _check(num_bytes)
         room = self.room()
         while room < num_bytes:
             evict(num_bytes - room)
@@ -67,8 +58,3 @@ class Ledger:
             if room <= before:
                 return False
         return True
-
-
-def _check(num_bytes: int) -> None:
-    if num_bytes < 0:
-        raise ValueError(f"a number of bytes can't be negative, as {num_bytes} is")

@@ -88,9 +88,6 @@ class ChatConstraints:
         """None also for a model that doesn't think: it keeps within any limit."""
         if request.thinking_budget is None or thinking is None:
             return None
-        if request.thinking_budget < 0:
-            message = f"the thinking budget must be at least 0, not {request.thinking_budget}"
-            raise InvalidRequest(message, param="thinking_budget")
         return ThinkingLimit(
             num_tokens=request.thinking_budget,
             opener=thinking.opener,

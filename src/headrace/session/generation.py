@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from headrace.session.settings import (
     Defaults,
-    check_answers,
-    check_min_tokens,
     check_sampling,
     check_stop,
     fit_max_tokens,
@@ -35,9 +33,7 @@ class Generations:
     def check(self, request: ChatRequest | CompletionRequest) -> None:
         """What can be told without the prompt. Raises InvalidRequest, naming the field."""
         check_sampling(request.sampling, self.model.vocab_size)
-        check_stop(request.stop, self.model.vocab_size)
-        check_min_tokens(request.sampling, request.stop)
-        check_answers(request.answers, request.priority)
+        check_stop(request.sampling, request.stop, self.model.vocab_size)
         check_sparse(request.sparse, self.model.sparse_draft)
 
     def refuse_oversized(self, texts: Sequence[str], param: str) -> None:

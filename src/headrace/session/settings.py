@@ -12,28 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from headrace.errors import ContextTooLong, InvalidRequest, ModelError
-from headrace.types.chat import RequestedAnswers, RequestedSampling, RequestedStop
+from headrace.types.chat import RequestedSampling, RequestedStop
 from headrace.types.request import SamplingParams
 
 Number = TypeVar("Number", int, float)
-
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
-"""Alternatives that may be asked for at each token."""
-MAX_DRAFT_TOKENS = 16
-"""Tokens that a request may let be guessed ahead at once; the server's own limit comes on top."""
 
 _DEFAULTED = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-_LARGEST_SEED = 2**63 - 1
 
 # A bound that no use of the penalty comes near; a logit of 0 times infinity would be no number.
 _LARGEST_REPETITION_PENALTY = 100.0
-
-# Of a priority: what fits any counter. Lower goes first.
-_LARGEST_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,7 @@ def merge_defaults(model: Defaults, server: Defaults) -> Defaults:
     return Defaults(replace(model.sampling, **_said(server.sampling)), max_tokens)
 
 
-def explain_defaults(model: Defaults, server: Defaults = NO_DEFAULTS) -> tuple[str, ...]:
+def explain_defaults(model: Defaults, server: Defaults) -> tuple[str, ...]:
     """Lines for start-up that name the model's own defaults and what the server's flags set, as far as there is any."""
     told = []
     for source, defaults in (("generation_config.json", model), ("the --default flags", server)):
@@ -146,51 +136,27 @@ def _forbidden(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> 
 
 
 def check_sampling(sampling: RequestedSampling, vocab_size: int) -> None:
-    """Raises InvalidRequest for the first value out of its range."""
+    """Raises InvalidRequest for the first value that makes no sense, by itself or for the model."""
     _check("temperature", sampling.temperature, 0.0, 2.0)
     _check("top_p", sampling.top_p, 0.0, 1.0)
     if sampling.top_p == 0:
         raise InvalidRequest("top_p must be in (0, 1], not 0; a temperature of 0 is greedy", param="top_p")
     _check("top_k", sampling.top_k, -1, 2**31 - 1)
     _check("min_p", sampling.min_p, 0.0, 1.0)
-    _check("seed", sampling.seed, -(2**63), _LARGEST_SEED)
     _check("repetition_penalty", sampling.repetition_penalty, 0.0, _LARGEST_REPETITION_PENALTY)
     if sampling.repetition_penalty == 0:
         raise InvalidRequest("repetition_penalty must be over 0; 1 is off", param="repetition_penalty")
     _check("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     _check("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
-    _check("min_tokens", sampling.min_tokens, 0, 2**31 - 1)
-    for token_id, bias in sampling.logit_bias:
-        _check_token_id("logit_bias", token_id, vocab_size)
-        _check("logit_bias", bias, -100.0, 100.0)
-    if sampling.allowed_token_ids is not None:
-        if not sampling.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
-        _check_token_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    _check_token_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias), vocab_size)
+    _check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     if not all(word.strip(" ") for word in sampling.bad_words):
         raise InvalidRequest("bad_words must not hold an empty word", param="bad_words")
 
 
-def check_stop(stop: RequestedStop, vocab_size: int) -> None:
-    """Raises InvalidRequest for the first value that can't end anything."""
-    if stop.max_tokens is not None and stop.max_tokens < 0:
-        raise InvalidRequest(f"max_tokens must be at least 0, not {stop.max_tokens}", param="max_tokens")
-    if not all(stop.strings):
-        raise InvalidRequest("stop must not hold an empty string", param="stop")
+def check_stop(sampling: RequestedSampling, stop: RequestedStop, vocab_size: int) -> None:
+    """Raises InvalidRequest for tokens that the model doesn't have, and if more are demanded than allowed."""
     _check_token_ids("stop_token_ids", stop.token_ids, vocab_size)
-
-
-def check_answers(answers: RequestedAnswers, priority: int) -> None:
-    """Raises InvalidRequest for the first value out of its range."""
-    _check("n", answers.num_choices, 1, MAX_CHOICES)
-    _check("logprobs", answers.num_logprobs, 0, MAX_LOGPROBS)
-    _check("prompt_logprobs", answers.num_prompt_logprobs, 0, MAX_LOGPROBS)
-    _check("draft_tokens", answers.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
-    _check("priority", priority, -_LARGEST_PRIORITY, _LARGEST_PRIORITY)
-
-
-def check_min_tokens(sampling: RequestedSampling, stop: RequestedStop) -> None:
-    """Raises InvalidRequest if more tokens are demanded than allowed."""
     if sampling.min_tokens and stop.max_tokens is not None and sampling.min_tokens > stop.max_tokens:
         message = f"min_tokens must be at most max_tokens ({stop.max_tokens}), not {sampling.min_tokens}"
         raise InvalidRequest(message, param="min_tokens")
@@ -204,12 +170,8 @@ def _check(name: str, value: float | None, low: float, high: float) -> None:
 
 def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
-        _check_token_id(name, token_id, vocab_size)
-
-
-def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequest(f"{name} must hold token ids in [0, {vocab_size}), not {token_id}", param=name)
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name} must hold token ids in [0, {vocab_size}), not {token_id}", param=name)
 
 
 def check_prompt_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
