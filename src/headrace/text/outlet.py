@@ -70,20 +70,9 @@ class Outlet:
         self._release_space()
 
     def taken(self) -> tuple[ParsedEvent, ...]:
-        """The events since the last time, neighbours of one kind joined."""
-        joined: list[ParsedEvent] = []
-        for event in self._events:
-            last = joined[-1] if joined else None
-            if isinstance(event, Text) and isinstance(last, Text):
-                joined[-1] = Text(last.text + event.text)
-            elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-                joined[-1] = Reasoning(last.text + event.text)
-            elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and event.index == last.index:
-                joined[-1] = ToolArguments(last.index, last.text + event.text)
-            else:
-                joined.append(event)
-        self._events = []
-        return tuple(joined)
+        """The events since the last time."""
+        events, self._events = tuple(self._events), []
+        return events
 
     def _add_text(self, text: str) -> None:
         if not self._takes_calls:

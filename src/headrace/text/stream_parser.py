@@ -79,7 +79,7 @@ class StreamParser:
         return () if self._calls is None else tuple(dict.fromkeys(self._calls.notes))
 
     def push(self, text: str) -> tuple[ParsedEvent, ...]:
-        """Take the next text; returns what it made certain, neighbours of one kind joined."""
+        """Take the next text; returns what it made certain."""
         if not self.stopped:
             self._reader.push(text)
             next(self._reading, None)
