@@ -19,6 +19,8 @@ _SUM_NORM = CudaKernel(
     ("x", "y", "weight", "eps"),
     ("sum", "normed"),
     "sum_norm<T, WIDTH, THREADS, VECTOR>(x, y, weight, eps[0], sum, normed);",
+    # of the widest sums more registers would be taken than a block's threads have
+    bounds=(_MOST_THREADS, 1),
 )
 
 
