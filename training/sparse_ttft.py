@@ -31,40 +31,23 @@ from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
+from headrace.perf.shapes import SHAPES as PUBLISHED
 from headrace.types.request import GenerationRequest, SamplingParams, Thinning
 
-_QWEN3_5: Mapping[str, Any] = {
-    "model_type": "qwen3_5",
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
+_QWEN3_5_4B: Mapping[str, Any] = {
+    **PUBLISHED["qwen3.5-4b"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
 }
-"""What both models' cards say, https://huggingface.co/Qwen/Qwen3.5-4B and https://huggingface.co/Qwen/Qwen3.5-0.8B."""
 
-_TINY: Mapping[str, Any] = {**_QWEN3_5, "vocab_size": 160, "head_dim": 16, "linear_num_key_heads": 2}
+_TINY: Mapping[str, Any] = {**_QWEN3_5_4B, "vocab_size": 160, "head_dim": 16, "linear_num_key_heads": 2}
 _TINY_TARGET = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_value_heads": 4}
 
 SHAPES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen3.5": (
+        _QWEN3_5_4B,
+        # https://huggingface.co/Qwen/Qwen3.5-0.8B
         {
-            **_QWEN3_5,
-            "hidden_size": 2560,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "linear_num_value_heads": 32,
-        },
-        {
-            **_QWEN3_5,
+            **_QWEN3_5_4B,
             "hidden_size": 1024,
             "intermediate_size": 3584,
             "num_hidden_layers": 24,

@@ -25,7 +25,7 @@ def request(request_id: str, picture: bytes | None) -> GenerationRequest:
 
 
 def pool() -> PrefixPool:
-    return PrefixPool("weights", has_spans=True, needs_snapshots=False, grid=1)
+    return PrefixPool("weights", has_spans=True, needs_snapshots=False)
 
 
 def test_a_prompt_waits_for_another_with_the_same_picture() -> None:

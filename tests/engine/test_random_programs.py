@@ -122,7 +122,7 @@ class World:
         disk = DiskTier(
             self.folder, 10**9, "w", prefill_tokens_per_s=1.0, max_pending_bytes=10**9, max_load_bytes=10**9, **sorts
         )
-        return PrefixPool("w", grid=1, disk=disk, **sorts)
+        return PrefixPool("w", disk=disk, **sorts)
 
     def start(self, sentence: int, length: int, marks: set[int]) -> None:
         """Begin a prompt where the cache can; others that share it may have to be computed first."""

@@ -247,7 +247,7 @@ def test_only_the_latest_prompts_are_remembered() -> None:
 
 
 def test_nobody_waits_for_a_prompt_that_is_thinned() -> None:
-    pool = PrefixPool("weights", has_spans=True, needs_snapshots=False, grid=1)
+    pool = PrefixPool("weights", has_spans=True, needs_snapshots=False)
     sparse = SparsePrefill(Draft(), pool, pool, threshold=THRESHOLD, keep=0.2, window=0)
     second = replace(LONG, request_id="second", thinning=None)
     assert find_scored(sparse, LONG).kept is not None

@@ -86,13 +86,6 @@ def test_a_prompt_of_a_model_with_sliceable_layers_only_has_no_marks() -> None:
     assert made.marks == ()
 
 
-def test_marks_move_down_to_the_grid_and_fall_together_there() -> None:
-    made = plan_restore(
-        match_of((KEY, [192])), (*TURNS[:2], Boundary(410, MESSAGE), *TURNS[2:]), needs_snapshots=True, grid=32
-    )
-    assert made.marks == (384, 576, 800, 960)
-
-
 def test_marks_beyond_the_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match="1001"):
         plan(match_of(), (Boundary(1001, PROMPT),))

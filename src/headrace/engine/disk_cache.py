@@ -8,7 +8,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
-from headrace.models.vision import Tower
+from headrace.models.seeing import Tower
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import StateCost
 

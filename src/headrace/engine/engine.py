@@ -36,10 +36,10 @@ from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelErro
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
-from headrace.models.seeing import SeeingModel, whole_tower
+from headrace.models.seeing import SeeingModel, Tower, whole_tower
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
-from headrace.models.vision import Tower, load_tower
+from headrace.models.vision import load_tower
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
@@ -57,9 +57,6 @@ BUFFER_CACHE_SHARE = 0.05
 
 FEATURES_SHARE = 0.05
 """Share of the memory for states that embeddings of images and videos may take when no request needs them."""
-
-SNAPSHOT_GRID = 1
-"""Snapshots are taken at the very token where conversations branch, not at a multiple of anything."""
 
 MINIATURE = Path(__file__).parent.parent / "miniature"
 """The model that ships inside the package."""
@@ -353,7 +350,6 @@ def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPoo
         name if disk is None else disk.weights,
         has_spans=cost.has_spans,
         needs_snapshots=cost.needs_snapshots,
-        grid=SNAPSHOT_GRID,
         disk=disk,
     )
 

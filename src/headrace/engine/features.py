@@ -12,7 +12,8 @@ from statistics import median_low
 from headrace.errors import GenerationFailed
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
 from headrace.models.pieces import Computation
-from headrace.models.vision import MediaEmbeddings, Tower
+from headrace.models.seeing import Tower
+from headrace.models.vision import MediaEmbeddings
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest

@@ -62,14 +62,11 @@ class _Prompt:
 class PrefixPool:
     """The prefix cache of one engine."""
 
-    def __init__(
-        self, weights: str, *, has_spans: bool, needs_snapshots: bool, grid: int, disk: DiskTier | None = None
-    ) -> None:
-        """weights: fingerprint of what is loaded and how it is held. grid: see `plan_restore`. disk: None for none."""
+    def __init__(self, weights: str, *, has_spans: bool, needs_snapshots: bool, disk: DiskTier | None = None) -> None:
+        """weights: fingerprint of what is loaded and how it is held. disk: None for none."""
         self._weights = weights
         self._has_spans = has_spans
         self._needs_snapshots = needs_snapshots
-        self._grid = grid
         self._tree = PrefixTree(RecordStore(), has_spans=has_spans, needs_snapshots=needs_snapshots)
         self._prompts: dict[str, _Prompt] = {}
         self._disk = disk
@@ -115,7 +112,7 @@ class PrefixPool:
             return None
         if self._reads is not None and self._is_worth_reading(self._reads, request.request_id, namespace, key, match):
             return None
-        plan = plan_restore(match, request.boundaries, needs_snapshots=self._needs_snapshots, grid=self._grid)
+        plan = plan_restore(match, request.boundaries, needs_snapshots=self._needs_snapshots)
         self._tree.lock(match)
         counts = request.priority < IDLE_PRIORITY
         self._prompts[request.request_id] = _Prompt(namespace, key, match, set(plan.marks), match.num_tokens, counts)
@@ -128,9 +125,8 @@ class PrefixPool:
                 continue
             common = min(common_length(other.key, key), match.limit)
             if self._needs_snapshots:
-                junction = common - common % self._grid
-                if junction > other.num_computed:
-                    other.marks.add(junction)
+                if common > other.num_computed:
+                    other.marks.add(common)
                 taken = {length for length in other.snapshots.keys() | other.marks if length <= common}
                 common = max(taken, default=0)
             if common - match.num_tokens >= WAIT_TOKENS:

@@ -88,7 +88,7 @@ def start_sparse(
     cost, knobs = draft.cost, config.engine
     own = None
     if pool is not None:
-        own = PrefixPool(draft.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, grid=1)
+        own = PrefixPool(draft.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
     longest = max_model_len + LOOKAHEAD
     if draft.model.context_length is not None:
         longest = min(longest, draft.model.context_length)

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from headrace.errors import ModelError
 from headrace.models.pieces import Computation, Pieces, Stages
 from headrace.models.source import ModelFiles
-from headrace.models.vision import MediaEmbeddings, knows_tower
+from headrace.models.vision import MediaEmbeddings, VisionTower, knows_tower
 from headrace.models.weights import Loaded, has_text_model
 from headrace.types.media import MediaInput
 
@@ -86,6 +86,10 @@ class WholeTower:
         fields = {name: mx.array(np.asarray(value)) for name, value in one.fields.items()}
         rows = self._model.embed_picture(fields.pop("input_ids"), fields).inputs_embeds[0]
         return MediaEmbeddings(self._pieces.note(rows, 1))
+
+
+Tower = VisionTower | WholeTower
+"""What computes embeddings of images and videos."""
 
 
 def runs_whole(files: ModelFiles) -> bool:

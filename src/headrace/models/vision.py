@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,21 +44,8 @@ class MediaEmbeddings:
     deep: tuple[mx.array, ...] = ()
 
 
-class Tower(Protocol):
-    """Computes embeddings; keeps nothing of what it has seen."""
-
-    @property
-    def module(self) -> nn.Module:
-        """What holds its weights, as far as the text model doesn't."""
-        ...
-
-    def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
-        """The embeddings of an input, of which nothing is there yet."""
-        ...
-
-
 class VisionTower:
-    """A `Tower` of one of the kinds that are known here."""
+    """Computes embeddings, by a tower of one of the kinds that are known here; keeps nothing of what it has seen."""
 
     def __init__(self, module: Any, kind: TowerKind, attend: PatchAttention) -> None:
         """module: of the kind, with its weights."""

@@ -42,21 +42,18 @@ def plan_restore(
     *,
     needs_snapshots: bool,
     max_marks: int = MAX_MARKS,
-    grid: int = 1,
 ) -> RestorePlan:
     """The plan for a prompt.
 
     boundaries: of the prompt, rising.
     needs_snapshots: whether the model has windowed or opaque layers; without, there are no marks.
-    grid: marks move down to a multiple of this. Where recurrent layers compute in blocks that are anchored at the
-    prompt's start, a prefill that begins inside of a block rounds differently from a cold one.
     Raises ValueError for a boundary or mark beyond the prompt.
     """
     boundaries = tuple(boundaries)
     for length in (boundary.num_tokens for boundary in boundaries):
         if not 0 <= length <= match.num_prompt_tokens:
             raise ValueError(f"a mark at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
-    marks = _marks(match, boundaries, max_marks, grid) if needs_snapshots else ()
+    marks = _marks(match, boundaries, max_marks) if needs_snapshots else ()
     return RestorePlan(marks, _report(match, boundaries))
 
 
@@ -75,11 +72,10 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
     return told
 
 
-def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int, grid: int) -> tuple[int, ...]:
+def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tuple[int, ...]:
     """The best `max_marks` lengths at which no snapshot is held yet."""
     chosen: list[int] = []
-    for length in _by_value(match, boundaries):
-        mark = length - length % grid
+    for mark in _by_value(match, boundaries):
         if mark > match.num_tokens and mark not in match.snapshot_lengths and mark not in chosen:
             chosen.append(mark)
     return tuple(sorted(chosen[:max_marks]))
