@@ -243,9 +243,6 @@ class FakeEngine:
             cache=self.held,
         )
 
-    async def cache(self) -> CacheStatus | None:
-        return self.held
-
     async def clear_cache(self) -> int:
         freed, self.held = self.held.num_bytes if self.held is not None else 0, None
         return freed

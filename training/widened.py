@@ -18,7 +18,7 @@ The vision tower is left out.
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ SAME = 2.0**-6
 LOW = -(2.0**17)
 """By which it enters the logits of tokens that the miniature has not."""
 
-Indices = Sequence[int] | np.ndarray
 Config = Mapping[str, Any]
 
 

@@ -112,7 +112,7 @@ async def cold(model: Path, *args, **fields) -> list[int]:
 
 
 async def disk_status(engine: Engine) -> DiskStatus:
-    status = await engine.cache()
+    status = (await engine.status()).cache
     assert status is not None
     assert status.disk is not None
     return status.disk
@@ -121,7 +121,7 @@ async def disk_status(engine: Engine) -> DiskStatus:
 async def num_bytes_left(engine: Engine) -> int:
     """What can't be cleared: nothing, unless somebody has forgotten to let go."""
     await engine.clear_cache()
-    status = await engine.cache()
+    status = (await engine.status()).cache
     assert status is not None
     return status.num_bytes
 

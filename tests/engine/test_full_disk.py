@@ -97,7 +97,7 @@ async def ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[int], int]:
 async def written_off(engine: Engine) -> DiskStatus:
     """The disk's status once nothing waits to be written."""
     while True:
-        status = await engine.cache()
+        status = (await engine.status()).cache
         assert status is not None
         assert status.disk is not None
         if not status.disk.num_pending_bytes:

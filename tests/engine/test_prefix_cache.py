@@ -213,16 +213,16 @@ async def test_the_cache_gives_way_and_is_counted(engines: tuple[Engine, Engine]
 async def test_neither_waiting_nor_preparing_is_a_lookup(engines: tuple[Engine, Engine]) -> None:
     cached, _ = engines
     prompt = tokens(16, 150)
-    before = await cached.cache()
+    before = (await cached.status()).cache
     await asyncio.gather(*(ask(cached, prompt, (140,)) for _ in range(3)))
-    after = await cached.cache()
+    after = (await cached.status()).cache
     assert before is not None
     assert after is not None
     # two of them were asked for again and again, until the first one's prompt was computed
     assert after.num_lookups - before.num_lookups == 3
     assert after.num_lookup_tokens - before.num_lookup_tokens == 450
     await ask(cached, prompt, (140,), priority=IDLE_PRIORITY)
-    assert await cached.cache() == after
+    assert (await cached.status()).cache == after
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
@@ -242,7 +242,7 @@ async def test_side_requests_between_turns_evict_no_long_conversation(
             history = (*history, *output, *tokens(950 + turn, 3))
             output, num_cached = await ask(engine, history, (len(history) - 2,))
             assert num_cached == num_known
-        assert (await engine.cache()).num_bytes > 1_000_000
+        assert (await engine.status()).cache.num_bytes > 1_000_000
     finally:
         engine.stop()
 

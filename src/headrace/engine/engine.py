@@ -48,7 +48,7 @@ from headrace.state.sequence import StateCost
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import CacheStatus, EngineStatus
+from headrace.types.status import EngineStatus
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +192,6 @@ class Engine:
     async def status(self) -> EngineStatus:
         """How things stand between two steps. Raises EngineDead."""
         return await self._ask(Inspect)
-
-    async def cache(self) -> CacheStatus | None:
-        """What the prefix cache holds; None if it is off. Raises EngineDead."""
-        return (await self.status()).cache
 
     async def clear_cache(self) -> int:
         """Drop what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""

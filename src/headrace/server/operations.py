@@ -52,7 +52,7 @@ class OperationRoutes:
 
     async def cache(self, request: Request) -> Response:
         """What the prefix cache holds and how often it helped."""
-        return JSONResponse(cache_body(await self._session.cache()))
+        return JSONResponse(cache_body((await self._session.status()).cache))
 
     async def clear_cache(self, request: Request) -> Response:
         """Empties the prefix cache, but for what requests are using."""

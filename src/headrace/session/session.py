@@ -50,7 +50,7 @@ from headrace.types.events import Event, Started, TokenOutput
 from headrace.types.hold import OutputHold
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
-from headrace.types.status import CacheStatus, EngineStatus
+from headrace.types.status import EngineStatus
 
 log = logging.getLogger("headrace.session")
 
@@ -155,11 +155,6 @@ class Session:
             num_misfits=self._constraints.num_misfits,
             num_broken_calls=self._num_broken_calls,
         )
-
-    async def cache(self) -> CacheStatus | None:
-        """What the prefix cache holds; None if it is off. Raises EngineDead."""
-        self._refuse_if_dead()
-        return await self._engine.cache()
 
     async def clear_cache(self) -> int:
         """Drops what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""

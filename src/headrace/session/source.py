@@ -8,7 +8,7 @@ from typing import Protocol
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import CacheStatus, EngineStatus
+from headrace.types.status import EngineStatus
 
 
 class TokenStream(Protocol):
@@ -48,9 +48,6 @@ class TokenSource(Protocol):
 
     async def status(self) -> EngineStatus:
         """What the engine is doing. Raises EngineDead."""
-
-    async def cache(self) -> CacheStatus | None:
-        """What the prefix cache holds; None if it is off. Raises EngineDead."""
 
     async def clear_cache(self) -> int:
         """Drops what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
