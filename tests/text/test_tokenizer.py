@@ -89,15 +89,20 @@ def test_a_tokenizer_without_a_tokenizer_file_is_refused(tmp_path: Path) -> None
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
     tokenizer = Tokenizer(byte_level())
-    for special in (True, False):
-        assert tokenizer.decode(tokenizer.encode("a\ud83d b\udc4d", special=special)) == "a\ufffd b\ufffd"
+    text = "a\ud83d b\udc4d"
+    for ids in (tokenizer.encode(text), tokenizer.encode_mixed([(text, True)])):
+        assert tokenizer.decode(ids) == "a\ufffd b\ufffd"
     assert tokenizer.decode(tokenizer.encode("\ud83d\udc4d")) == "👍"
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_other_threads_go_on_while_a_text_is_encoded(special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(byte_level())
-    tokenizer.encode("warm", special=special)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text) if special else tokenizer.encode_mixed([(text, True)])
+
+    encode("warm")
     began, events = threading.Event(), []
 
     def other() -> None:
@@ -111,7 +116,7 @@ def test_other_threads_go_on_while_a_text_is_encoded(special: bool, monkeypatch:
         # From now on Python takes the turn from nobody: the other thread only runs if it is given one.
         sys.setswitchinterval(1000)
         began.set()
-        tokenizer.encode("the cat sat on the mat " * 40_000, special=special)
+        encode("the cat sat on the mat " * 40_000)
         events.append("the text is encoded")
     finally:
         sys.setswitchinterval(before)
@@ -143,7 +148,7 @@ TYPED = st.lists(
 @given(TYPED)
 @settings(max_examples=150)
 def test_plain_text_holds_no_added_token_and_loses_nothing(text: str) -> None:
-    ids = BYTE_LEVEL.encode(text, special=False)
+    ids = BYTE_LEVEL.encode_mixed([(text, True)])
     assert not set(ids) & set(BYTE_LEVEL.added_tokens.values())
     assert ids == WITHOUT_ADDED_TOKENS.encode(text).ids
 
@@ -152,7 +157,7 @@ def test_plain_text_holds_no_added_token_and_loses_nothing(text: str) -> None:
 def test_a_token_of_the_vocabulary_itself_stays_text_too(backend: Backend) -> None:
     tokenizer = Tokenizer(backend)
     assert tokenizer.encode("</s>") == [tokenizer.added_tokens["</s>"]]
-    ids = tokenizer.encode("end with </s> or [INST]", special=False)
+    ids = tokenizer.encode_mixed([("end with </s> or [INST]", True)])
     assert not set(ids) & {tokenizer.added_tokens[text] for text in ("</s>", "[INST]")}
 
 
@@ -163,15 +168,15 @@ def test_merges_that_lead_to_an_added_token_are_not_taken() -> None:
     backend.add_special_tokens(["<s>"])
     tokenizer = Tokenizer(backend)
     assert tokenizer.encode("<s>s") == [pieces.index("<s>"), pieces.index("s")]
-    assert tokenizer.encode("<s>s", special=False) == [pieces.index(piece) for piece in ("<s", ">", "s")]
+    assert tokenizer.encode_mixed([("<s>s", True)]) == [pieces.index(piece) for piece in ("<s", ">", "s")]
 
 
 def test_byte_fallback_still_spells_plain_text_in_bytes() -> None:
     backend = byte_fallback()
     tokenizer = Tokenizer(backend)
     text = "</s> 𒀀 [INST]"
-    assert tokenizer.decode(tokenizer.encode(text, special=False)) == text
-    assert backend.token_to_id("<0xF0>") in tokenizer.encode(text, special=False)
+    assert tokenizer.decode(tokenizer.encode_mixed([(text, True)])) == text
+    assert backend.token_to_id("<0xF0>") in tokenizer.encode_mixed([(text, True)])
 
 
 @given(st.lists(st.tuples(TYPED, st.booleans()), max_size=6))

@@ -84,13 +84,8 @@ class Tokenizer:
         """Ids of added tokens that only match as a whole word: what follows them decides whether they stand."""
         return frozenset(token_id for token_id, token in self._added.items() if token.single_word)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text. No token is put in front or behind.
-
-        special: whether the text of an added token becomes that token; if not, it is text like any other.
-        """
-        if not special:
-            return self.encode_mixed([(text, True)])
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. No token is put in front or behind."""
         return encode_alone(self._backend, well_formed(text), frames=False)
 
     def encode_document(self, text: str) -> list[int]:

@@ -22,18 +22,15 @@ _OTHER_KEYS = frozenset({"id", "type", "index"})
 class JsonCalls(ToolFormat):
     """Objects or a list of them behind an opener. closer: what ends the construct; it may be missing."""
 
-    def __init__(
-        self, openers: tuple[str, ...], closer: str | None, markers: tuple[str, ...] = (), id_style: str = "random"
-    ) -> None:
+    def __init__(self, openers: tuple[str, ...], closer: str, markers: tuple[str, ...]) -> None:
         self.openers = openers
         self.closer = closer
         self.markers = markers
-        self.id_style = id_style
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         yield from reader.take_any(self.openers)
         yield from read_json_body(reader, sink)
-        if self.closer is not None and (yield from reader.skip_space()):
+        if (yield from reader.skip_space()):
             yield from reader.close(self.closer)
         sink.done = reader.pos
 

@@ -92,7 +92,7 @@ class LiteralReader:
         yield from self._reader.expect("{")
         self._write("{")
         is_first = True
-        while not (yield from self._ends("}", is_first)):
+        while not (yield from self.ends("}", is_first)):
             key = yield from self.key()
             self._write(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
             yield from self.value(schema.of_property(key))
@@ -122,14 +122,14 @@ class LiteralReader:
         self._reader.pos += 1
         self._write("[")
         is_first = True
-        while not (yield from self._ends(closer, is_first)):
+        while not (yield from self.ends(closer, is_first)):
             if not is_first:
                 self._write(", ")
             yield from self.value(schema.items)
             is_first = False
         self._write("]")
 
-    def _ends(self, closer: str, is_first: bool) -> Reading[bool]:
+    def ends(self, closer: str, is_first: bool) -> Reading[bool]:
         """Whether a collection ends here; else steps to its next item."""
         yield from self._reader.skip_space()
         if (yield from self._reader.take(closer)):

@@ -78,28 +78,15 @@ def _call(reader: Reader, sink: CallSink) -> Reading[None]:
         raise NotACall
     reader.pos += 1
     schema = sink.begin(name)
+    literals = LiteralReader(reader, sink.write, PYTHON)
     sink.write("{")
     is_first = True
-    while not (yield from _ends(reader, is_first)):
+    while not (yield from literals.ends(")", is_first)):
         key = (yield from reader.take_until("=", _MAX_KEY)).strip()
         if not key.isidentifier():
             raise NotACall("arguments need names")
         sink.write(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
-        yield from LiteralReader(reader, sink.write, PYTHON).value(schema.of_property(key))
+        yield from literals.value(schema.of_property(key))
         is_first = False
     sink.write("}")
     yield from sink.end()
-
-
-def _ends(reader: Reader, is_first: bool) -> Reading[bool]:
-    """Whether the arguments end here; else steps to the next one."""
-    yield from reader.skip_space()
-    if (yield from reader.take(")")):
-        return True
-    if not is_first:
-        yield from reader.expect(",")
-        yield from reader.skip_space()
-        if (yield from reader.take(")")):
-            return True
-    yield from reader.peek()
-    return False
