@@ -57,10 +57,7 @@ def detect_think_markers(chat_template: str) -> tuple[str, str] | None:
 
     The closer decides: templates whose prompt always opens the block may build the opener from pieces.
     """
-    for opener, closer in THINK_MARKERS:
-        if closer in chat_template:
-            return opener, closer
-    return None
+    return next((pair for pair in THINK_MARKERS if pair[1] in chat_template), None)
 
 
 def detect_tool_format(chat_template: str) -> str | None:

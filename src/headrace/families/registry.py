@@ -119,17 +119,12 @@ def find_family(model_type: str, chat_template: str | None = None, *, tool_forma
     template shows is stronger than the record's.
     tool_format: the syntax that somebody asked for, which is stronger than either.
     """
-    family = _found_family(model_type, chat_template)
+    family = _BY_MODEL_TYPE.get(model_type) or ModelFamily(name="generic", model_types=(model_type,))
+    if chat_template is not None:
+        family = _completed(family, chat_template)
     if tool_format is None:
         return family
     return replace(family, tool_format=tool_format, why={**family.why, "tool_format": "as the server was told"})
-
-
-def _found_family(model_type: str, chat_template: str | None) -> ModelFamily:
-    family = _BY_MODEL_TYPE.get(model_type) or ModelFamily(name="generic", model_types=(model_type,))
-    if chat_template is None:
-        return family
-    return _completed(family, chat_template)
 
 
 def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:

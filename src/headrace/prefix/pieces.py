@@ -17,7 +17,6 @@ class Piece(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes that the piece keeps; never changes."""
-        ...
 
 
 class Store(Protocol):
@@ -32,11 +31,9 @@ class Store(Protocol):
         Both have at least a token. Eviction calls this too, when bytes are short: hold spans in blocks of tokens, so
         that one block at most has to be copied. If it raises, the span must still be whole.
         """
-        ...
 
     def drop(self, piece: Piece) -> None:
         """Let go of a span or snapshot."""
-        ...
 
 
 CutSpan = Callable[[int, int], Piece]

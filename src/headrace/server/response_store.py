@@ -48,14 +48,6 @@ class ResponseStore:
         self._owner_of_item: dict[str, str] = {}
         self._num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """What is kept, as JSON."""
-        return self._num_bytes
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
     def add(self, stored: StoredResponse) -> None:
         num_bytes = len(to_json(stored.response)) + len(to_json(stored.input_items))
         if num_bytes > self._max_bytes:

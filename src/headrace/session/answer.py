@@ -77,10 +77,6 @@ class ChoiceAnswer:
         self._said: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
     def stop_string(self) -> str | None:
         return self._parser.stop_string
 
@@ -256,7 +252,7 @@ def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
     choices = [choice for prompt in prompts for choice in prompt.choices]
     return Usage(
         num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),
-        num_output_tokens=sum(choice.num_output_tokens for choice in choices),
+        num_output_tokens=sum(len(choice.token_ids) for choice in choices),
         num_cached_tokens=sum(prompt.num_cached_tokens for prompt in prompts),
         num_drafted_tokens=sum(prompt.num_drafted_tokens for prompt in prompts),
         num_accepted_tokens=sum(prompt.num_accepted_tokens for prompt in prompts),

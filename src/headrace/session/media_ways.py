@@ -60,11 +60,9 @@ class MediaWay(Protocol):
 
         May run in any thread. Raises InvalidRequest that names the part, ContextTooLong.
         """
-        ...
 
     def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
         """The prompt with all items in their places. Raises ValueError if those don't fit."""
-        ...
 
 
 class TowerWay:
