@@ -17,12 +17,12 @@ import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
+from headrace.models.mixers.cuda_attention import AttentionLayers, CudaAttentionMixer
+from headrace.models.mixers.cuda_delta import CudaDeltaMixer, DeltaLayers
 from headrace.models.mixers.fused import (
     MOST_TOKENS,
     Exchange,
     Feed,
-    FusedLayers,
-    FusedMixer,
     Held,
     padded,
     padded_rows,
@@ -30,6 +30,10 @@ from headrace.models.mixers.fused import (
 )
 from headrace.models.step import PackedStep, Windows
 from headrace.state.layer import LayerKey
+
+FusedMixer = CudaAttentionMixer | CudaDeltaMixer
+FusedLayers = AttentionLayers | DeltaLayers
+"""Layers of a model in whose mixers steps have the same tables. They come to be, and go on, in the same steps."""
 
 MOST_FORMS = 512
 """Compiled functions kept, of those that were used last."""

@@ -154,7 +154,7 @@ class CudaAttentionMixer(nn.Module):
 
     @staticmethod
     def together(mixers: Mapping[LayerKey, CudaAttentionMixer], window: Any) -> AttentionLayers:
-        """See `FusedMixer`."""
+        """Mixers with one window."""
         return AttentionLayers(mixers, window)
 
     def compute(
@@ -165,7 +165,10 @@ class CudaAttentionMixer(nn.Module):
         residual: mx.array | None = None,
         factor: mx.array | None = None,
     ) -> tuple[mx.array, Sequence[mx.array]]:
-        """See `FusedMixer`. factor: on queries, `[T, 1]`."""
+        """Input `[1, T, hidden]` to output, residual added, and no array: keys and values are written in place.
+
+        factor: on queries, `[T, 1]`.
+        """
         projected = self._project(x)
         heads = self._heads(projected, positions)
         # what is between turning and attending keeps them apart
@@ -240,7 +243,7 @@ class CudaAttentionMixer(nn.Module):
 
 
 class AttentionLayers:
-    """All such layers of a model with the same window in steps of few tokens, see `FusedLayers`."""
+    """All such layers of a model with the same window in steps of few tokens."""
 
     def __init__(self, mixers: Mapping[LayerKey, CudaAttentionMixer], window: int | None) -> None:
         self._mixers = mixers
@@ -248,7 +251,7 @@ class AttentionLayers:
         self._last = list(mixers)[-1]
 
     def held(self, step: PackedStep) -> Held | None:
-        """See `FusedLayers`."""
+        """What they read in this step; None if some row needs another way."""
         places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
         return Held(places.plans, arrays, places.constants) if places.all_short else None
 
@@ -278,7 +281,7 @@ class AttentionLayers:
         return _in_buffers(step, states, window), arrays
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
-        """See `FusedLayers`: keys and values are written in place."""
+        """Nothing to do: keys and values are written in place."""
 
 
 def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:

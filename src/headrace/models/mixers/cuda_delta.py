@@ -116,13 +116,13 @@ class CudaDeltaMixer(nn.Module):
 
     @staticmethod
     def together(mixers: Mapping[LayerKey, CudaDeltaMixer], window: Any) -> DeltaLayers:
-        """See `FusedMixer`."""
+        """Mixers of one model; they have no windows."""
         return DeltaLayers(mixers)
 
     def compute(
         self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
     ) -> tuple[mx.array, Sequence[mx.array]]:
-        """See `FusedMixer`."""
+        """Input `[1, T, hidden]` to output, residual added, and the arrays that the rows' states go on with."""
         projected = self._project(x)
         y, given = self._window(projected, feed)
         return self._out(y, residual), given
@@ -235,7 +235,7 @@ class CudaDeltaMixer(nn.Module):
 
 
 class DeltaLayers:
-    """All such layers of a model in steps of few tokens, see `FusedLayers`.
+    """All such layers of a model in steps of few tokens.
 
     Rows that step together are in the same place in all of them, so a step's work for them is not by layers and rows.
     """
@@ -245,7 +245,7 @@ class DeltaLayers:
         self._first = next(iter(mixers.values()))
 
     def held(self, step: PackedStep) -> Held | None:
-        """See `FusedLayers`."""
+        """What they read in this step."""
         places, arrays = self._joint(step) or self._gathered(step)
         plan, constants = _plan(step.counts, places, arrays)
         return Held((plan,), arrays, constants)
@@ -268,7 +268,7 @@ class DeltaLayers:
         return places, arrays
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
-        """See `FusedLayers`."""
+        """Put what the layers have given into the rows' states."""
         left, num_context = dict(zip(self._mixers, given, strict=True)), self._first.num_context
         for row, (span, (_, num_tokens, num_certain)) in enumerate(zip(step.spans, step.counts, strict=True)):
             span.state.join(left).advance(left, row, num_context + num_tokens, num_tokens - num_certain)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import mlx.core as mx
 
 from headrace.backend.cuda.shapes import LONGEST_WINDOW
-from headrace.models.step import PackedStep
 from headrace.state.layer import LayerKey
 
 Table = tuple[tuple[int, ...], ...]
@@ -86,26 +84,3 @@ def padded_tokens(num_tokens: int, num_rows: int) -> int:
     """A whole multiple of the padded rows: what is behind the real tokens belongs to no row."""
     rows = padded_rows(num_rows)
     return -(-num_tokens // rows) * rows
-
-
-class FusedLayers(Protocol):
-    """Layers of a model in whose mixers steps have the same tables. They come to be, and go on, in the same steps."""
-
-    def held(self, step: PackedStep) -> Held | None:
-        """What they read in this step; None if some row needs another way."""
-
-    def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
-        """Put what the layers have given into the rows' states."""
-
-
-class FusedMixer(Protocol):
-    """A mixer whose work on rows of a few tokens is a function of arrays."""
-
-    @staticmethod
-    def together(mixers: Mapping[LayerKey, Any], window: Any) -> FusedLayers:
-        """Mixers of this class with one window."""
-
-    def compute(
-        self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
-    ) -> tuple[mx.array, Sequence[mx.array]]:
-        """Input `[1, T, hidden]` to output, residual added, and the arrays that the rows' states go on with."""
