@@ -68,11 +68,7 @@ def read(source: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{source} can't be read as a GGUF file ({error})") from error
     tensors, metadata = loaded
-    return tensors, {name: _plain(value) for name, value in metadata.items()}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, mx.array) else value
+    return tensors, {name: value.tolist() if isinstance(value, mx.array) else value for name, value in metadata.items()}
 
 
 def _value(metadata: Mapping[str, Any], name: str) -> Any:

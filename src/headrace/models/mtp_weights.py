@@ -83,7 +83,7 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
             origin = ", ".join(holding)
             refuse_other_forms(tensors, origin, files.text_config)
             if is_sidecar:
-                is_raw = all(_says_centred(directory / name) for name in holding)
+                is_raw = all(read_tensors(directory / name)[1].get(NORMS_KEY) == ZERO_CENTRED for name in holding)
             else:
                 is_raw = _has_raw_convolutions(directory)
             try:
@@ -125,10 +125,6 @@ def read_tensors(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         raise ModelError(f"{file} can't be read: {error}") from error
     tensors, metadata = loaded
     return tensors, metadata
-
-
-def _says_centred(sidecar: Path) -> bool:
-    return read_tensors(sidecar)[1].get(NORMS_KEY) == ZERO_CENTRED
 
 
 def _head_tensors(file: Path, is_sidecar: bool) -> dict[str, mx.array]:

@@ -138,7 +138,7 @@ def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
         _dequantize(model)
     _cast(model, getattr(mx, dtype))
     mx.eval(model.parameters())
-    if _is_quantised(model):
+    if any("scales" in module for _, module in model.named_modules()):
         return f"weights: {_stored_precision(model)}, as stored, and {dtype} around them"
     return f"weights: {dtype}" + ("" if stored == dtype else f", stored as {stored}")
 
@@ -152,10 +152,6 @@ def _cast(model: Any, dtype: mx.Dtype) -> None:
         return array if stays else array.astype(dtype)
 
     model.update(tree_map_with_path(cast_one, model.parameters()))
-
-
-def _is_quantised(model: Any) -> bool:
-    return any("scales" in module for _, module in model.named_modules())
 
 
 def _stored_precision(model: Any) -> str:
