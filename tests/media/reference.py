@@ -52,10 +52,10 @@ def samples_nothing(case: Mapping[str, Any]) -> bool:
     return not case.get("call", {}).get("do_sample_frames", default)
 
 
-def profile_of(case: Mapping[str, Any], *, keeps_outer_pair: bool = True) -> VisionProfile:
+def profile_of(case: Mapping[str, Any]) -> VisionProfile:
     ids = REFERENCE["meta"]["token_ids"]["qwen3_vl"]
     tokens = VisionTokens(ids["vision_start"], ids["vision_end"], ids["image_pad"], ids["video_pad"])
-    return VisionProfile(replace(vision_of(case), keeps_outer_pair=keeps_outer_pair), tokens)
+    return VisionProfile(vision_of(case), tokens)
 
 
 def from_runs(runs: Sequence[Sequence[int]]) -> list[int]:

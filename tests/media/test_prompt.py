@@ -20,7 +20,6 @@ from headrace.media.sampling import FrameTimes, SampledFrames, group_times, samp
 from headrace.types.media import MediaLimits
 
 VISION_START, VISION_END, IMAGE, VIDEO = 151652, 151653, 151655, 151656
-LEGACY = [case for case in cases("prompt") if "legacy" in case["expect"]]
 
 # The Qwen3 vocabulary's ids of what timestamps are made of.
 _PIECES = {"<": 27, ".": 13, ">": 29} | {str(digit): 15 + digit for digit in range(10)}
@@ -70,8 +69,8 @@ def unexpanded(case: Any) -> list[int]:
     return folded
 
 
-def expanded(case: Any, **choices: bool) -> ExpandedPrompt:
-    profile = profile_of(case, **choices)
+def expanded(case: Any) -> ExpandedPrompt:
+    profile = profile_of(case)
     return expand(unexpanded(case), items(case, profile), profile, encode)
 
 
@@ -84,14 +83,6 @@ def test_a_prompt_has_the_token_ids_of_transformers(case: Any) -> None:
 def test_a_prompt_has_the_positions_that_its_model_was_trained_with(case: Any) -> None:
     expected = case["expect"].get("original_max_plus_1", case["expect"]["hf"])
     check_positions(expanded(case), expected)
-
-
-# Where a space stands before the video, taking the pair away lets it grow together with the first timestamp.
-@pytest.mark.parametrize("case", [case for case in LEGACY if "? <|vision_start|><|video" not in case["text"]], ids=name)
-def test_without_the_outer_pair_a_prompt_is_that_of_older_transformers(case: Any) -> None:
-    prompt = expanded(case, keeps_outer_pair=False)
-    assert list(prompt.token_ids) == from_repeats(case["expect"]["legacy"]["ids_rle"])
-    check_positions(prompt, case["expect"]["legacy"])
 
 
 def check_positions(prompt: ExpandedPrompt, expected: Any) -> None:

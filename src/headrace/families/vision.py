@@ -53,10 +53,9 @@ class PatchVision:
     patch_size: pixels on a side. temporal_patch_size: frames in a patch; a still picture stands for all of them.
     mean, std: of the channels after scaling to 0..1.
     image: pixels of a picture. video: pixels of all frames of a video together if has_timestamps, else of each frame.
-    has_timestamps: a video is a row of frame groups, each behind its time in words; else one block without words.
-    keeps_outer_pair: where each group has its own pair of start and end tokens, the template's pair stays around them
-    all. So do transformers since 5.10 and vLLM with it; transformers 4.57 put the groups in its place, two tokens less.
-    Which of the two the models were trained with is not published.
+    has_timestamps: a video is a row of frame groups, each behind its time in words and in a pair of tokens of its own;
+    else one block without words. The template's pair stays around them all, as in transformers since 5.10 (4.57 put the
+    groups in its place); which of the two the models were trained with is not published.
     caps_frames: a frame of a video gets no more pixels than a fixed number of tokens stands for.
     takes_whole_groups: frames are taken in whole patches' worth, at the starts of equal parts of the video; else any
     number of them, the first and the last always.
@@ -80,7 +79,6 @@ class PatchVision:
     image: PixelRange
     video: PixelRange
     has_timestamps: bool
-    keeps_outer_pair: bool = True
     temporal_patch_size: int = 2
     merge_size: int = 2
     sampling: FrameSampling = field(default=FrameSampling(fps=2.0, min_frames=4, max_frames=768))

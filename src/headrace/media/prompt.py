@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.families.vision import PatchVision, VisionTokens
+from headrace.families.vision import PatchVision
 from headrace.media.digest import pixel_digest
 from headrace.media.patches import Pixels
 from headrace.media.positions import Block, media_positions
@@ -50,12 +50,9 @@ def expand(
     expanded = _Expansion(profile, encode)
     grown, done = [], 0
     for place, item in zip(places, media, strict=True):
-        start, end = place, place + 1
-        if isinstance(item, PreparedVideo) and profile.vision.has_timestamps and not profile.vision.keeps_outer_pair:
-            start, end = _with_pair(token_ids, place, profile.tokens)
-        expanded.add_text(token_ids[done:start])
+        expanded.add_text(token_ids[done:place])
         expanded.add(item)
-        done = end
+        done = place + 1
         grown.append((done, len(expanded.token_ids) - done))
     expanded.add_text(token_ids[done:])
     return ExpandedPrompt(tuple(expanded.token_ids), expanded.media(), tuple(grown))
@@ -137,9 +134,3 @@ def _time_steps(video: PreparedVideo, vision: PatchVision) -> tuple[int, ...]:
     if vision.tokens_per_second is None:
         return tuple(range(video.grid[0]))
     return tuple(int(group * video.group_s * vision.tokens_per_second) for group in range(video.grid[0]))
-
-
-def _with_pair(token_ids: Sequence[int], place: int, tokens: VisionTokens) -> tuple[int, int]:
-    """The span of a placeholder with the start and end tokens around it, if they are there."""
-    has_pair = tuple(token_ids[max(place - 1, 0) : place + 2 : 2]) == (tokens.start, tokens.end)
-    return (place - 1, place + 2) if has_pair else (place, place + 1)

@@ -35,7 +35,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, the least recently used forgotten first, each before those that it went on from.
+    """Responses by id, the least recently used forgotten first, each before those that it went on from; an Earlier.
 
     max_bytes: of all of them as JSON; a single one that is larger is not kept. Requests are read in threads, too.
     """
@@ -78,7 +78,6 @@ class ResponseStore:
             self._forget(response_id)
 
     def conversation(self, response_id: str) -> Sequence[Item]:
-        """Items in and out of a response and of those before it. Raises PreviousResponseNotFound."""
         with self._lock:
             chain = list(self._chain(response_id))
             if not chain or chain[-1].previous_id is not None:
@@ -89,7 +88,6 @@ class ResponseStore:
         return [item for stored in reversed(chain) for item in stored.items]
 
     def item(self, item_id: str) -> Item:
-        """One item in or out of any response. Raises NotFound."""
         with self._lock:
             owner = self._owner_of_item.get(item_id)
             if owner is None:

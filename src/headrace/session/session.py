@@ -144,7 +144,6 @@ class Session:
         return self._family.switches_thinking
 
     def health(self) -> str | None:
-        """None while the engine is well, else what is wrong."""
         return self._engine.health()
 
     async def status(self) -> EngineStatus:

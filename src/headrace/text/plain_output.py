@@ -138,7 +138,7 @@ class PlainOutput:
             self._consume(start)
             return
         markers = self._markers_that_count()
-        marker = yield from reader.take_any(markers) if markers else _nothing()
+        marker = yield from reader.take_any(markers)
         length, reader.pos = reader.pos, 0
         if marker is None or (yield from self._is_quoted(length)):
             self._consume(max(length, 1))
@@ -256,8 +256,3 @@ def _first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, st
         return len(text), None
     at, _, marker = min(found)
     return at, marker
-
-
-def _nothing() -> Reading[None]:
-    return
-    yield
