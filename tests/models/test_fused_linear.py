@@ -4,9 +4,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models import qwen3
 
 from headrace.backend.cuda.activations import swiglu
 from headrace.models.fused import FusedLinear
+from headrace.models.mixers.parts import mlp_parts
 from headrace.perf.operations import operations
 from headrace.perf.references import double
 
@@ -58,3 +60,8 @@ def test_residuals_and_gates_are_the_same_by_whichever_road(bits: int | None, ha
         plain = product(x)
         assert mx.array_equal(product(x, residual), residual + plain)
         assert mx.array_equal(product.gated(x), swiglu(plain))
+
+
+@pytest.mark.parametrize(("width", "is_done"), [(40, True), (41, False)])
+def test_the_kernel_of_gates_takes_them_two_at_a_time(width: int, is_done: bool) -> None:
+    assert (mlp_parts(qwen3.MLP(32, width)) is not None) is is_done
