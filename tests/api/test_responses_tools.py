@@ -23,7 +23,7 @@ def test_a_function_is_shown_as_it_is() -> None:
         ToolDefinition("f", "does it", SCHEMA, strict=True),
         ToolDefinition("g", None, {"type": "object", "properties": {}}),
     )
-    assert call.tools.behind("f") == DeclaredTool("f", None, is_custom=False)
+    assert call.tools.by_name["f"] == DeclaredTool("f", None, is_custom=False)
 
 
 def test_a_custom_tool_is_shown_as_a_function_of_one_text_with_its_grammar() -> None:
@@ -34,13 +34,13 @@ def test_a_custom_tool_is_shown_as_a_function_of_one_text_with_its_grammar() -> 
     assert patch.description is not None
     assert patch.description.endswith("start: A")
     assert note.description == "d"
-    assert call.tools.behind("patch") == DeclaredTool("patch", None, is_custom=True)
+    assert call.tools.by_name["patch"] == DeclaredTool("patch", None, is_custom=True)
 
 
 def test_a_tool_in_a_namespace_is_shown_under_both_names() -> None:
     call = read(tools=[FUNCTION, SPACE, {**SPACE, "name": "mcp__"}])
     assert [tool.name for tool in call.request.tools] == ["f", "agents__close", "mcp__close"]
-    assert call.tools.behind("agents__close") == DeclaredTool("close", "agents", is_custom=False)
+    assert call.tools.by_name["agents__close"] == DeclaredTool("close", "agents", is_custom=False)
 
 
 def test_tools_of_other_servers_are_left_out_and_named() -> None:

@@ -153,7 +153,7 @@ class ResponsesAnswer:
                 raise TypeError(f"a response has no form for {type(event).__name__}")
 
     def _called(self, call_id: str, name: str) -> OutputItem:
-        tool = self._call.tools.behind(name)
+        tool = self._call.tools.by_name[name]
         return CustomCallOutput(call_id, tool) if tool.is_custom else FunctionCallOutput(call_id, tool)
 
     def _begin(self, item: OutputItem) -> Iterator[dict[str, Any]]:

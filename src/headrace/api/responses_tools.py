@@ -102,13 +102,9 @@ class DeclaredTool:
 class DeclaredTools:
     """definitions: as the model is shown them. by_name: what is behind each of their names. unused: names of fields."""
 
-    definitions: tuple[ToolDefinition, ...] = ()
-    by_name: Mapping[str, DeclaredTool] | None = None
-    unused: tuple[str, ...] = ()
-
-    def behind(self, name: str) -> DeclaredTool:
-        """What a call by the model's name is a call to."""
-        return (self.by_name or {})[name]
+    definitions: tuple[ToolDefinition, ...]
+    by_name: Mapping[str, DeclaredTool]
+    unused: tuple[str, ...]
 
 
 def visible_name(name: str, namespace: str | None = None) -> str:
@@ -257,7 +253,7 @@ def _chosen(choice: Mapping[str, object], tools: DeclaredTools, path: str) -> st
     if not isinstance(name, str) or not isinstance(namespace, str | None):
         raise InvalidRequest(f"{path}.name must be a tool's name", param=f"{path}.name")
     visible = visible_name(name, namespace)
-    declared = (tools.by_name or {}).get(visible)
+    declared = tools.by_name.get(visible)
     if declared is None or declared.is_custom != (choice["type"] == "custom"):
         raise InvalidRequest(f"{path}: there is no {choice['type']} named {visible!r} in tools", param=path)
     return visible
