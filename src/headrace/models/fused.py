@@ -37,8 +37,7 @@ class FusedLinear:
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
         self.adds_residual = self._own is not None and self._own.scales is not None
-        """Whether the norm behind what is added has no need to add it: a product of many tokens that are not quantised
-        would."""
+        """Whether the sum is made here best: behind products of weights that are not quantised the norm makes it."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
