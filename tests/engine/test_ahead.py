@@ -8,23 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
+from engine.running_ahead import GREEDY, PENALISED, WARM, launch, tokens
 from models import tiny
 
-from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler import preemption
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GenerationRequest
 from headrace.types.status import Phase
 
 pytestmark = pytest.mark.anyio
-
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
-WARM = replace(GREEDY, temperature=1.0, seed=5)
-PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, bad_words=((7, 8),))
 
 
 @pytest.fixture
@@ -37,29 +32,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny.save(request.param, tmp_path_factory.mktemp("models") / request.param)
 
 
-def launch(folder: Path, *, runs: bool, **knobs: int) -> Engine:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PackedModel, "is_compiled", runs)
-        engine = EngineConfig(**{"prefill_chunk": 32, **knobs})
-        return Engine.launch(Config(str(folder), ModelConfig(numerics="exact", self_check=False), engine))
-
-
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Iterator[Engine]:
-    engine = launch(folder, runs=False)
+    engine = launch(folder, runs_ahead=False)
     yield engine
     engine.stop()
 
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Engine]:
-    engine = launch(folder, runs=True)
+    engine = launch(folder, runs_ahead=True)
     yield engine
     engine.stop()
-
-
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
 
 
 def requests() -> list[GenerationRequest]:
@@ -146,7 +130,7 @@ async def test_rows_that_make_room_go_on_where_they_were(
     shorts = [GenerationRequest(f"high {n}", tokens(40 + n, 20), GREEDY, 3) for n in range(8)]
     expected = [await ask(plain, one) for one in low]
     monkeypatch.setattr(preemption, "SLICE_TOKENS", 3)
-    engine = launch(folder, runs=True, max_num_seqs=3)
+    engine = launch(folder, runs_ahead=True, max_num_seqs=3)
     waiting = [asyncio.create_task(ask(engine, one)) for one in low]
     while sum(one.phase is Phase.DECODE for one in (await engine.status()).requests) < 3:
         pass
@@ -168,7 +152,7 @@ async def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
         ids.append(given)
         return forward(self, rows, picks, given)
 
-    engine = launch(folder, runs=True)
+    engine = launch(folder, runs_ahead=True)
     monkeypatch.setattr(PackedModel, "forward", noted)
     await ask(engine, GenerationRequest("one", tokens(1, 10), GREEDY, 6))
     engine.stop()

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
+from engine.running_ahead import GREEDY, PENALISED, VOCAB, WARM, launch, tokens
 from models import tiny_head
 
-from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import runner
 from headrace.engine.draws import Draws
 from headrace.engine.engine import Engine
@@ -30,11 +29,6 @@ from headrace.types.request import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
-VOCAB = 97
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
-WARM = replace(GREEDY, temperature=1.0, seed=5)
-PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, bad_words=((7, 8),))
-
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -45,13 +39,6 @@ def anyio_backend() -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     head = {f"mtp.{path}": array for path, array in tiny_head.draw("qwen3_5").items()}
     return tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("models") / "qwen3_5", head)
-
-
-def launch(folder: Path, *, runs_ahead: bool, **knobs: object) -> Engine:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PackedModel, "is_compiled", runs_ahead)
-        engine = EngineConfig(prefill_chunk=32, **knobs)
-        return Engine.launch(Config(str(folder), ModelConfig(numerics="exact", self_check=False), engine))
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +117,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(HeadDrafter, "draft", guessed)
     monkeypatch.setattr(preemption, "SLICE_TOKENS", 4)
     return asked
-
-
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
 
 def requests(salt: int) -> list[GenerationRequest]:

@@ -258,7 +258,7 @@ def _prepare(
     limits.restore_open_files()
     here = _current_device()
     files = model_files(config)
-    models = config.models
+    models, knobs = config.models, config.engine
     sees = models.vision == "auto"
     loaded = load(
         files, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=here, sees=sees
@@ -269,15 +269,15 @@ def _prepare(
     found = _find_tower(files, loaded, models.dtype, here) if sees and loaded.packed.takes_media else None
     draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
-    budget_bytes = state_budget(here.memory_bytes, config.engine.gpu_memory_utilization)
+    budget_bytes = state_budget(here.memory_bytes, knobs.gpu_memory_utilization)
     cost = state_cost(loaded.packed, drafting.head)
-    own_context = loaded.context_length or config.engine.max_model_len or DEFAULT_CONTEXT
+    own_context = loaded.context_length or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
     # a window of drafts stands behind what the scheduler knows of a sequence
     memory = MemoryBudget(
         budget_bytes - of_draft, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
     )
-    max_model_len = chosen_context(config.engine.max_model_len, own_context, memory)
+    max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
     tower = None if found is None else found[0]
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, cost, budget_bytes, here.kind)
     report = (
@@ -291,24 +291,21 @@ def _prepare(
         *(() if disk is None else (disk.report,)),
         *(() if draft is None else (draft.line(config, of_draft),)),
     )
-    pool = _prefix_pool(files.name, cost, disk) if config.engine.prefix_cache == "on" else None
+    pool = _prefix_pool(files.name, cost, disk) if knobs.prefix_cache == "on" else None
     prefixes: PrefixIndex = NoPrefixes() if pool is None else pool
     features = None
     if tower is not None:
         prefixes = features = FeatureCache(tower, prefixes, int(FEATURES_SHARE * budget_bytes))
-    chunk = PREFILL_CHUNK[here.kind] if config.engine.prefill_chunk is None else config.engine.prefill_chunk
+    chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     sparse = None
     if draft is not None:
         window = loaded.packed.largest_window
         prefixes = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, prefixes, pool, window)
-    knobs = config.engine
     scheduler = Scheduler(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
-    packed = loaded.packed
-    runner = Runner(
-        packed, loaded.vocab_size, pool, constraints, drafting.speculator, features, ahead=packed.is_compiled
-    )
+    speculator, ahead = drafting.speculator, loaded.packed.is_compiled
+    runner = Runner(loaded.packed, loaded.vocab_size, pool, constraints, speculator, features, ahead=ahead)
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)

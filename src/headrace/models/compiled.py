@@ -102,16 +102,7 @@ class CompiledSteps:
         # the same object where a kind reads a table twice
         tables = {id(table): table for held in helds for table in held.tables}
         places = {name: place for place, name in enumerate(tables)}
-        layout = tuple(
-            [
-                (
-                    tuple([(places[id(table)], len(table[0])) for table in held.tables]),
-                    len(held.arrays),
-                    held.constants,
-                )
-                for held in helds
-            ]
-        )
+        layout = tuple([_layout_of(held, places) for held in helds])
         num_rows, num_tokens = padded_rows(len(step.spans)), padded_tokens(step.num_tokens, len(step.spans))
         assert not isinstance(step.placed, mx.array)
         num_missing = num_tokens - step.num_tokens
@@ -184,6 +175,11 @@ class CompiledSteps:
         step = PackedStep((), positions, self._kernels, exchange)
         outputs = self._body(step, ids, picks if sizes.num_picks else None, others)
         return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
+
+
+def _layout_of(held: Held, places: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]]:
+    """A kind's part of a `_Layout`. places: of tables, by their objects."""
+    return tuple([(places[id(table)], len(table[0])) for table in held.tables]), len(held.arrays), held.constants
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:
