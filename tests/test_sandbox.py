@@ -1,0 +1,105 @@
+"""Helper processes: what passes a limit fails alone, and the next call works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from headrace.sandbox import LimitExceeded, Sandbox
+
+MAX_BYTES = 512 * 1024 * 1024
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    sandbox = Sandbox(num_processes=1, max_bytes=MAX_BYTES)
+    yield sandbox
+    sandbox.close()
+
+
+def test_a_result_comes_from_another_process_which_is_kept(sandbox: Sandbox) -> None:
+    first = sandbox.run(os.getpid, timeout_s=30)
+    assert first != os.getpid()
+    assert sandbox.run(os.getpid, timeout_s=30) == first
+    assert sandbox.run(divmod, 7, 2, timeout_s=30) == (3, 1)
+
+
+def test_an_error_of_the_function_is_raised_here(sandbox: Sandbox) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        sandbox.run(int, "seven", timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("__import__('time').sleep(60)", "time"),
+        ("__import__('re').fullmatch('(a+)+b', 'a' * 60)", "time"),  # holds the interpreter's lock throughout
+        ("len(bytearray(1 << 30))", "memory"),
+        ("__import__('os').abort()", "crash"),
+        ("__import__('os')._exit(0)", "crash"),
+        ("__import__('ctypes').string_at(8)", "crash"),
+    ],
+)
+def test_a_call_past_a_limit_says_which_and_the_next_one_works(sandbox: Sandbox, expression: str, reason: str) -> None:
+    assert sandbox.run(eval, "6 * 7", timeout_s=30) == 42
+    with pytest.raises(LimitExceeded) as caught:
+        sandbox.run(eval, expression, timeout_s=1 if reason == "time" else 30)
+    assert caught.value.reason == reason
+    assert sandbox.run(eval, "6 * 7", timeout_s=30) == 42
+
+
+def test_panics_of_foreign_code_are_ordinary_errors(sandbox: Sandbox) -> None:
+    with pytest.raises(SystemExit):
+        sandbox.run(sys.exit, timeout_s=30)
+    assert sandbox.run(divmod, 7, 2, timeout_s=30) == (3, 1)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error(sandbox: Sandbox) -> None:
+    with pytest.raises(RuntimeError, match="cannot return"):
+        sandbox.run(eval, "lambda: 1", timeout_s=30)
+    assert sandbox.run(divmod, 7, 2, timeout_s=30) == (3, 1)
+
+
+def test_calls_wait_for_a_free_process(sandbox: Sandbox) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        processes = set(threads.map(lambda _: sandbox.run(os.getpid, timeout_s=30), range(12)))
+    assert len(processes) == 1
+
+
+def test_closing_ends_a_call_that_runs(sandbox: Sandbox) -> None:
+    process_id = sandbox.run(os.getpid, timeout_s=30)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(sandbox.run, time.sleep, 60, timeout_s=120)
+        threading.Event().wait(0.2)
+        sandbox.close()
+        with pytest.raises(LimitExceeded):
+            call.result(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+
+
+def test_helpers_end_with_a_server_that_is_killed() -> None:
+    program = """
+import os, sys
+from headrace.sandbox import Sandbox
+sandbox = Sandbox(num_processes=1, max_bytes=1 << 29)
+print(sandbox.run(os.getpid, timeout_s=30), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+    process_id = int(done.stdout)
+    for _ in range(600):
+        try:
+            os.kill(process_id, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the helper process outlived its server")
