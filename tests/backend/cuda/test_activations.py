@@ -11,7 +11,7 @@ from headrace.perf.references import double
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 3, 96), (2, 5, 1600)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 3, 96), (2, 5, 1600), (1, 1, 1), (1, 3, 51), (2, 5, 1601)])
 def test_gates_are_the_first_half(shape: tuple[int, int, int], dtype: mx.Dtype) -> None:
     projected = mx.array(3 * np.random.default_rng(0).standard_normal((*shape[:2], 2 * shape[2]))).astype(dtype)
     gate, value = np.split(double(projected), 2, axis=-1)

@@ -20,13 +20,13 @@ _SWIGLU = CudaKernel(
 
 @or_ops(ops.swiglu)
 def swiglu(projected: mx.array) -> mx.array:
-    """Gates and values side by side `[…, 2 · width]` give silu(gate) · value, `[…, width]`; width is even."""
+    """Gates and values side by side `[…, 2 · width]` give silu(gate) · value, `[…, width]`."""
     *rows, both = projected.shape
     num_rows, width = projected.size // both, both // 2
     (out,) = _SWIGLU(
         (projected,),
         {"T": projected.dtype, "WIDTH": width},
-        (-(-width // (2 * _THREADS)), num_rows, 1),
+        (-(-width // ((1 if width % 2 else 2) * _THREADS)), num_rows, 1),
         _THREADS,
         (((*rows, width), projected.dtype),),
     )

@@ -180,8 +180,6 @@ def mlp_parts(inner: Any) -> MLPParts | None:
     names = MLPS.get(_named(inner))
     if names is None or not can_fuse([inner[name] for name in (*names[0], names[1])]):
         return None
-    if weights_of(inner[names[1]]).num_inputs % 2:  # swiglu.cuh takes two at a time
-        return None
     return MLPParts([inner[name] for name in names[0]], inner[names[1]])
 
 
