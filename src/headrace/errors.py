@@ -7,6 +7,7 @@ HeadraceError
 │   │   └── ContextTooLong    400  prompt and answer don't fit the context
 │   ├── AuthenticationFailed  401
 │   ├── OriginRefused         403  a browser page that was not allowed
+│   ├── HostRefused           403  a name that is not the server's own
 │   ├── NotFound              404  a request or a route
 │   │   ├── ModelNotFound     404
 │   │   └── PreviousResponseNotFound 404
@@ -97,6 +98,13 @@ class OriginRefused(RequestError):
 
     status = 403
     code = "origin_refused"
+
+
+class HostRefused(RequestError):
+    """The request was sent to a name that is not the server's own."""
+
+    status = 403
+    code = "host_refused"
 
 
 class NotFound(RequestError):

@@ -217,25 +217,24 @@ def test_a_list_with_something_else_than_hosts_is_a_configuration_error(entry: s
         MediaFetcher(MediaPolicy(hosts=(entry,)))
 
 
-NOT_PUBLIC = (
-    *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1"),
-    *("255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1"),
-    *(
-        "::ffff:10.0.0.1",
-        "64:ff9b::7f00:1",
-        "2002:7f00:1::",
-        "2002:a9fe:a9fe::1",
-        "198.18.0.1",
-        "203.0.113.9",
-        "nonsense",
-    ),
+NOT_PUBLIC = tuple(
+    # this machine, private networks and shared ones (RFC 6890), multicast, documentation, no address at all
+    "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 0.0.0.0 100.64.0.1 198.18.0.1 224.0.0.1 240.0.0.1 255.255.255.255 "
+    "203.0.113.9 ::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 2001:db8::1 3fff::1 100::1 nonsense "
+    # site-local (RFC 3879), IPv4-compatible (RFC 4291), what nobody has been given
+    "fec0::1 feff:ffff::1 ::7f00:1 ::a00:1 ::808:808 4000::1 5f00::1 "
+    # the metadata services of AWS, Google and others, Alibaba, Oracle and Azure
+    "169.254.169.254 fd00:ec2::254 fd20:ce::254 100.100.100.200 192.0.0.192 168.63.129.16 "
+    # mapped, translated (RFC 6052, RFC 8215, RFC 2765), 6to4, Teredo (the client's bits are inverted)
+    "::ffff:127.0.0.1 ::ffff:10.0.0.1 ::ffff:168.63.129.16 64:ff9b::7f00:1 64:ff9b::a9fe:a9fe 64:ff9b:1::808:808 "
+    "::ffff:0:127.0.0.1 2002:7f00:1:: 2002:a9fe:a9fe::1 2001:0:808:808::80ff:fffe".split()
 )
 
 
 def test_addresses_of_private_networks_are_told_from_public_ones() -> None:
     assert [address for address in NOT_PUBLIC if is_public(address)] == []
-    for address in (PUBLIC, "8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8"):
-        assert is_public(address)
+    public = (PUBLIC, "8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8")
+    assert [address for address in public if not is_public(address)] == []
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1",), (PUBLIC, "10.0.0.1"), ("::1",), ()])

@@ -24,7 +24,7 @@ def post(path: str, engine: FakeEngine, headers: dict[str, str] | None = None, *
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=("203.0.113.7", 1234))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(path, json=body, headers=headers)
 
     return asyncio.run(exchange())

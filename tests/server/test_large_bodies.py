@@ -23,7 +23,7 @@ def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
     app = build_app(session, ServerConfig())
 
     async def exchange() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.post(path, json=body)
 
     return asyncio.run(exchange())
@@ -84,7 +84,7 @@ def test_half_a_surrogate_pair_is_served_as_a_replacement_character(half: str) -
     }
 
     async def exchange() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return [
                 await client.post(path, content=body.replace("HALF", half).encode()) for path, body in bodies.items()
             ]
@@ -101,7 +101,7 @@ def test_bytes_that_are_no_utf_8_are_no_json() -> None:
     body = json.dumps(said("TEXT")).encode().replace(b"TEXT", b"\xed\xa0\xbd")
 
     async def exchange() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.post(CHAT, content=body)
 
     assert asyncio.run(exchange()).status_code == 400

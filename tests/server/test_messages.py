@@ -26,7 +26,7 @@ def send(path: str, body: Any, session: Session | None = None, config: ServerCon
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(path, json=body)
 
     return asyncio.run(exchange())

@@ -32,7 +32,7 @@ def talk(
 
     async def scenario() -> Any:
         transport = httpx.ASGITransport(app, client=("203.0.113.7", 1234))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await conversation(client)
 
     return asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

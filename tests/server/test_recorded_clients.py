@@ -123,7 +123,7 @@ def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[Genera
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(build_app(session_over(engine), ServerConfig()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             content = json.dumps({**request.body, **changes}).encode() if request.method == "POST" else None
             return await client.request(request.method, request.path, headers=request.headers, content=content)
 

@@ -118,7 +118,7 @@ def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[Genera
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(build_app(session, ServerConfig()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(URL, headers=request.headers, json={**request.body, **changes})
 
     return asyncio.run(exchange()), engine.requests

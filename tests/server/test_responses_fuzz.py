@@ -42,7 +42,7 @@ class Wire:
         async def exchange() -> httpx.Response:
             # What the application lets through would be raised here and fail the test.
             transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.post("/v1/responses", content=json.dumps(body).encode())
 
         return asyncio.run(exchange())

@@ -13,7 +13,7 @@ import pytest
 from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 
 from headrace.config import ServerConfig
-from headrace.errors import GenerationFailed, Overloaded
+from headrace.errors import ConfigError, GenerationFailed, Overloaded
 from headrace.server.app import build_app
 from headrace.session.session import Session
 
@@ -28,7 +28,7 @@ def send(
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **fields)
 
     return asyncio.run(exchange())
@@ -291,6 +291,40 @@ def test_a_preflight_is_answered_without_a_key_for_allowed_origins_only() -> Non
     assert welcome.headers["access-control-allow-headers"] == "authorization, content-type"
     assert "POST" in welcome.headers["access-control-allow-methods"]
     assert send("OPTIONS", CHAT, config=config, headers={"origin": "https://evil", **asked}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        *((host, True) for host in ("localhost", "LocalHost:8080", "localhost.:8080", "a.localhost", "127.0.0.1:8080")),
+        *((host, True) for host in ("127.8.9.1", "[::1]", "[::1]:8080", "192.168.1.7:8080", "")),
+        *((host, True) for host in ("host.docker.internal:8080", "host.containers.internal", "app.example:8080")),
+        *((host, False) for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil")),
+        *((host, False) for host in ("evillocalhost", "app.example.evil", "127.0.0.1@evil.example", "[evil]", "a:b")),
+        *((host, False) for host in ("evil.example#.localhost:1", "docker.internal", ".", ":8080", "[::1].evil")),
+    ],
+)
+def test_a_server_without_a_key_answers_to_its_own_names_only(host: str, is_own: bool) -> None:
+    for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/health"), ("DELETE", "/v1/cache")):
+        engine = FakeEngine("hi", (END,))
+        answer = send(method, path, session=fake_session(engine), config=ORIGIN, json=BODY, headers={"host": host})
+        assert (answer.status_code == 403) is not is_own
+        if not is_own:
+            assert error_of(answer)["code"] == "host_refused"
+            assert "evil" not in answer.text
+            assert engine.requests == []
+
+
+def test_with_a_key_or_for_pages_of_any_origin_the_name_does_not_matter() -> None:
+    foreign = {"host": "tunnel.example"}
+    key = {"authorization": "Bearer k"}
+    assert send("GET", "/v1/models", config=ServerConfig(api_key="k"), headers={**foreign, **key}).status_code == 200
+    assert send("GET", "/v1/models", config=ServerConfig(allowed_origin=("*",)), headers=foreign).status_code == 200
+
+
+def test_an_allowed_origin_that_is_none_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="--allowed-origin"):
+        build_app(fake_session(FakeEngine()), ServerConfig(allowed_origin=("http://[::1",)))
 
 
 def test_a_star_allows_every_origin() -> None:

@@ -80,7 +80,7 @@ def wait_until_said(process: subprocess.Popen[str], times: int) -> None:
 def idle_connection(url: str) -> Iterator[socket.socket]:
     """A connection that a request has gone over and that is kept open until the server begins to end."""
     with connected(url) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
         yield client
 
@@ -153,7 +153,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending() -> N
     with server(grace_s=0.1, num_words=5000) as (process, url), connected(url) as client:
         body = json.dumps({**BODY, "stream": True}).encode()
         client.sendall(
-            b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
         )
         wait_until_said(process, 1)
         process.send_signal(signal.SIGINT)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import ipaddress
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
-"""IPv4 addresses as a NAT64 gateway reaches them (RFC 6052)."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All of IPv6 that IANA has given out. Site-local, IPv4-compatible and unassigned addresses lie outside of it."""
+_TRANSLATED = (ipaddress.ip_network("::ffff:0:0/96"), ipaddress.ip_network("64:ff9b::/96"))
+"""IPv4 addresses mapped into IPv6 (RFC 4291), and as a NAT64 gateway reaches them (RFC 6052)."""
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "192.0.0.0/24",  # protocols of the IETF, and Oracle's metadata service
+            "168.63.129.16/32",  # the host of a virtual machine in Azure, which knows its settings
+            "2001::/23",  # protocols of the IETF, Teredo tunnels among them
+            "2002::/16",  # 6to4 tunnels, given up by RFC 7526
+            "3fff::/20",  # documentation (RFC 9637)
+        ),
+    )
+)
+"""What `is_global` takes for public, in some versions of Python or in all."""
 
 
 def is_public(address: str) -> bool:
-    """Whether the address is one of the public internet, and so is every IPv4 address inside of it."""
+    """Whether the address is one of the public internet, and so is the IPv4 address that it may be translated to."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    return all(each.is_global and not each.is_multicast for each in (parsed, *_inner(parsed)))
-
-
-def _inner(address: Address) -> tuple[Address, ...]:
-    """IPv4 addresses that packets to this one may end at."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return ()
-    found: list[Address | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    if address in _TRANSLATED:
-        found.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
-    return tuple(each for each in found if each is not None)
+    if any(parsed in network for network in _TRANSLATED):
+        parsed = ipaddress.IPv4Address(int(parsed) & 0xFFFF_FFFF)
+    if any(parsed in network for network in _NOT_PUBLIC):
+        return False
+    return parsed.is_global and not parsed.is_multicast and (parsed.version == 4 or parsed in _UNICAST)

@@ -16,6 +16,7 @@ from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
 from headrace.server.guard import Guard
+from headrace.server.hosts import OwnNames
 from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.operations import OperationRoutes
@@ -26,6 +27,7 @@ from headrace.session.session import Session
 
 
 def build_app(session: Session, config: ServerConfig) -> Starlette:
+    """Raises ConfigError for an allowed origin that is none."""
     names = config.served_model_name or (session.model.name,)
     live = LiveRequests()
     ignored = IgnoredFields()
@@ -58,7 +60,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/metrics", operations.metrics),
             Route("/health", operations.health),
         ],
-        middleware=[Middleware(Guard, config, live)],
+        middleware=[Middleware(Guard, config, live, OwnNames(config.host, config.allowed_origin))],
         exception_handlers={HeadraceError: _on_error, HTTPException: _on_http_error},
     )
     # A redirect to the path without its last slash would lose the body of a POST in some clients.

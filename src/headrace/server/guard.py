@@ -1,4 +1,4 @@
-"""Everything that happens to a request before its route: its id, its origin, its key; and the log line after it.
+"""Everything that happens to a request before its route: its id, host, origin and key; and the log line after it.
 
 Also the outer wall: whatever a route lets through becomes a 500 in the API's shape, and the end of the server a 503.
 """
@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.config import ServerConfig
-from headrace.errors import AuthenticationFailed, GenerationFailed, HeadraceError, OriginRefused
+from headrace.errors import AuthenticationFailed, GenerationFailed, HeadraceError, HostRefused, OriginRefused
+from headrace.server.hosts import OwnNames
 from headrace.server.live import LiveRequests
 from headrace.server.log_format import FIELDS
 from headrace.server.record import RequestRecord
@@ -25,16 +26,22 @@ log = logging.getLogger("headrace.server")
 # Probes of a supervisor carry no key, and health says nothing about anyone.
 _OPEN_PATHS = frozenset({"/health"})
 
+_FOREIGN_HOST = (
+    "a server without --api-key answers to IP addresses, localhost and the names of origins that --allowed-origin lets "
+    "in, not to the name in this request's Host header"
+)
+
 _EXPOSED_HEADERS = "x-request-id, request-id, x-headrace-ignored, retry-after"
 
 
 class Guard:
     """ASGI middleware around the routes. Puts the RequestRecord of each request into its state."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, live: LiveRequests) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, live: LiveRequests, own_names: OwnNames) -> None:
         self._app = app
         self._live = live
         self._key = config.api_key.encode() if config.api_key is not None else None
+        self._own_names = own_names
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,6 +80,8 @@ class Guard:
 
     def _admit(self, scope: Scope, headers: Headers) -> ASGIApp:
         """What answers the request: the routes, or a refusal."""
+        if self._key is None and not self._own_names.has(headers.get("host", "")):
+            return _refusal(scope, headers, HostRefused(_FOREIGN_HOST))
         origin = headers.get("origin")
         allowed = self._allowed(origin)
         if origin is not None and allowed is None:

@@ -1,0 +1,59 @@
+"""Which names a server without a key answers to.
+
+Any web page can have a name of its own resolved to 127.0.0.1 after it was loaded (DNS rebinding). To a browser the
+server is then part of that page, and no Origin header tells otherwise; only the Host header does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from headrace.errors import ConfigError
+
+_LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+"""Names of this machine: its own, and those that Docker and Podman give it in containers."""
+
+_HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[a-zA-Z0-9_.-]+)(:[0-9]*)?")
+
+
+class OwnNames:
+    """Names of one server.
+
+    host: the address or name that it listens on. origins: pages that may use it; their hosts may be its names, since
+    they are trusted already.
+    """
+
+    def __init__(self, host: str, origins: Iterable[str]) -> None:
+        """Raises ConfigError for an origin that is none."""
+        origins = tuple(origins)
+        self._names = _LOCAL_NAMES | {host.lower(), *map(_name_of, origins)}
+        self._has_any = "*" in origins
+
+    def has(self, host: str) -> bool:
+        """Whether a Host header holds one of them. An IP address always is one: no page can give it a new meaning.
+
+        Without a header, which only programs send, there is nothing to be afraid of.
+        """
+        if self._has_any or not host:
+            return True
+        match = _HOST.fullmatch(host.strip())
+        name = match["name"].strip("[]").rstrip(".").lower() if match is not None else ""
+        return name in self._names or name.endswith(".localhost") or _is_address(name)
+
+
+def _name_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError as error:
+        raise ConfigError(f"--allowed-origin takes origins like https://app.example, not {origin!r}") from error
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
