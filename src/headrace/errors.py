@@ -12,6 +12,7 @@ HeadraceError
 │   │   ├── ModelNotFound     404
 │   │   └── PreviousResponseNotFound 404
 │   ├── MethodNotAllowed      405
+│   ├── BodyTooSlow           408
 │   ├── BodyTooLarge          413
 │   ├── RequestCancelled      499  somebody cancelled the request by its id
 │   └── Overloaded            429  `retry_after_s` says when to come back
@@ -131,6 +132,13 @@ class MethodNotAllowed(RequestError):
 
     status = 405
     code = "method_not_allowed"
+
+
+class BodyTooSlow(RequestError):
+    """The request's body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class BodyTooLarge(RequestError):

@@ -9,12 +9,20 @@ import asyncio
 import hmac
 import logging
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.config import ServerConfig
-from headrace.errors import AuthenticationFailed, GenerationFailed, HeadraceError, HostRefused, OriginRefused
+from headrace.errors import (
+    AuthenticationFailed,
+    GenerationFailed,
+    HeadraceError,
+    HostRefused,
+    InvalidRequest,
+    OriginRefused,
+)
+from headrace.server.exchange import Exchange
 from headrace.server.hosts import OwnNames
 from headrace.server.live import LiveRequests
 from headrace.server.log_format import FIELDS
@@ -30,8 +38,6 @@ _FOREIGN_HOST = (
     "a server without --api-key answers to IP addresses, localhost and the names of origins that --allowed-origin lets "
     "in, not to the name in this request's Host header"
 )
-
-_EXPOSED_HEADERS = "x-request-id, request-id, x-headrace-ignored, retry-after"
 
 
 class Guard:
@@ -56,15 +62,15 @@ class Guard:
             scope.get("raw_path", b"").decode("ascii", "replace"),
         )
         scope.setdefault("state", {})["record"] = record
-        exchange = _Exchange(send, record, self._allowed(headers.get("origin")))
+        exchange = Exchange(headers, receive, send, record, self._allowed(headers.get("origin")))
         try:
-            await self._admit(scope, headers)(scope, receive, exchange.send)
+            await self._admit(scope, headers)(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             # Only a server that is about to end cancels its requests. Not raised again: uvicorn would log that as an
             # error, and answer in its own words.
             record.end_answer("error")
             if record.status is None:
-                await _refusal(scope, headers, closing_error())(scope, receive, exchange.send)
+                await _refusal(scope, headers, closing_error())(scope, exchange.receive, exchange.send)
         except Exception as error:
             log.exception("request %s failed", record.request_id)
             record.end_answer("error")
@@ -73,13 +79,16 @@ class Guard:
                 raise
             failure = GenerationFailed("the server failed; its log has the reason under this request's id")
             failure.__cause__ = error
-            await _refusal(scope, headers, failure)(scope, receive, exchange.send)
+            await _refusal(scope, headers, failure)(scope, exchange.receive, exchange.send)
         finally:
             self._live.release(record.request_id)
             log.info("%s", record.line(), extra={FIELDS: record.fields()})
 
     def _admit(self, scope: Scope, headers: Headers) -> ASGIApp:
         """What answers the request: the routes, or a refusal."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            message = "Content-Length and Transfer-Encoding contradict each other: send one of them"
+            return _refusal(scope, headers, InvalidRequest(message))
         if self._key is None and not self._own_names.has(headers.get("host", "")):
             return _refusal(scope, headers, HostRefused(_FOREIGN_HOST))
         origin = headers.get("origin")
@@ -107,28 +116,6 @@ class Guard:
         by_bearer = hmac.compare_digest(bearer.encode("latin-1"), self._key)
         by_header = hmac.compare_digest(headers.get("x-api-key", "").encode("latin-1"), self._key)
         return by_bearer or by_header
-
-
-class _Exchange:
-    """The way back of one request: adds the headers that every answer has and notes the status."""
-
-    def __init__(self, send: Send, record: RequestRecord, origin: str | None) -> None:
-        self._send = send
-        self._record = record
-        self._origin = origin
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._record.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._record.request_id
-            # Anthropic's clients look for it under this name.
-            headers["request-id"] = self._record.request_id
-            if self._origin is not None:
-                headers["access-control-allow-origin"] = self._origin
-                headers["access-control-expose-headers"] = _EXPOSED_HEADERS
-                headers.add_vary_header("Origin")
-        await self._send(message)
 
 
 def _refusal(scope: Scope, headers: Headers, error: HeadraceError) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api import anthropic_errors, openai_errors
-from headrace.errors import BodyTooLarge, EngineDead, HeadraceError, Overloaded
+from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError, Overloaded
 
 IGNORED_HEADER = "x-headrace-ignored"
 
@@ -19,9 +20,9 @@ _HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _MAX_IGNORED = 32
 _MAX_NAME_LENGTH = 64
 
-# How much of a body that is too large is read to its end: a connection that is closed with unread data loses the
-# answer on the way, and some clients then retry what can never work.
-_MAX_DRAINED_BYTES = 256 * 1024 * 1024
+# How long the next piece of a body may take to arrive, and how fast all of it must come on the whole.
+_PIECE_S = 60.0
+_BYTES_PER_S = 16_384
 
 
 def error_response(error: HeadraceError, path: str, headers: Mapping[str, str]) -> Response:
@@ -56,17 +57,25 @@ def ignored_headers(names: Sequence[str]) -> dict[str, str]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, announced or chunked. Raises BodyTooLarge; starlette's ClientDisconnect if the client goes away."""
+    """The body, announced or chunked.
+
+    Raises BodyTooLarge and BodyTooSlow, after which there may be more of it; starlette's ClientDisconnect if the
+    client goes away.
+    """
     pieces: list[bytes] = []
     num_bytes = 0
-    async for piece in request.stream():
-        num_bytes += len(piece)
-        if num_bytes <= max_bytes:
-            pieces.append(piece)
-        elif num_bytes > max_bytes + _MAX_DRAINED_BYTES:
-            break
-        else:
-            pieces.clear()
-    if num_bytes > max_bytes:
-        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+    started = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(_PIECE_S) as limit:
+            async for piece in request.stream():
+                num_bytes += len(piece)
+                if num_bytes > max_bytes:
+                    raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+                pieces.append(piece)
+                until_next = asyncio.get_running_loop().time() + _PIECE_S
+                limit.reschedule(min(until_next, started + _PIECE_S + num_bytes / _BYTES_PER_S))
+    except TimeoutError as error:
+        raise BodyTooSlow(
+            f"the body did not arrive in time: no piece of it for {_PIECE_S:g} s, or less than {_BYTES_PER_S} bytes/s"
+        ) from error
     return b"".join(pieces)

@@ -15,6 +15,7 @@ import uvicorn
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.app import build_app
+from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.session.session import Session
 
 # How long requests may go on after the first signal; a second SIGINT ends them at once.
@@ -84,12 +85,14 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            http=Protocol,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
             # The last resort: what it cancels then gets no proper end and leaves a traceback in the log.
             timeout_graceful_shutdown=_GRACE_S + 3 * _FAREWELL_S,
         )
         super().__init__(settings)
+        self.server_state = WaitingConnections()
         self.has_ended = False
         self._announce = announce
         self._is_urgent = asyncio.Event()

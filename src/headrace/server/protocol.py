@@ -1,0 +1,147 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds on how long and how often clients may keep it waiting.
+
+A request's body has its bound where it is read (`responses.read_body`): only the route knows how large it may be and in
+which form its error is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+HEAD_S = 20.0
+"""Seconds that a request's line and headers may take to arrive, from the connection's or their own first byte."""
+
+MAX_WAITING = 512
+"""Connections from one address that may wait for their client. Beyond, those that have waited longest are closed."""
+GRACE_S = 1.0
+"""A connection that waits no longer than this isn't closed: many clients may connect at once."""
+
+LINGER_S = 2.0
+"""Seconds in which a client may take an error after which the connection ends. What it sends meanwhile is dropped."""
+
+
+class WaitingConnections(ServerState):
+    """uvicorn's state of a server, and in it the connections on which the server waits for the client, by address.
+
+    Such are open ones without a request, and those whose request has not arrived whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_address: dict[str, dict[Protocol, float]] = {}
+        """With the time since when each waits, the longest first."""
+
+    def note(self, connection: Protocol, *, waits: bool) -> None:
+        """A connection waits for its client, or doesn't."""
+        mine = self._by_address.setdefault(connection.address, {})
+        if not waits:
+            mine.pop(connection, None)
+            if not mine:
+                del self._by_address[connection.address]
+            return
+        now = connection.loop.time()
+        mine.setdefault(connection, now)
+        while len(mine) > MAX_WAITING:
+            longest, since = next(iter(mine.items()))
+            if now - since < GRACE_S:
+                break
+            del mine[longest]
+            longest.transport.close()
+
+
+class Protocol(H11Protocol):
+    """One connection."""
+
+    server_state: WaitingConnections
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: WaitingConnections,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.address = ""
+        self._is_ending = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client is not None else ""
+        self._note()
+
+    def data_received(self, data: bytes) -> None:
+        """A piece of a request."""
+        if not self._is_ending:
+            super().data_received(data)
+            self._note()
+
+    def on_response_complete(self) -> None:
+        """An answer is told; the next request may have arrived with the one before it."""
+        super().on_response_complete()
+        self._note()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Either side has closed."""
+        super().connection_lost(exc)
+        self._set_timer(None)
+        self.server_state.note(self, waits=False)
+
+    def _note(self) -> None:
+        """Keep account of what the server waits for."""
+        if self._is_ending or self.transport.is_closing():
+            return
+        waits_for_head = self.conn.their_state is h11.IDLE
+        self.server_state.note(self, waits=waits_for_head or self.conn.their_state is h11.SEND_BODY)
+        if not waits_for_head or self.timeout_keep_alive_task is not None:
+            self._set_timer(None)
+        elif self._timer is None:
+            self._set_timer(HEAD_S)
+
+    def _set_timer(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._on_slow_head)
+
+    def _on_slow_head(self) -> None:
+        if self.conn.trailing_data[0]:
+            self._end(HTTPStatus.REQUEST_TIMEOUT, f"The request's headers did not arrive within {HEAD_S:g} s.")
+        else:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What a client has sent is no HTTP."""
+        self._end(HTTPStatus.BAD_REQUEST, msg)
+
+    def _end(self, status: HTTPStatus, message: str) -> None:
+        """End with an error, unless an answer is on its way already: only a broken connection can end that."""
+        self._is_ending = True
+        self._set_timer(None)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = message.encode()
+        headers = [
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        head = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        # A connection that is closed while the client still sends would lose the error on the way.
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
