@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import sys
 
+import pytest
+
 from headrace.server.ignored import OTHERS, IgnoredFields
 from headrace.server.live import LiveRequests
-from headrace.server.log_format import FIELDS, JsonLines, use_log_format
+from headrace.server.log_format import FIELDS, JsonLines, TextLines, stack_without_messages, use_log_format
 from headrace.server.record import RequestRecord
 from headrace.types.events import Finished, FinishReason, Started, Text, Usage
 from headrace.types.media import Route
@@ -98,7 +101,42 @@ def test_json_lines_hold_the_fields_or_the_message_and_a_traceback_if_there_is_o
         record.exc_info = sys.exc_info()
     line = formatter.format(record)
     assert "\n" not in line
-    assert "ValueError: broken\nin two" in json.loads(line)["traceback"]
+    assert json.loads(line)["traceback"].endswith("ValueError")
+
+
+def fail(said: str) -> None:
+    """Raises an error with a cause, a context and a group behind it, all of which quote what was said."""
+    try:
+        try:
+            try:
+                raise OSError(errno.ENOSPC, said)
+            except OSError as error:
+                raise KeyError(said) from error
+        except KeyError as error:
+            raise ExceptionGroup(said, [error, ValueError(said)]) from None
+    except ExceptionGroup:
+        raise RuntimeError(f"about {said}")  # noqa: B904
+
+
+@pytest.mark.parametrize("formatter", [JsonLines(), TextLines("%(message)s")])
+def test_a_stack_names_all_that_was_raised_and_quotes_none_of_it(formatter: logging.Formatter) -> None:
+    said = "a secret"
+    try:
+        fail(said)
+    except RuntimeError:
+        record = logging.LogRecord("headrace.server", logging.ERROR, "", 0, "it failed", (), sys.exc_info())
+    line = formatter.format(record)
+    assert "secret" not in line
+    names = ("OSError (ENOSPC)", "KeyError", "ValueError", "ExceptionGroup", "RuntimeError", "in fail")
+    assert [name for name in names if name not in line] == []
+
+
+def test_an_error_that_refers_to_itself_is_told_once() -> None:
+    error = ValueError("a secret")
+    error.__cause__ = KeyError("a secret")
+    error.__cause__.__cause__ = error
+    told = stack_without_messages(error)
+    assert (told.count("ValueError"), told.count("KeyError"), told.count("secret")) == (1, 1, 0)
 
 
 def test_the_log_format_is_switched_for_every_handler() -> None:
@@ -108,7 +146,7 @@ def test_the_log_format_is_switched_for_every_handler() -> None:
     root.addHandler(handler)
     try:
         use_log_format("text")
-        assert handler.formatter is None
+        assert type(handler.formatter) is TextLines
         use_log_format("json")
         assert isinstance(handler.formatter, JsonLines)
     finally:

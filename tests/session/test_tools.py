@@ -133,7 +133,7 @@ def test_a_broken_call_is_text_and_is_logged_without_what_it_said(caplog: pytest
     with caplog.at_level(logging.INFO, "headrace.session"):
         events = events_of(broken, (END,))
     assert (text(events), reasons(events)) == (broken, [FinishReason.STOP])
-    assert "a call of add is none" in caplog.text
+    assert "a call is none" in caplog.text
     assert "secret" not in caplog.text
 
 

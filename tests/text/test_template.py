@@ -237,6 +237,15 @@ def test_a_template_that_breaks_is_the_requests_failure_not_the_servers() -> Non
         template.render(request(said("user", "hi")))
 
 
+def test_what_python_says_of_a_broken_template_may_quote_a_request_and_is_not_told() -> None:
+    # Jinja: 'dict object' has no attribute 'a secret'.
+    source = "{{ {}[messages[0].content].name }}"
+    template = ChatTemplate(Tokenizer(chat_tokenizer("chatml")._backend, chat_template=source), find_family("x"))
+    with pytest.raises(InvalidRequest, match="UndefinedError") as refused:
+        template.render(request(said("user", "a secret")))
+    assert "secret" not in refused.value.message
+
+
 def test_a_template_that_cannot_be_read_is_the_models_fault_and_found_at_once() -> None:
     tokenizer = Tokenizer(
         chat_tokenizer("chatml")._backend, chat_template="{% for message in messages %}\n{{ message }"

@@ -16,6 +16,7 @@ from typing import NoReturn
 from headrace import __version__
 from headrace.config import quiet_libraries, with_flags
 from headrace.errors import HeadraceError
+from headrace.server.log_format import TEXT_FORMAT
 
 # Modules, not functions: importing a command imports MLX and the web framework, a second or more that `--version`,
 # `--help` and a mistyped command don't have to wait for.
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _without_command(words)
     module, _ = _COMMANDS[words[0]]
     # Our own log in full, except in the middle of a conversation; of the libraries only what went wrong.
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
     if words[0] != "chat":
         logging.getLogger("headrace").setLevel(logging.INFO)
     quiet_libraries()

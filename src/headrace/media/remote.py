@@ -60,7 +60,9 @@ class RemoteMedia:
             message = f"{param}: the host did not deliver within {self._policy.timeout_s:g} s"
             raise InvalidRequest(message, param=param) from error
         except httpx.HTTPError as error:
-            raise InvalidRequest(f"{param}: the host can't be read from: {error}", param=param) from error
+            raise InvalidRequest(
+                f"{param}: the host can't be read from ({type(error).__name__})", param=param
+            ) from error
 
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
@@ -90,7 +92,7 @@ class RemoteMedia:
         try:
             target = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise InvalidRequest(f"{param}: the URL is not valid: {error}", param=param) from error
+            raise InvalidRequest(f"{param}: the URL is not valid", param=param) from error
         if target.scheme not in _PORTS or not target.host:
             raise InvalidRequest(f"{param}: the URL must be http: or https: with a host", param=param)
         if target.userinfo:

@@ -1,24 +1,42 @@
-"""How log lines are written: for people, or as JSON for machines."""
+"""How log lines are written: for people, or as JSON for machines. Neither quotes what an exception says."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
 FIELDS = "fields"
 """Attribute of a log record that holds its values by name."""
 
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
 
 def use_log_format(log_format: str) -> None:
-    """Makes every handler of the root logger write in this format (`text` leaves them as they are)."""
-    if log_format == "json":
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(JsonLines())
+    """Makes every handler of the root logger write in this format."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonLines() if log_format == "json" else TextLines(TEXT_FORMAT))
 
 
-class JsonLines(logging.Formatter):
+class TextLines(logging.Formatter):
+    """A line for each record, and the stack of an exception without its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler's formatter leaves its text here for the next one
+        return super().format(record)
+
+    def formatException(self, ei: _ExceptionInfo) -> str:
+        return "" if ei[1] is None else stack_without_messages(ei[1])
+
+
+class JsonLines(TextLines):
     """A JSON object on a line for each record; one that has fields is those fields."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -32,3 +50,30 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+def stack_without_messages(error: BaseException) -> str:
+    """The stack and the type of an exception and of its causes, the first cause first.
+
+    A message may quote a request: libraries put what they were given into theirs.
+    """
+    return "\n\nThen:\n\n".join(reversed(list(_stacks(error))))
+
+
+def _stacks(error: BaseException) -> Iterator[str]:
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        stack = "".join(traceback.format_tb(cause.__traceback__))
+        yield f"Traceback (most recent call last):\n{stack}{_name_of(cause)}"
+        if isinstance(cause, BaseExceptionGroup):
+            for inner in cause.exceptions:
+                yield from _stacks(inner)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _name_of(error: BaseException) -> str:
+    name = type(error).__qualname__
+    number = error.errno if isinstance(error, OSError) else None
+    return name if number is None else f"{name} ({errno.errorcode.get(number, number)})"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -17,6 +19,8 @@ from headrace.errors import ConfigError
 from headrace.server.app import build_app
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.session.session import Session
+
+log = logging.getLogger("headrace.server")
 
 # How long requests may go on after the first signal; a second SIGINT ends them at once.
 _GRACE_S = 5
@@ -100,6 +104,7 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until a signal comes, which uvicorn's handlers then raise once more for those before them."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_log_unhandled)
         await super().serve(sockets)
         self.has_ended = True
 
@@ -143,6 +148,11 @@ class HttpServer(uvicorn.Server):
     async def _requests_end(self) -> None:
         if requests := set(self.server_state.tasks):
             await asyncio.wait(requests, timeout=_FAREWELL_S)
+
+
+def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an exception that no task took. asyncio's own line shows arguments of callbacks, which may be content."""
+    log.error("an exception was never handled", exc_info=context.get("exception"))
 
 
 @contextmanager

@@ -281,8 +281,8 @@ class Session:
         for broken in choice.take_broken_calls():
             self._num_broken_calls += 1
             log.info(
-                "%s: what began as a call of %s is none: %s; %d such since the start",
-                output.request_id, broken.name, broken.reason, self._num_broken_calls,
+                "%s: what began as a call is none: %s; %d such since the start",
+                output.request_id, broken.reason, self._num_broken_calls,
             )  # fmt: skip
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:

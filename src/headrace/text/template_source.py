@@ -60,11 +60,12 @@ class TemplateSource:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._variables, **variables},
             )
-        except TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
         except Exception as error:  # a template is somebody else's program and may fail in any way
-            reason = f"{type(error).__name__}: {error}"
-            raise InvalidRequest(f"the model's chat template failed on this: {reason}", param="messages") from error
+            if type(error) is TemplateError:  # its own `raise_exception`
+                message = f"the model's chat template refuses this: {error}"
+            else:  # the messages of Python and Jinja quote what the template was given
+                message = f"the model's chat template failed on this with {type(error).__name__}"
+            raise InvalidRequest(message, param="messages") from error
         return str(rendered[0][0])
 
     def _refuse_broken(self) -> None:
