@@ -18,7 +18,7 @@ from headrace.text.template import PromptHead, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
 from headrace.types.media import Route
-from headrace.types.model import ModelDescription
+from headrace.types.model import ModelDescription, TokenIds
 from headrace.types.request import GenerationRequest
 from headrace.types.status import (
     CacheStatus,
@@ -45,7 +45,7 @@ THINKING_TEMPLATE = "{% if enable_thinking %}<think>\n{% endif %}{{ '</think>' }
 class ByteTokenizer:
     """One token a byte, END, and BEGIN, which stands before every document."""
 
-    vocab_size = 258
+    token_ids = TokenIds(258)
     eos_token_id = END
     special_ids = frozenset(_SPECIAL)
     added_tokens = MappingProxyType({text: token_id for token_id, text in _SPECIAL.items()})
@@ -319,7 +319,7 @@ def describe(
         text_config={},
         generation_config=generation_config or {},
         max_model_len=max_model_len,
-        vocab_size=ByteTokenizer.vocab_size,
+        tokens=ByteTokenizer.token_ids,
         eos_token_ids=(END,),
     )
 

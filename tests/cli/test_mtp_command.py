@@ -21,6 +21,7 @@ from headrace.models.mtp_head import MtpHead
 from headrace.models.mtp_weights import HeadWeights, NormGroup
 from headrace.models.packed import PackedModel
 from headrace.speculate.acceptance import Acceptance
+from headrace.types.model import TokenIds
 
 MINIATURE = Path(headrace.__file__).parent / "miniature"
 NORMS = (NormGroup("layer", frozenset({"q_norm.weight"}), True), NormGroup("outer", frozenset({"norm.weight"}), False))
@@ -110,9 +111,11 @@ def stand_in(patch: pytest.MonkeyPatch, rule: Rule, is_quantised: bool = False) 
 
     patch.setattr(head_check, "measure_acceptance", measure)
     check = HeadCheck(cast(PackedModel, trunk), weights, build(weights), build, ())
-    patch.setattr(mtp, "load_head_check", lambda config, texts: check)
+    patch.setattr(mtp, "load_head_check", lambda config, texts, tokens: check)
     patch.setattr(
-        mtp, "configured_words", lambda config: SimpleNamespace(tokenizer=SimpleNamespace(encode_document=list))
+        mtp,
+        "configured_words",
+        lambda config: SimpleNamespace(tokenizer=SimpleNamespace(encode_document=list, token_ids=TokenIds(128))),
     )
     return trunk
 

@@ -21,6 +21,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.speculate.guesses import GuessBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.step_costs import StepCosts, StepShape
+from headrace.types.model import TokenIds
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> tuple[PackedModel, MtpHead]:
     config = Config(str(folder), ModelConfig(numerics="exact", self_check=False))
-    check = load_head_check(config, ())
+    check = load_head_check(config, (), TokenIds(10**6))
     return check.trunk, check.head
 
 

@@ -23,6 +23,7 @@ from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Text, ToolArguments, ToolCallStart
 from headrace.types.hold import OutputHold
+from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
 
 END = 256
@@ -36,7 +37,7 @@ class ByteTokenizer:
     def __init__(self, special: Sequence[str]) -> None:
         self.added_tokens = {"<end>": END} | {text: END + 1 + index for index, text in enumerate(special)}
         self.special_ids = frozenset(self.added_tokens.values())
-        self.vocab_size = END + 1 + len(special)
+        self.token_ids = TokenIds(END + 1 + len(special))
 
     def token_bytes(self, token_id: int) -> bytes | None:
         return bytes([token_id]) if token_id < END else None

@@ -18,6 +18,7 @@ from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import Structure
+from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
 
 NUM_TOKENS = 248_320
@@ -50,7 +51,7 @@ ANSWER = (
 class MadeUpTokenizer:
     """All bytes, and words of syllables with and without a space, a capital or punctuation around them."""
 
-    vocab_size = NUM_TOKENS
+    token_ids = TokenIds(NUM_TOKENS)
     special_ids = frozenset(range(NUM_TOKENS - NUM_SPECIAL, NUM_TOKENS))
     added_tokens = {f"<|{token_id}|>": token_id for token_id in special_ids}
 

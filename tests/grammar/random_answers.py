@@ -46,5 +46,5 @@ def random_answer(constraint: Constraint, tokenizer: Tokenizer, stop: int, seed:
 
 
 def _ids_of(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[int]:
-    by_bytes = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    by_bytes = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.token_ids.end)}
     return [by_bytes[text] for text in texts if text in by_bytes]

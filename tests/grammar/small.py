@@ -9,6 +9,7 @@ from headrace.grammar.constraint import Window
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
 
 TEXTS = ("a", "b", "ab", "ba", "aab", "c", "\n", "\n\n", "</think>", "</th", "ink>", "x</think>\n", "<", ">", "1", " ")
@@ -19,7 +20,7 @@ NAMES = {"<end>": END, "[MARK]": MARK, "<unused>": UNUSED}
 class SmallTokenizer:
     """TEXTS are the tokens, and three special ones are behind them; a text is encoded by the longest first."""
 
-    vocab_size = len(TEXTS) + len(NAMES)
+    token_ids = TokenIds(len(TEXTS) + len(NAMES))
     special_ids = frozenset(NAMES.values())
     added_tokens = MappingProxyType(NAMES)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
-from grammar.small import END, MARK, TEXTS, UNUSED, SmallTokenizer, allowed, factory, ids, matcher
+from grammar.small import END, MARK, NAMES, TEXTS, UNUSED, SmallTokenizer, allowed, factory, ids, matcher
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import GenerationFailed, InvalidRequest
 from headrace.grammar.compile import CallsForm, OutputForm
-from headrace.grammar.factory import NUM_KEPT
+from headrace.grammar.factory import NUM_KEPT, ConstraintFactory
+from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import ToolDefinition
+from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
 
 LANGUAGES = {
@@ -101,6 +105,43 @@ def test_special_tokens_are_no_text() -> None:
     assert allowed(named.window(())) == ids("a", "b", "ab", "ba", "aab") | {MARK}
 
 
+@pytest.mark.parametrize("unknown", [SmallTokenizer.token_ids.end, 10_000, 2**31 - 1, -1])
+def test_a_draft_that_is_no_token_is_illegal_and_harms_nothing(unknown: int) -> None:
+    made = matcher("start: /[abc]{3}/")
+    legal = sorted(ids("a"))
+    for drafts in ([unknown], [*legal, unknown], [*legal, unknown, *legal]):
+        num_legal = drafts.index(unknown)
+        assert made.num_legal(drafts) == num_legal
+        assert made.window(drafts).num_legal == num_legal
+    made.accept(sorted(ids("ab")))
+    assert allowed(made.window(())) == ids("a", "b", "c")
+
+
+GAP = 40
+
+
+class GappyTokenizer(SmallTokenizer):
+    """The same tokens with the special ones further behind, as added tokens stand in some vocabularies."""
+
+    token_ids = TokenIds(len(TEXTS) + GAP + len(NAMES), frozenset(range(len(TEXTS), len(TEXTS) + GAP)))
+    added_tokens = MappingProxyType({name: token_id + GAP for name, token_id in NAMES.items()})
+    special_ids = frozenset(added_tokens.values())
+
+    def token_text(self, token_id: int) -> str:
+        return next((name for name, each in self.added_tokens.items() if each == token_id), "")
+
+
+def test_ids_in_a_gap_between_tokens_never_may_come_and_the_end_behind_it_may() -> None:
+    made = ConstraintFactory(Vocabulary(GappyTokenizer())).begin(
+        ConstraintSpec("start: /(.|\\n)*/"), frozenset({END + GAP})
+    )
+    assert allowed(made.window(())) == {*range(len(TEXTS)), END + GAP}
+    assert made.num_legal([0, len(TEXTS) + 1]) == 1
+    assert made.num_legal([0, END + GAP]) == 2
+    made.accept([0, END + GAP])
+    assert made.is_over
+
+
 def test_a_token_that_may_not_come_is_an_error() -> None:
     with pytest.raises(GenerationFailed, match="grammar"):
         matcher('start: "a"').accept(ids("b"))
@@ -150,10 +191,10 @@ def test_after_a_warm_up_no_grammar_has_to_look_at_the_vocabulary(monkeypatch: p
     monkeypatch.setattr(SmallTokenizer, "token_bytes", lambda self, token: asked.append(token) or look(self, token))
     made = factory()
     made.warm_up()
-    assert sorted(asked) == list(range(SmallTokenizer.vocab_size))
+    assert sorted(asked) == list(range(SmallTokenizer.token_ids.end))
     made.begin(ConstraintSpec("start: /[ab]/"), frozenset({END}))
     made.warm_up()
-    assert len(asked) == SmallTokenizer.vocab_size
+    assert len(asked) == SmallTokenizer.token_ids.end
 
 
 def test_a_grammar_that_is_none_is_refused() -> None:

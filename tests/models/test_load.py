@@ -22,6 +22,7 @@ from headrace.models.load import LoadedModel, load
 from headrace.models.selfcheck import TOLERANCE
 from headrace.models.source import read_files
 from headrace.perf.shapes import SHAPES, random_model
+from headrace.types.model import TokenIds
 
 DATA = Path(__file__).parent.parent / "data"
 CPU = Device("cpu", "a processor", 1 << 40, 2)
@@ -38,7 +39,7 @@ def loaded(folder: Path, dtype: str = "auto", self_check: bool = True, numerics:
 
 
 def mixed(model: LoadedModel) -> list[mx.array]:
-    return MixedSteps(model.packed, ROWS, model.vocab_size).run()
+    return MixedSteps(model.packed, ROWS, model.tokens.end).run()
 
 
 def halve(folder: Path) -> Path:
@@ -52,7 +53,7 @@ def halve(folder: Path) -> Path:
 
 def test_a_loaded_model_gives_the_logits_of_the_untouched_one(tmp_path: Path) -> None:
     model = loaded(tiny.save("qwen3_5", tmp_path))
-    assert model.vocab_size == 160
+    assert model.tokens == TokenIds(160)
     expected, _ = load_model(tmp_path)
     for got, row in zip(mixed(model), ROWS, strict=True):
         assert mx.array_equal(got, tiny.reference(expected, row))
@@ -150,5 +151,5 @@ def test_a_text_part_saved_alone_runs_like_the_vision_checkpoint_it_came_from(
     assert model.report[0].startswith(f"model: tiny ({root}), ")
     with np.load(DATA / name / "expected.npz") as data:
         ids, expected = data["text40/input_ids"].tolist(), data["text40/prefill_logits"]
-    got = np.array(MixedSteps(model.packed, [ids, ids[5:30]], model.vocab_size).run()[0])
+    got = np.array(MixedSteps(model.packed, [ids, ids[5:30]], model.tokens.end).run()[0])
     assert np.abs(got - expected).max() <= 1e-3

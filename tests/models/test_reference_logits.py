@@ -21,6 +21,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.source import read_files
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
+from headrace.types.model import TokenIds
 
 DATA = Path(__file__).parent.parent / "data"
 FOLDERS = ("tiny_qwen35_torch", "tiny_qwen3vl_torch")
@@ -144,4 +145,4 @@ def test_prompts_in_mixed_chunks_give_the_reference_logits(
 def test_the_text_model_out_of_a_vision_checkpoint_needs_no_last_resort(folder: str, numerics: str) -> None:
     report = loaded(folder, numerics).report
     assert not any("instead" in line or "row by row" in line for line in report)
-    assert loaded(folder, numerics).vocab_size == 512
+    assert loaded(folder, numerics).tokens == TokenIds(512)

@@ -28,6 +28,7 @@ from headrace.session.media_ways import TowerWay
 from headrace.session.session import Session
 from headrace.session.words import Words, load_words
 from headrace.types.media import MediaLimits, MediaPolicy
+from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
 
 FOLDER = Path(__file__).parent.parent / "data" / "clients"
@@ -110,7 +111,7 @@ def script(request: Recorded) -> Iterator[tuple[int, ...]]:
 
 
 def engine_that_says(*steps: Step) -> FakeEngine:
-    return FakeEngine(*steps, model=replace(describe(max_model_len=200_000), vocab_size=4096, eos_token_ids=()))
+    return FakeEngine(*steps, model=replace(describe(max_model_len=200_000), tokens=TokenIds(4096), eos_token_ids=()))
 
 
 def session_over(engine: FakeEngine) -> Session:

@@ -25,6 +25,7 @@ from headrace.config import ServerConfig
 from headrace.server.app import build_app
 from headrace.session.session import Session
 from headrace.session.words import Words, load_words
+from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
 
 FOLDER = Path(__file__).parent.parent / "data" / "clients"
@@ -112,7 +113,7 @@ def script(request: Recorded) -> Iterator[tuple[int, ...]]:
 
 
 def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[GenerationRequest]]:
-    model = replace(describe(max_model_len=200_000), vocab_size=4096, eos_token_ids=())
+    model = replace(describe(max_model_len=200_000), tokens=TokenIds(4096), eos_token_ids=())
     engine = FakeEngine(*script(request), model=model)
     session = Session(engine, words().tokenizer, words().template, words().family)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes import BEGIN, END, FakeEngine, PlainTemplate, describe, fake_logprobs, fake_session
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
 from headrace.session.generation import generation_ids
@@ -18,6 +18,7 @@ from headrace.session.session import Session
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import CompletionRequest, RequestedAnswers, RequestedSampling, RequestedStop
 from headrace.types.events import Event, Finished, FinishReason, PromptScores, Started, Text, TokenOutput, Usage
+from headrace.types.model import TokenIds
 
 
 def complete(*prompts: str | tuple[int, ...], **fields: object) -> CompletionRequest:
@@ -214,9 +215,20 @@ def test_the_space_before_the_first_token_of_a_continuation_stays() -> None:
     # A decoder that drops the space of a text's first token: in a continuation the first is no first.
     backend = Backend(models.WordLevel({"\N{LOWER ONE EIGHTH BLOCK}a": 0, "\N{LOWER ONE EIGHTH BLOCK}b": 1}, "a"))
     backend.decoder = decoders.Metaspace()
-    engine = FakeEngine((1, 0), model=replace(describe(), vocab_size=2, eos_token_ids=()))
+    engine = FakeEngine((1, 0), model=replace(describe(), tokens=TokenIds(2), eos_token_ids=()))
     session = Session(engine, Tokenizer(backend), PlainTemplate(), fake_session(engine)._family)
     assert text_of(events_of(session, complete((0,)))) == " b a"
+
+
+def test_a_text_with_a_token_that_the_weights_have_no_row_for_is_refused() -> None:
+    backend = Backend(models.WordLevel({"a": 0, "b": 1, "c": 2}, "a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    engine = FakeEngine((1, 0), model=replace(describe(), tokens=TokenIds(2), eos_token_ids=()))
+    session = Session(engine, Tokenizer(backend), PlainTemplate(), fake_session(engine)._family)
+    assert events_of(session, complete("a b"))
+    with pytest.raises(InvalidRequest, match="not 2") as caught:
+        events_of(session, complete("a c"))
+    assert caught.value.param == "prompt"
 
 
 def test_a_character_that_the_prompt_begins_is_finished_by_the_answer() -> None:
@@ -225,7 +237,7 @@ def test_a_character_that_the_prompt_begins_is_finished_by_the_answer() -> None:
     library = Backend.from_file(str(folder / "tokenizer.json"))
     whole = library.encode("\U0001f9ee").ids
     assert len(whole) > 1, "this test needs a character of several tokens"
-    model = replace(describe(), vocab_size=library.get_vocab_size(), eos_token_ids=())
+    model = replace(describe(), tokens=TokenIds(library.get_vocab_size()), eos_token_ids=())
     session = Session(
         FakeEngine(whole[1:], model=model), tokenizer, PlainTemplate(), fake_session(FakeEngine())._family
     )

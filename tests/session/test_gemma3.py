@@ -22,6 +22,7 @@ from headrace.media import prepare
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart
 from headrace.types.media import MediaLimits, MediaOptions, MediaPolicy, TwoWay
+from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
 
 TEMPLATE = (
@@ -72,7 +73,7 @@ def session_of(folder: Path, max_model_len: int = 4096) -> tuple[Session, FakeEn
         describe(max_model_len=max_model_len),
         directory=folder,
         config=config,
-        vocab_size=4200,
+        tokens=TokenIds(4200),
         takes_media=True,
         model_type="gemma3",
     )

@@ -27,6 +27,7 @@ from headrace.session import media_ways
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart, ToolCall
 from headrace.types.media import MediaLimits, MediaOptions, MediaPolicy
+from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
 
 MINIATURE = Path(headrace.__file__).parent / "miniature"
@@ -52,7 +53,7 @@ def engine(*, takes_media: bool = True, max_model_len: int = 4096) -> FakeEngine
         describe(max_model_len=max_model_len),
         directory=MINIATURE,
         config=CONFIG,
-        vocab_size=4096,
+        tokens=TokenIds(4096),
         takes_media=takes_media,
     )
     return FakeEngine((END,), model=described)

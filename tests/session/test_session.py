@@ -46,6 +46,7 @@ from headrace.types.events import (
     TokenOutput,
     Usage,
 )
+from headrace.types.model import TokenIds
 
 
 def ask(text: str = "hi", **fields: object) -> ChatRequest:
@@ -287,7 +288,7 @@ def test_messages_that_come_to_nothing_are_refused() -> None:
 def test_a_session_finds_tokenizer_template_and_end_token_in_the_models_folder() -> None:
     folder = Path(__file__).parent.parent / "data" / "text" / "qwen35"
     library = Backend.from_file(str(folder / "tokenizer.json"))
-    model = replace(describe(), directory=folder, model_type="qwen3_5", vocab_size=library.get_vocab_size())
+    model = replace(describe(), directory=folder, model_type="qwen3_5", tokens=TokenIds(library.get_vocab_size()))
     engine = FakeEngine(library.encode("Grüße 🎉").ids, model=model)
     events = events_of(Session.over(engine), ask("What is it?"))
     assert joined(events, Text) == "Grüße 🎉"

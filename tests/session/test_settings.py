@@ -18,6 +18,7 @@ from headrace.session.settings import (
     resolve_sampling,
 )
 from headrace.types.chat import RequestedSampling, RequestedStop
+from headrace.types.model import TokenIds
 from headrace.types.request import SamplingParams
 
 
@@ -160,22 +161,34 @@ def test_a_control_out_of_its_range_or_outside_the_vocabulary_is_refused_by_name
     sampling: RequestedSampling, param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_sampling(sampling, vocab_size=100)
+        check_sampling(sampling, TokenIds(100))
     assert caught.value.param == param
     assert param in caught.value.message
 
 
+def test_an_id_in_a_gap_between_tokens_is_refused_by_name() -> None:
+    tokens = TokenIds(100, frozenset({7, 8}))
+    for sampling in (RequestedSampling(logit_bias=((7, 1.0),)), RequestedSampling(allowed_token_ids=(3, 8))):
+        with pytest.raises(InvalidRequest, match="no token has the id [78]"):
+            check_sampling(sampling, tokens)
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        check_stop(RequestedSampling(), RequestedStop(token_ids=(8,)), tokens)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        check_prompt_ids((1, 2, 7), tokens, "prompt")
+    check_prompt_ids((1, 2, 9, 99), tokens, "prompt")
+
+
 def test_more_tokens_than_allowed_can_not_be_demanded() -> None:
-    check_stop(RequestedSampling(min_tokens=5), RequestedStop(max_tokens=5), 100)
-    check_stop(RequestedSampling(min_tokens=5), RequestedStop(), 100)
+    check_stop(RequestedSampling(min_tokens=5), RequestedStop(max_tokens=5), TokenIds(100))
+    check_stop(RequestedSampling(min_tokens=5), RequestedStop(), TokenIds(100))
     with pytest.raises(InvalidRequest) as caught:
-        check_stop(RequestedSampling(min_tokens=6), RequestedStop(max_tokens=5), 100)
+        check_stop(RequestedSampling(min_tokens=6), RequestedStop(max_tokens=5), TokenIds(100))
     assert caught.value.param == "min_tokens"
 
 
 def test_prompt_ids_outside_the_vocabulary_are_refused_with_the_first_of_them() -> None:
-    check_prompt_ids((0, 99), 100, "prompt")
-    check_prompt_ids((), 100, "prompt")
+    check_prompt_ids((0, 99), TokenIds(100), "prompt")
+    check_prompt_ids((), TokenIds(100), "prompt")
     for token_ids in ((1, 100, 200), (1, -5, 100)):
         with pytest.raises(InvalidRequest, match=rf"not {token_ids[1]}$"):
-            check_prompt_ids(token_ids, 100, "prompt")
+            check_prompt_ids(token_ids, TokenIds(100), "prompt")

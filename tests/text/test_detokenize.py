@@ -61,7 +61,7 @@ def test_any_ids_in_any_split_give_what_the_library_decodes(kind: str) -> None:
     backend = BACKENDS[kind]
     tokenizer = Tokenizer(backend)
 
-    @given(split_ids(tokenizer.vocab_size))
+    @given(split_ids(tokenizer.token_ids.end))
     @settings(max_examples=150)
     def holds(pieces: list[list[int]]) -> None:
         ids = [token_id for piece in pieces for token_id in piece]
@@ -104,7 +104,7 @@ def test_unknown_ids_add_nothing() -> None:
     for backend in BACKENDS.values():
         tokenizer = Tokenizer(backend)
         ids = tokenizer.encode("the cat")
-        beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 5000, -1]
+        beyond = [tokenizer.token_ids.end, tokenizer.token_ids.end + 5000, -1]
         assert tokenizer.decode([ids[0], *beyond, *ids[1:]]) == tokenizer.decode(ids)
 
 

@@ -55,7 +55,7 @@ def test_special_tokens_have_a_name_and_no_bytes_and_added_ones_are_text() -> No
 
 def test_ids_beyond_the_vocabulary_are_nothing() -> None:
     tokenizer = Tokenizer(byte_level())
-    for token_id in (-1, tokenizer.vocab_size, 10**6):
+    for token_id in (-1, tokenizer.token_ids.end, 10**6):
         assert (tokenizer.token_bytes(token_id), tokenizer.token_text(token_id)) == (None, "")
 
 

@@ -26,11 +26,24 @@ BYTE_LEVEL = Tokenizer(byte_level())
 def test_a_folder_loads_with_its_tokens_and_template() -> None:
     tokenizer = Tokenizer.load(QWEN)
     reference = AutoTokenizer.from_pretrained(QWEN, local_files_only=True)
-    assert tokenizer.vocab_size == len(reference) == 498
+    assert tokenizer.token_ids.end == len(reference) == 498
     assert tokenizer.eos_token_id == reference.eos_token_id == 482
     assert set(reference.all_special_ids) <= tokenizer.special_ids
     assert tokenizer.chat_template == (QWEN / "chat_template.jinja").read_text(encoding="utf-8")
     assert tokenizer.template_variables == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def test_gaps_in_a_vocabulary_are_no_tokens_and_what_stands_behind_them_is() -> None:
+    specification = json.loads(byte_level((), ()).to_str())
+    vocabulary = specification["model"]["vocab"]
+    num_tokens = len(vocabulary)
+    vocabulary |= {"<near>": num_tokens + 3, "<far>": num_tokens + 20}
+    tokenizer = Tokenizer(Backend.from_str(json.dumps(specification)))
+    assert tokenizer.token_ids.end == num_tokens + 21
+    gaps = set(range(num_tokens, num_tokens + 20)) - {num_tokens + 3}
+    assert tokenizer.token_ids.missing == gaps
+    assert not any(token_id in tokenizer.token_ids for token_id in (*gaps, -1, num_tokens + 21))
+    assert num_tokens + 20 in tokenizer.token_ids
 
 
 def test_ids_are_those_of_the_library() -> None:

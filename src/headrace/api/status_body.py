@@ -33,7 +33,7 @@ def status_body(
             "served_names": list(names),
             "model_type": model.model_type,
             "max_model_len": model.max_model_len,
-            "vocab_size": model.vocab_size,
+            "vocab_size": model.tokens.end,
             "report": list(model.report),
         },
         **body,

@@ -65,7 +65,7 @@ def _check(words: Sequence[str]) -> None:
     )
     warn_of_unknown_variables()
     tokenizer = configured_words(config).tokenizer
-    check = load_head_check(config, [tokenizer.encode_document(text) for text in TEXTS])
+    check = load_head_check(config, [tokenizer.encode_document(text) for text in TEXTS], tokenizer.token_ids)
     print(f"head: {check.head.report}")
     print(f"text: {_NUM_TOKENS} tokens of the model's own after each of {len(TEXTS)} passages", flush=True)
     found = check.measure(_NUM_TOKENS, _DEPTH)

@@ -66,7 +66,7 @@ def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: D
     drafter, costs = HeadDrafter(head), StepCosts()
     report = [f"drafts: up to {max_drafts} at once, by the prediction head in {head.report}"]
     try:
-        rehearsal = Rehearsal(packed, loaded.vocab_size)
+        rehearsal = Rehearsal(packed, loaded.tokens.end)
         rehearsal.time_steps(drafter, costs, max_drafts)
         if config.models.self_check:
             report.append(f"drafts: {rehearsal.compare_windows()}")

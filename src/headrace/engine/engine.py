@@ -145,7 +145,8 @@ class Engine:
     def launch(cls, config: Config, constraints: ConstraintFactory | None = None) -> Engine:
         """Load the model and start the thread. Raises ModelError and ConfigError.
 
-        constraints: makes those of requests, by the model's own tokenizer; None if no request may have one.
+        constraints: makes those of requests, by the model's own tokenizer, whose tokens are then the only ones that may
+        come; None if no request may have one.
         """
         engine = cls(config, constraints)
         engine._thread.start()
@@ -261,7 +262,13 @@ def _prepare(
     models, knobs = config.models, config.engine
     sees = models.vision == "auto"
     loaded = load(
-        files, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=here, sees=sees
+        files,
+        dtype=models.dtype,
+        numerics=models.numerics,
+        self_check=models.self_check,
+        device=here,
+        tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
+        sees=sees,
     )
     if constraints is not None:
         constraints.warm_up()
@@ -305,7 +312,7 @@ def _prepare(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
     speculator, ahead = drafting.speculator, loaded.packed.is_compiled
-    runner = Runner(loaded.packed, loaded.vocab_size, pool, constraints, speculator, features, ahead=ahead)
+    runner = Runner(loaded.packed, loaded.tokens.end, pool, constraints, speculator, features, ahead=ahead)
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
@@ -380,7 +387,7 @@ def _describe(
         text_config=files.text_config,
         generation_config=files.generation_config,
         max_model_len=max_model_len,
-        vocab_size=loaded.vocab_size,
+        tokens=loaded.tokens,
         eos_token_ids=files.eos_token_ids,
         report=report,
         takes_media=takes_media,

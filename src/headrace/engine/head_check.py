@@ -14,6 +14,7 @@ from headrace.models.mtp_head import MtpHead, load_head
 from headrace.models.mtp_weights import HeadWeights, find_head
 from headrace.models.packed import PackedModel
 from headrace.speculate.acceptance import Acceptance, measure_acceptance
+from headrace.types.model import TokenIds
 
 BEFORE_NORM = "hidden rows from before the model's last norm"
 """What some heads are trained on, and no head of the families here."""
@@ -53,8 +54,11 @@ class HeadCheck:
         return measure_acceptance(self.trunk, head, self.texts, _NUM_TRIED, 1).first
 
 
-def load_head_check(config: Config, texts: Sequence[Sequence[int]]) -> HeadCheck:
-    """The configured model and its head, as the engine loads them. Raises ModelError if there is none that fits."""
+def load_head_check(config: Config, texts: Sequence[Sequence[int]], tokens: TokenIds) -> HeadCheck:
+    """The configured model and its head, as the engine loads them. Raises ModelError if there is none that fits.
+
+    tokens: the tokenizer's.
+    """
     blas.install(config.models.numerics)
     limits.restore_open_files()
     here = device.current()
@@ -64,7 +68,14 @@ def load_head_check(config: Config, texts: Sequence[Sequence[int]]) -> HeadCheck
         raise ModelError(
             f"{files.name} has no prediction head; `headrace mtp extract` takes one out of the full-precision original"
         )
-    loaded = load(files, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=here)
+    loaded = load(
+        files,
+        dtype=models.dtype,
+        numerics=models.numerics,
+        self_check=models.self_check,
+        device=here,
+        tokens=tokens,
+    )
     loaded.packed.keep_hidden(True)
 
     def build(form: HeadWeights) -> MtpHead:

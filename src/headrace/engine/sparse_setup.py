@@ -62,7 +62,14 @@ def load_draft(config: Config, own: ModelFiles, draft: ModelFiles, target: Loade
         raise _refused(f"{own.name} can't compute prompts in part: {reason}")
     models = config.models
     before = mx.get_active_memory()
-    loaded = load(draft, dtype=models.dtype, numerics=models.numerics, self_check=models.self_check, device=device)
+    loaded = load(
+        draft,
+        dtype=models.dtype,
+        numerics=models.numerics,
+        self_check=models.self_check,
+        device=device,
+        tokens=target.tokens,
+    )
     if not num_scoring_layers(loaded.packed):
         raise _refused(
             f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it"
@@ -99,7 +106,7 @@ def start_sparse(
         memory=MemoryBudget(budget_bytes, cost.num_bytes, cost.record_bytes),
         prefixes=own,
     )
-    runner = Runner(draft.model.packed, draft.model.vocab_size, own, watches=True)
+    runner = Runner(draft.model.packed, draft.model.tokens.end, own, watches=True)
     return SparsePrefill(
         SparseDraft(draft.name, runner, scheduler, own, draft.weights_bytes),
         prefixes,

@@ -36,6 +36,9 @@ class Matcher:
     def num_legal(self, drafts: Sequence[int]) -> int:
         if self.is_over:
             return int(bool(drafts) and drafts[0] in self._stop_token_ids)
+        known = self._vocabulary.tokenizer.token_ids
+        # llguidance fails for good on an id that it doesn't know
+        drafts = list(itertools.takewhile(known.__contains__, drafts))
         before_stop = list(itertools.takewhile(lambda draft: draft not in self._stop_token_ids, drafts))
         num_valid: int = self._grammar.validate_tokens(before_stop)
         if num_valid < len(before_stop) or len(before_stop) == len(drafts):

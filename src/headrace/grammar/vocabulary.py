@@ -9,6 +9,8 @@ from typing import Protocol
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from headrace.types.model import TokenIds
+
 _END_NAME = b"<end of the answer>"
 
 
@@ -16,8 +18,8 @@ class TokenText(Protocol):
     """What a grammar has to know of a tokenizer."""
 
     @property
-    def vocab_size(self) -> int:
-        """Number of tokens."""
+    def token_ids(self) -> TokenIds:
+        """The ids of all tokens."""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -46,8 +48,8 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of tokens, those that a mask has bits for."""
-        return self.tokenizer.vocab_size
+        """Number of ids up to the last token's, those that a mask has bits for."""
+        return self.tokenizer.token_ids.end
 
     @property
     def end_id(self) -> int:

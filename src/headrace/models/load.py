@@ -21,6 +21,7 @@ from headrace.models.seeing_check import check_pictures
 from headrace.models.selfcheck import Checked, check
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
 from headrace.models.weights import Loaded, has_text_model, hold, load_weights
+from headrace.types.model import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -29,32 +30,41 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model that runs packed steps.
 
+    tokens: ids that stand for tokens; the logits that the packed steps give are theirs.
     precision: of its activations.
     context_length: tokens that it was made for; None if neither its files nor its architecture's defaults say.
     report: lines about precision, levels and the self-check.
     """
 
     packed: PackedModel
-    vocab_size: int
+    tokens: TokenIds
     precision: str
     context_length: int | None
     report: tuple[str, ...]
 
 
 def load(
-    files: ModelFiles, *, dtype: str, numerics: str, self_check: bool, device: Device, sees: bool = False
+    files: ModelFiles,
+    *,
+    dtype: str,
+    numerics: str,
+    self_check: bool,
+    device: Device,
+    tokens: TokenIds | None = None,
+    sees: bool = False,
 ) -> LoadedModel:
     """Read the weights, bring them into the precision wanted, put the seams in and check them.
 
+    tokens: the tokenizer's; weights are often padded with rows for more. None takes every row for a token.
     sees: whether a model whose vision tower is not known here may run whole, so that it takes pictures. If that fails,
     its text part serves alone, where mlx-lm knows it.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
-    read_text = partial(_load, files, load_weights, dtype, numerics, self_check, device)
+    read_text = partial(_load, files, load_weights, dtype, numerics, self_check, device, tokens)
     if not (sees and runs_whole(files)):
         return read_text()
     try:
-        loaded = _load(files, load_seeing, dtype, numerics, self_check, device)
+        loaded = _load(files, load_seeing, dtype, numerics, self_check, device, tokens)
         check_pictures(loaded.packed.model, files, loaded.precision)
     except ModelError as error:
         if not has_text_model(files):
@@ -74,6 +84,7 @@ def _load(
     numerics: str,
     self_check: bool,
     device: Device,
+    tokens: TokenIds | None,
 ) -> LoadedModel:
     started = time.monotonic()
     loaded = read(files)
@@ -84,15 +95,18 @@ def _load(
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     kernels = Kernels(numerics, device.kind)
     precision = str(logits.dtype).removeprefix("mlx.core.")
+    num_rows = logits.shape[-1]
     if self_check:
-        checked = check(loaded.model, kernels, logits.shape[-1], precision)
+        checked = check(loaded.model, kernels, num_rows, precision)
     else:
         checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
     lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
     if loaded.num_unused:
         lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
+    tokens = TokenIds(num_rows) if tokens is None else tokens.up_to(num_rows)
+    checked.packed.keep_tokens(tokens)
     context_length = files.context_length or _default_context(loaded.model)
-    return LoadedModel(checked.packed, logits.shape[-1], precision, context_length, (*lines, *_level_lines(checked)))
+    return LoadedModel(checked.packed, tokens, precision, context_length, (*lines, *_level_lines(checked)))
 
 
 def _default_context(model: Any) -> int | None:
@@ -103,7 +117,7 @@ def _default_context(model: Any) -> int | None:
 
 
 def _first_logits(model: Any) -> mx.array:
-    """Logits of one token: their width is the vocabulary's, their type the activations'."""
+    """Logits of one token: as wide as the weights have rows, of the activations' type."""
     logits: mx.array = model(mx.array([[0]]))
     mx.eval(logits)
     return logits

@@ -157,7 +157,7 @@ class MtpHead:
             rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None)).squeeze(0)
         finally:
             tap.picks = None
-        return [rows, self._trunk.project(rows[None]).squeeze(0)]
+        return [rows, self._trunk.project(rows[None])]
 
 
 def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str, memory_bytes: int) -> MtpHead:

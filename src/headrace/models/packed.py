@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
@@ -26,6 +27,7 @@ from headrace.models.watch import QueryWatch
 from headrace.state.hidden import HiddenState
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
+from headrace.types.model import TokenIds
 
 
 @dataclass(slots=True)  # not frozen: that costs five times as much, for each row in each step
@@ -62,6 +64,8 @@ class PackedModel:
         self._is_whole = Level.WHOLE in levels.values()
         fused = self._installation.fused
         self._compiled = CompiledSteps(self._body, fused, self._windows, kernels) if fused else None
+        self._num_ids: int | None = None
+        self._is_token: mx.array | None = None
         self._brings_states = False
         """Whether the last forward was launched whole, its states too, which a compiled step's logits bring along."""
 
@@ -82,7 +86,7 @@ class PackedModel:
 
         picks: indices into the packed tokens whose logits are wanted, ascending, at least one.
         ids: the tokens `[T]` where some are on the device only; then the rows' `token_ids` tell no more than how many.
-        Gives logits `[len(picks), vocab_size]`, not evaluated, and leaves the states' windows written.
+        Gives logits `[len(picks), num_ids]`, not evaluated, and leaves the states' windows written.
         """
         logits = self.graph(rows, picks, ids)
         if self._installation.writes_in_place:
@@ -102,13 +106,20 @@ class PackedModel:
             wanted = to_device(picks, mx.int32)
             if self._is_whole:
                 inputs = self._whole_inputs(rows, ids)
-                return run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)[wanted]
+                rows_alone = run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)
+                return self._of_tokens(rows_alone[wanted])
             logits = self._logits(step, rows, ids, wanted)
             logits = logits if self._installation.is_tapped else logits[wanted]
         if tap.hidden is not None:
             self._hand_to_head(step, tap.hidden)
             tap.hidden = None
-        return logits
+        return self._of_tokens(logits)
+
+    def _of_tokens(self, logits: mx.array) -> mx.array:
+        """Without those that belong to no token. The cut is a view; only gaps between tokens take an operation."""
+        if self._num_ids is not None and logits.shape[-1] > self._num_ids:
+            logits = logits[:, : self._num_ids]
+        return logits if self._is_token is None else mx.where(self._is_token, logits, -mx.inf)
 
     def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
         """What the rows' next steps start from, as far as the last forward's logits don't bring it along."""
@@ -228,6 +239,12 @@ class PackedModel:
         """The place of the hidden rows that a prediction head has not read."""
         return (len(self._windows) + 1,)
 
+    def keep_tokens(self, tokens: TokenIds) -> None:
+        """Give logits of these ids only: `[n, tokens.end]`, -inf for missing ones."""
+        self._num_ids, self._is_token = tokens.end, None
+        if tokens.missing:
+            self._is_token = mx.array(np.isin(np.arange(tokens.end), list(tokens.missing), invert=True))
+
     def keep_hidden(self, is_wanted: bool, is_normed: bool = True) -> None:
         """Whether states keep hidden rows for a prediction head. Raises ModelError if the model can't hand them on.
 
@@ -249,10 +266,10 @@ class PackedModel:
         return embeddings
 
     def project(self, hidden: mx.array) -> mx.array:
-        """Normed hidden rows `[1, n, hidden]` to logits, as the model's last line does."""
+        """Normed hidden rows `[1, n, hidden]` to logits `[n, num_ids]`, as the model's last line does."""
         text = self.text_model
         logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
-        return logits
+        return self._of_tokens(logits.squeeze(0))
 
     def undo(self) -> None:
         """Take everything off the model again; this object is of no use afterwards."""

@@ -70,7 +70,7 @@ class CompletionPrompts:
             self._generations.refuse_oversized((prompt,), "prompt")
             token_ids = tuple(self._tokenizer.encode_document(prompt))
         else:
-            check_prompt_ids(prompt, self._generations.model.vocab_size, "prompt")
+            check_prompt_ids(prompt, self._generations.model.tokens, "prompt")
             token_ids = prompt
         if not token_ids:
             raise InvalidRequest("prompt must not be empty", param="prompt")

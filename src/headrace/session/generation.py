@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.session.settings import (
     Defaults,
+    check_prompt_ids,
     check_sampling,
     check_stop,
     fit_max_tokens,
@@ -32,8 +33,8 @@ class Generations:
 
     def check(self, request: ChatRequest | CompletionRequest) -> None:
         """What can be told without the prompt. Raises InvalidRequest, naming the field."""
-        check_sampling(request.sampling, self.model.vocab_size)
-        check_stop(request.sampling, request.stop, self.model.vocab_size)
+        check_sampling(request.sampling, self.model.tokens)
+        check_stop(request.sampling, request.stop, self.model.tokens)
         check_sparse(request.sparse, self.model.sparse_draft)
 
     def refuse_oversized(self, texts: Sequence[str], param: str) -> None:
@@ -48,7 +49,13 @@ class Generations:
         param: str,
         media: PromptMedia | None = None,
     ) -> GenerationRequest:
-        """The request for one prompt. param: the field it comes from. Raises ContextTooLong, naming that."""
+        """The request for one prompt. param: the field it comes from.
+
+        Raises ContextTooLong and InvalidRequest, naming that field.
+        """
+        if self._tokenizer.token_ids.end > self.model.tokens.end:
+            # a text may hold tokens that the weights have no rows for
+            check_prompt_ids(prompt.token_ids, self.model.tokens, param)
         stop_token_ids = frozenset(request.stop.token_ids)
         if not request.stop.ignore_eos:
             # Many a config.json names the end of a document only, and the tokenizer the end of a turn.

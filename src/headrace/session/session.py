@@ -192,7 +192,7 @@ class Session:
 
     async def detokenize(self, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises InvalidRequest for an id that is no token."""
-        check_prompt_ids(token_ids, self.model.vocab_size, "tokens")
+        check_prompt_ids(token_ids, self.model.tokens, "tokens")
         return await asyncio.to_thread(self._tokenizer.decode_all, token_ids)
 
     def _refuse_if_dead(self) -> None:

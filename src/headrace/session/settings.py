@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import ContextTooLong, InvalidRequest, ModelError
 from headrace.types.chat import RequestedSampling, RequestedStop
+from headrace.types.model import TokenIds
 from headrace.types.request import SamplingParams
 
 Number = TypeVar("Number", int, float)
@@ -46,7 +47,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> Defaults:
     said: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
     sampling = replace(RequestedSampling(), **said)
     try:
-        check_sampling(sampling, vocab_size=0)
+        check_sampling(sampling, TokenIds(0))
     except (InvalidRequest, TypeError) as error:
         raise ModelError(f"generation_config.json: {error}") from error
     if generation_config.get("do_sample") is False:
@@ -135,7 +136,7 @@ def _forbidden(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> 
     )
 
 
-def check_sampling(sampling: RequestedSampling, vocab_size: int) -> None:
+def check_sampling(sampling: RequestedSampling, tokens: TokenIds) -> None:
     """Raises InvalidRequest for the first value that makes no sense, by itself or for the model."""
     _check("temperature", sampling.temperature, 0.0, 2.0)
     _check("top_p", sampling.top_p, 0.0, 1.0)
@@ -148,15 +149,15 @@ def check_sampling(sampling: RequestedSampling, vocab_size: int) -> None:
         raise InvalidRequest("repetition_penalty must be over 0; 1 is off", param="repetition_penalty")
     _check("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     _check("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
-    _check_token_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias), vocab_size)
-    _check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    _check_token_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias), tokens)
+    _check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), tokens)
     if not all(word.strip(" ") for word in sampling.bad_words):
         raise InvalidRequest("bad_words must not hold an empty word", param="bad_words")
 
 
-def check_stop(sampling: RequestedSampling, stop: RequestedStop, vocab_size: int) -> None:
+def check_stop(sampling: RequestedSampling, stop: RequestedStop, tokens: TokenIds) -> None:
     """Raises InvalidRequest for tokens that the model doesn't have, and if more are demanded than allowed."""
-    _check_token_ids("stop_token_ids", stop.token_ids, vocab_size)
+    _check_token_ids("stop_token_ids", stop.token_ids, tokens)
     if sampling.min_tokens and stop.max_tokens is not None and sampling.min_tokens > stop.max_tokens:
         message = f"min_tokens must be at most max_tokens ({stop.max_tokens}), not {sampling.min_tokens}"
         raise InvalidRequest(message, param="min_tokens")
@@ -168,16 +169,20 @@ def _check(name: str, value: float | None, low: float, high: float) -> None:
         raise InvalidRequest(f"{name} must be in [{low}, {high}], not {value}", param=name)
 
 
-def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name} must hold token ids in [0, {vocab_size}), not {token_id}", param=name)
+def _check_token_ids(name: str, token_ids: Iterable[int], tokens: TokenIds) -> None:
+    unknown = tokens.first_unknown(token_ids)
+    if unknown is None:
+        return
+    is_inside = 0 <= unknown < tokens.end
+    rest = f"and no token has the id {unknown}" if is_inside else f"not {unknown}"
+    raise InvalidRequest(f"{name} must hold token ids in [0, {tokens.end}), {rest}", param=name)
 
 
-def check_prompt_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+def check_prompt_ids(token_ids: Sequence[int], tokens: TokenIds, param: str) -> None:
     """Raises InvalidRequest for the first id that is no token of the model."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        _check_token_ids(param, token_ids, vocab_size)
+    is_inside = not token_ids or (min(token_ids) >= 0 and max(token_ids) < tokens.end)
+    if not is_inside or not tokens.missing.isdisjoint(token_ids):
+        _check_token_ids(param, token_ids, tokens)
 
 
 def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len: int, param: str = "messages") -> int:

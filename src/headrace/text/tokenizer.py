@@ -15,6 +15,7 @@ from headrace.text.decoding import TokenPieces
 from headrace.text.detokenize import Detokenizer
 from headrace.text.plain import PlainTextEncoder, encode_alone
 from headrace.text.token_bound import TokenBound, find_token_bound
+from headrace.types.model import TokenIds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -65,10 +66,12 @@ class Tokenizer:
             template_variables={name: str(text) for name, text in loaded.special_tokens_map.items()},
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's logits may be wider."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+    @cached_property
+    def token_ids(self) -> TokenIds:
+        """The ids of all tokens, added ones included. Not counted: added tokens may leave gaps before them."""
+        used = frozenset(self._backend.get_vocab(with_added_tokens=True).values())
+        end = max(used, default=-1) + 1
+        return TokenIds(end, frozenset(range(end)) - used if len(used) < end else frozenset())
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The ids that stand for tokens: 0 to `end` - 1 except `missing`. A model's weights may have rows for more."""
+
+    end: int
+    missing: frozenset[int] = frozenset()
+
+    def __contains__(self, token_id: int) -> bool:
+        return 0 <= token_id < self.end and token_id not in self.missing
+
+    def first_unknown(self, token_ids: Iterable[int]) -> int | None:
+        """The first of the ids that stands for no token; None if all do."""
+        return next((token_id for token_id in token_ids if token_id not in self), None)
+
+    def up_to(self, num_rows: int) -> TokenIds:
+        """Those that weights with so many rows have."""
+        if num_rows >= self.end:
+            return self
+        return TokenIds(num_rows, frozenset(token_id for token_id in self.missing if token_id < num_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +38,7 @@ class ModelDescription:
     config: config.json as stored; text_config: the part that describes the text model.
     generation_config: generation_config.json, empty if there is none.
     max_model_len: context in tokens, prompt and answer together, after the server's own limit.
-    vocab_size: width of the logits. eos_token_ids: from generation_config, else config.
+    tokens: those that both the tokenizer and the weights have. eos_token_ids: from generation_config, else config.
     takes_media: prompts may hold images and videos.
     sparse_draft: the model by which long prompts are thinned; None if they aren't.
     report: lines for start-up: device, precision, level of each layer class.
@@ -30,7 +51,7 @@ class ModelDescription:
     text_config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     max_model_len: int
-    vocab_size: int
+    tokens: TokenIds
     eos_token_ids: tuple[int, ...]
     takes_media: bool = False
     sparse_draft: str | None = None

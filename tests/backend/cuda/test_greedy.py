@@ -71,3 +71,11 @@ def test_rows_of_a_larger_array_are_read_where_they_are() -> None:
     """Also where their first logit is at no address that is a multiple of 16 bytes."""
     logits = mx.array(np.random.default_rng(0).standard_normal((7, 515))).astype(mx.bfloat16)
     assert most_likely(logits[3:6], OTHERWISE).tolist() == likeliest(double(logits)[3:6])
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_columns_that_were_cut_off_never_win(num_rows: int) -> None:
+    logits = np.random.default_rng(1).standard_normal((num_rows, 515))
+    logits[:, 509:] = 9
+    given = mx.array(logits).astype(mx.bfloat16)[:, :509]
+    assert most_likely(given, OTHERWISE).tolist() == likeliest(double(given))
