@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from headrace.api.json_body import StrictBody
 from headrace.api.openai_fields import FieldRules, unknown_inner_fields
-from headrace.api.openai_sampling import SparseBody
+from headrace.api.openai_sampling import SparseBody, StopText
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -110,13 +110,11 @@ class MessagesBody(SparseBody):
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
     system: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
-    stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)] | None
-    ) = None
+    stop_sequences: Annotated[list[StopText], Field(fail_fast=True, max_length=64)] | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    tools: Annotated[list[ToolBody] | None, Field(max_length=4096)] = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputBody | None = None

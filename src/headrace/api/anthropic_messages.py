@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from headrace.api.anthropic_body import BLOCKS_WITHOUT_EFFECT, UNPARSED_INPUT, BlockBody, MessageBody, SourceBody
 from headrace.api.anthropic_tools import changed_name, shown_reference
 from headrace.api.json_body import required
+from headrace.api.openai_tools import MAX_CALLS
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
@@ -72,6 +73,8 @@ class ChatMessages:
                 thoughts.append(required(block.thinking, f"{where}.thinking"))
             elif block.type == "tool_use":
                 name = required(block.name, f"{where}.name")
+                if len(calls) == MAX_CALLS:
+                    raise InvalidRequest(f"{path} must hold at most {MAX_CALLS} tool_use blocks", param=path)
                 calls.append(ToolCall(required(block.id, f"{where}.id"), name, _arguments(block.input)))
             else:
                 said += self._part(block, where)

@@ -20,7 +20,7 @@ from headrace.api.json_body import check, read_object
 from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, requested_sparse
-from headrace.api.openai_tools import unknown_tool_fields
+from headrace.api.openai_tools import refuse_large_arguments, unknown_tool_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, Structure
 
@@ -82,6 +82,7 @@ def _messages(parsed: MessagesBody, translate: ChatMessages) -> tuple[ChatMessag
     turns = [
         turn for index, message in enumerate(parsed.messages) for turn in translate.turn(message, f"messages[{index}]")
     ]
+    refuse_large_arguments(turns, "messages")
     return (*translate.system(parsed.system), *turns)
 
 

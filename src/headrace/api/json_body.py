@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
+from headrace.api.json_amount import MAX_DEPTH, refuse_too_much, slices
 from headrace.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -26,10 +27,10 @@ _TYPE_ERRORS: Mapping[str, str] = {
     "string_type": "a string",
 }
 
-# Escapes in a JSON text, read from its start so that an escaped backslash begins none: a pair of surrogates, a half of
-# one by itself, any other.
-_ESCAPE = re.compile(
-    rb"(?P<pair>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+# Halves of surrogate pairs that stand by themselves, escaped, in a JSON text without escaped backslashes.
+_HALF_PAIR = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
 )
 
 
@@ -42,18 +43,35 @@ class StrictBody(BaseModel):
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a body; half a surrogate pair is read as a replacement character.
 
-    Raises InvalidRequest for anything else, NaN and bytes that are no UTF-8 too.
+    Raises InvalidRequest for anything else, NaN and bytes that are no UTF-8 too, and for more than the limits allow.
     """
-    try:
-        value = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        whole = without_half_pairs(body)
-        if whole == body:
-            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-        return read_object(whole)
+    value = read_json(body, "the body")
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
+
+
+def read_json(text: bytes, what: str, param: str | None = None) -> Any:
+    """The value of a JSON text, as read_object reads it. what: names the text in errors. Raises InvalidRequest."""
+    refuse_too_much((text,), what, param)
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        whole = without_half_pairs(text)
+        if whole == text:
+            raise InvalidRequest(_why_invalid(what, error), param=param) from error
+    return read_json(whole, what, param)
+
+
+def _parsed(text: bytes) -> Any:
+    # Texts that are all different make the reader's cache of strings slow, and it saves next to nothing on the others.
+    return from_json(text, allow_inf_nan=False, cache_strings="none")
+
+
+def _why_invalid(what: str, error: ValueError) -> str:
+    if str(error).startswith("recursion limit exceeded"):
+        return f"{what} is nested more than {MAX_DEPTH} levels deep"
+    return f"{what} is not valid JSON: {error}"
 
 
 def without_half_pairs(body: bytes) -> bytes:
@@ -61,9 +79,14 @@ def without_half_pairs(body: bytes) -> bytes:
 
     Clients that cut their strings by UTF-16 units, as JavaScript does, send such halves.
     """
-    if b"\\ud" not in body and b"\\uD" not in body:
+    no_utf_8 = b"\xff"
+    if (b"\\ud" not in body and b"\\uD" not in body) or no_utf_8 in body:
         return body
-    return _ESCAPE.sub(lambda match: b"\\ufffd" if match["half"] is not None else match[0], body)
+    whole = bytearray(body)
+    unescaped = b"".join(piece.replace(b"\\\\", 2 * no_utf_8) for piece in slices(body))
+    for half in _HALF_PAIR.finditer(unescaped):
+        whole[half.start() : half.end()] = b"\\ufffd"
+    return bytes(whole)
 
 
 def check(model: type[Body], value: Mapping[str, Any]) -> Body:

@@ -29,7 +29,14 @@ from headrace.api.openai_sampling import (
     requested_stop,
 )
 from headrace.api.openai_structure import ResponseFormatBody, StructureBody, StructuredOutputsBody, answer_structure
-from headrace.api.openai_tools import ToolBody, ToolsBody, tool_choice, tool_definitions, unknown_tool_fields
+from headrace.api.openai_tools import (
+    ToolBody,
+    ToolsBody,
+    refuse_large_arguments,
+    tool_choice,
+    tool_definitions,
+    unknown_tool_fields,
+)
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest, RequestedAnswers
 
@@ -46,7 +53,7 @@ class PromptBody(StrictBody):
     """What a chat's prompt is made of."""
 
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
-    tools: Annotated[list[ToolBody] | None, Field(max_length=4096)] = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -102,9 +109,11 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
 
 def chat_prompt(parsed: PromptBody, request_id: str) -> ChatRequest:
     """A request that has the prompt's fields only."""
+    messages = tuple(chat_message(message, index) for index, message in enumerate(parsed.messages))
+    refuse_large_arguments(messages, "messages")
     return ChatRequest(
         request_id=request_id,
-        messages=tuple(chat_message(message, index) for index, message in enumerate(parsed.messages)),
+        messages=messages,
         tools=tool_definitions(parsed.tools or ()),
         enable_thinking=_enable_thinking(parsed),
         reasoning_effort=_option("reasoning_effort", parsed.reasoning_effort, parsed.chat_template_kwargs),

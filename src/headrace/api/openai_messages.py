@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from headrace.api.json_body import StrictBody, required
+from headrace.api.openai_tools import MAX_CALLS
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, Role, TextPart, ToolCall
 from headrace.types.media import MediaOptions
@@ -75,7 +76,7 @@ class MessageBody(StrictBody):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None

@@ -7,7 +7,6 @@ the model to be checked (token ids, the context) is checked by the session.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -25,6 +24,8 @@ MAX_DRAFT_TOKENS = 16
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+_MAX_BIAS = 100
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
@@ -57,13 +58,15 @@ class SamplingBody(SparseBody):
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100, allow_inf_nan=False)] = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    # Read by hand: every wrong entry would be an error of its own.
+    logit_bias: Any = None
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]] | None, Field(max_length=1024)] = (
-        None
-    )
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(fail_fast=True, max_length=1024)]
+        | None
+    ) = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
@@ -92,7 +95,7 @@ class Call(Generic[Asked]):
 
 
 def requested_sampling(parsed: SamplingBody) -> RequestedSampling:
-    """How the next token is drawn. Raises InvalidRequest for a bias whose key is no token id."""
+    """How the next token is drawn. Raises InvalidRequest for biases that make no sense."""
     return RequestedSampling(
         temperature=parsed.temperature,
         top_p=parsed.top_p,
@@ -102,7 +105,7 @@ def requested_sampling(parsed: SamplingBody) -> RequestedSampling:
         repetition_penalty=parsed.repetition_penalty,
         frequency_penalty=parsed.frequency_penalty,
         presence_penalty=parsed.presence_penalty,
-        logit_bias=_logit_bias(parsed.logit_bias or {}),
+        logit_bias=_logit_bias(parsed.logit_bias),
         allowed_token_ids=None if parsed.allowed_token_ids is None else tuple(parsed.allowed_token_ids),
         bad_words=tuple(parsed.bad_words or ()),
         min_tokens=parsed.min_tokens,
@@ -149,12 +152,19 @@ def check_stream(parsed: SamplingBody) -> None:
         raise UnsupportedField(f"{name} is not supported: usage comes once, in the last chunk", param=name)
 
 
-def _logit_bias(biases: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...]:
+    if biases is None:
+        return ()
+    if not isinstance(biases, dict):
+        raise InvalidRequest("logit_bias: input should be an object", param="logit_bias")
     added: dict[int, float] = {}
     for key, bias in biases.items():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(f"logit_bias: a key must be a token id, not {key[:32]!r}", param="logit_bias")
         if int(key) in added:
             raise InvalidRequest(f"logit_bias: token {int(key)} stands there twice", param="logit_bias")
-        added[int(key)] = bias
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            path = f"logit_bias.{key}"
+            raise InvalidRequest(f"{path}: input should be a number from -{_MAX_BIAS} to {_MAX_BIAS}", param=path)
+        added[int(key)] = float(bias)
     return tuple(added.items())

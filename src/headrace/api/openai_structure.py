@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
-from pydantic_core import from_json
 
-from headrace.api.json_body import StrictBody
+from headrace.api.json_body import StrictBody, read_json
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import Structure
 
-Choices = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=10_000)]
 
 
 class JsonSchemaBody(StrictBody):
@@ -124,10 +123,7 @@ def _schema(schema: dict[str, Any] | bool | str, path: str) -> dict[str, Any] | 
     """A schema, which may come as JSON text."""
     if not isinstance(schema, str):
         return schema
-    try:
-        parsed = from_json(schema)
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is not valid JSON: {error}", param=path) from error
+    parsed = read_json(schema.encode(errors="surrogatepass"), path, path)
     if not isinstance(parsed, dict | bool):
         raise InvalidRequest(f"{path} must hold an object, true or false", param=path)
     return parsed

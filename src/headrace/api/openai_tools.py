@@ -7,15 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from headrace.api.json_amount import refuse_too_much
 from headrace.api.json_body import StrictBody
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import ToolChoice, ToolDefinition
+from headrace.types.chat import ChatMessage, ToolChoice, ToolDefinition
 
 # A mark for caches, and a wish for arguments as they come, which is how they are sent anyway.
 _WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
 
 MAX_NAME = 256
 """Characters of a tool's name."""
+
+MAX_CALLS = 1024
+"""Calls that one turn of an assistant makes."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
@@ -53,7 +57,7 @@ class AllowedToolsBody(StrictBody):
     """Some of the tools, of which the model may call one or must."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolBody], Field(min_length=1)]
+    tools: Annotated[list[NamedToolBody], Field(fail_fast=True, min_length=1)]
 
 
 class ToolChoiceBody(NamedToolBody):
@@ -102,6 +106,15 @@ def refuse_repeated(names: Sequence[str], path: str) -> None:
             where = path.format(index)
             raise InvalidRequest(f"{where}: there is another tool of this name", param=where)
         known.add(name)
+
+
+def refuse_large_arguments(messages: Sequence[ChatMessage], param: str) -> None:
+    """Raises InvalidRequest if the arguments of all calls together hold more than JSON may: templates want them parsed.
+
+    param: the field that the messages came in.
+    """
+    texts = (call.arguments.encode(errors="replace") for message in messages for call in message.tool_calls)
+    refuse_too_much(texts, f"{param}: the arguments of all calls together", param)
 
 
 def unknown_tool_fields(tools: Sequence[Mapping[str, Any]], declared: Mapping[str, Any]) -> tuple[str, ...]:

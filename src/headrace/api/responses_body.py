@@ -24,6 +24,7 @@ from headrace.api.openai_sampling import (
     requested_sparse,
     requested_stop,
 )
+from headrace.api.openai_tools import refuse_large_arguments
 from headrace.api.responses_fields import RESPONSES_FIELDS
 from headrace.api.responses_items import Item, ReferenceItem, input_items, item_type, unknown_item_fields
 from headrace.api.responses_text import ReasoningBody, TextBody, requested_structure
@@ -55,7 +56,7 @@ class ResponsesBody(SamplingBody):
     max_output_tokens: Annotated[int | None, Field(ge=0)] = None
     previous_response_id: str | None = None
     store: bool | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     tools: list[Any] | None = None
     # Of two shapes; see tool_choice.
     tool_choice: Any = None
@@ -128,9 +129,11 @@ def _request(
     parsed: ResponsesBody, items: Sequence[Item], first_own: int, tools: DeclaredTools, num_logprobs: int | None
 ) -> ChatRequest:
     instructions = (ChatMessage("system", (TextPart(parsed.instructions),)),) if parsed.instructions else ()
+    turns = chat_turns(items, first_own)
+    refuse_large_arguments(turns, "input")
     return ChatRequest(
         request_id=f"resp_{secrets.token_hex(24)}",
-        messages=(*instructions, *chat_turns(items, first_own)),
+        messages=(*instructions, *turns),
         tools=tools.definitions,
         tool_choice=tool_choice(parsed.tool_choice, tools, is_parallel=parsed.parallel_tool_calls is not False),
         structure=requested_structure(parsed.text),

@@ -112,8 +112,8 @@ class ReasoningItem(StrictBody):
     """Thinking of an earlier turn."""
 
     type: str
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = None
 
 

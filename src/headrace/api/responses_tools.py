@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -86,7 +86,7 @@ class NamespaceBody(StrictBody):
     type: Literal["namespace"]
     name: str = Field(min_length=1)
     description: str | None = None
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True)

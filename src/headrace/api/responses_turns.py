@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from headrace.api.json_body import required
+from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_items import (
     CARRIED_CALLS,
     SKIPPED_ITEMS,
@@ -75,12 +76,24 @@ def _unsealed(content: str | None) -> str:
         return ""
 
 
+@dataclass(slots=True)
+class _AssistantTurn:
+    """What an assistant's turn holds so far."""
+
+    content: tuple[ContentPart, ...] = ()
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def finish(self) -> ChatMessage:
+        return ChatMessage("assistant", self.content, "\n".join(self.thoughts) or None, tuple(self.calls))
+
+
 class _Turns:
     """Turns in the making: the assistant's last one may still grow."""
 
     def __init__(self) -> None:
         self._turns: list[ChatMessage] = []
-        self._open: ChatMessage | None = None
+        self._open: _AssistantTurn | None = None
         self._names: dict[str, str] = {}
 
     def add(self, place: _Place) -> None:
@@ -93,9 +106,11 @@ class _Turns:
             case ReasoningItem() as reasoning:
                 self._add_reasoning(reasoning)
             case FunctionCallItem() as call:
-                self._add_call(call.call_id, visible_name(call.name, call.namespace), call.arguments)
+                name = visible_name(call.name, call.namespace)
+                self._add_call(ToolCall(call.call_id, name, call.arguments), place.path)
             case CustomCallItem() as call:
-                self._add_call(call.call_id, visible_name(call.name, call.namespace), custom_arguments(call.input))
+                name = visible_name(call.name, call.namespace)
+                self._add_call(ToolCall(call.call_id, name, custom_arguments(call.input)), place.path)
             case OutputItem() as output:
                 self._add_output(output.call_id, _parts(output.output, f"{place.path}.output"))
             case CarriedItem() as carried:
@@ -110,24 +125,25 @@ class _Turns:
         if message.role != "assistant":
             self._append(ChatMessage("user" if message.role == "user" else "system", content))
             return
-        if self._open is None or self._open.content or self._open.tool_calls:
+        if self._open is not None and (self._open.content or self._open.calls):
             self._close()
-        self._open = replace(self._open or ChatMessage("assistant"), content=content)
+        self._assistant().content = content
 
     def _add_reasoning(self, item: ReasoningItem) -> None:
         thought = "\n".join(part.text for part in item.content or ())
         thought = thought or _unsealed(item.encrypted_content) or "\n".join(part.text for part in item.summary or ())
         if not thought:
             return
-        if self._open is not None and (self._open.content or self._open.tool_calls):
+        if self._open is not None and (self._open.content or self._open.calls):
             self._close()
-        turn = self._open or ChatMessage("assistant")
-        self._open = replace(turn, reasoning=f"{turn.reasoning}\n{thought}" if turn.reasoning else thought)
+        self._assistant().thoughts.append(thought)
 
-    def _add_call(self, call_id: str, name: str, arguments: str) -> None:
-        self._names[call_id] = name
-        turn = self._open or ChatMessage("assistant")
-        self._open = replace(turn, tool_calls=(*turn.tool_calls, ToolCall(call_id, name, arguments)))
+    def _add_call(self, call: ToolCall, path: str) -> None:
+        calls = self._assistant().calls
+        if len(calls) == MAX_CALLS:
+            raise InvalidRequest(f"{path}: a turn must make at most {MAX_CALLS} calls", param=path)
+        calls.append(call)
+        self._names[call.id] = call.name
 
     def _add_output(self, call_id: str, content: tuple[ContentPart, ...]) -> None:
         self._append(ChatMessage("tool", content, tool_call_id=call_id, name=self._names.get(call_id)))
@@ -137,7 +153,8 @@ class _Turns:
         if call_id is None:
             raise InvalidRequest(f"{place.path}.call_id is missing", param=f"{place.path}.call_id")
         if carried.type in CARRIED_CALLS:
-            self._add_call(call_id, CARRIED_CALLS[carried.type], carried_arguments(place.item))
+            call = ToolCall(call_id, CARRIED_CALLS[carried.type], carried_arguments(place.item))
+            self._add_call(call, place.path)
         else:
             self._add_output(call_id, _text(carried_output(place.item)))
 
@@ -145,9 +162,15 @@ class _Turns:
         self._close()
         self._turns.append(turn)
 
+    def _assistant(self) -> _AssistantTurn:
+        """The assistant's turn that may still grow, a new one if there is none."""
+        if self._open is None:
+            self._open = _AssistantTurn()
+        return self._open
+
     def _close(self) -> None:
         if self._open is not None:
-            self._turns.append(self._open)
+            self._turns.append(self._open.finish())
             self._open = None
 
 

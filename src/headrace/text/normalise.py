@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from headrace.errors import InvalidRequest, UnsupportedField
@@ -158,29 +159,30 @@ def _as_note(message: ChatMessage) -> ChatMessage:
 
 def _merge_turns(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     merged: list[ChatMessage] = []
-    for message in messages:
-        if merged and message.role in ("user", "assistant") and merged[-1].role == message.role:
-            merged[-1] = _merge(merged[-1], message)
-        else:
-            merged.append(message)
+    for role, turns in groupby(messages, key=lambda message: message.role):
+        merged += [_merge(tuple(turns))] if role in ("user", "assistant") else turns
     return tuple(merged)
 
 
-def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    reasoning = "\n\n".join(text for text in (first.reasoning, second.reasoning) if text)
+def _merge(turns: tuple[ChatMessage, ...]) -> ChatMessage:
+    if len(turns) == 1:
+        return turns[0]
     return replace(
-        first,
-        content=_merged_content(first, second),
-        reasoning=reasoning or None,
-        tool_calls=first.tool_calls + second.tool_calls,
+        turns[0],
+        content=_merged_content(turns),
+        reasoning="\n\n".join(turn.reasoning for turn in turns if turn.reasoning) or None,
+        tool_calls=tuple(call for turn in turns for call in turn.tool_calls),
     )
 
 
-def _merged_content(first: ChatMessage, second: ChatMessage) -> tuple[ContentPart, ...]:
-    if not media_parts((first, second)):
-        return _as_text_part(_joined((first, second)))
-    between = (TextPart("\n\n"),) if first.content and second.content else ()
-    return (*first.content, *between, *second.content)
+def _merged_content(turns: tuple[ChatMessage, ...]) -> tuple[ContentPart, ...]:
+    first_media = next((index for index, turn in enumerate(turns) if media_parts((turn,))), len(turns))
+    content: list[ContentPart] = [*_as_text_part(_joined(turns[:first_media]))]
+    for turn in turns[first_media:]:
+        if content and turn.content:
+            content.append(TextPart("\n\n"))
+        content += turn.content
+    return tuple(content)
 
 
 def _joined(messages: tuple[ChatMessage, ...]) -> str:
