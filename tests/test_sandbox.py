@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from headrace.cancellation import run_in_thread
 from headrace.sandbox import LimitExceeded, Sandbox
 
 MAX_BYTES = 512 * 1024 * 1024
@@ -103,3 +106,44 @@ os.kill(os.getpid(), 9)
             return
         time.sleep(0.05)
     pytest.fail("the helper process outlived its server")
+
+
+def test_arrays_come_back_whole_and_writable(sandbox: Sandbox) -> None:
+    expression = "__import__('numpy').arange(3_000_000, dtype='u4').reshape(3, -1)[:, ::2]"
+    array = sandbox.run(eval, expression, timeout_s=30)
+    assert np.array_equal(array, np.arange(3_000_000, dtype=np.uint32).reshape(3, -1)[:, ::2])
+    array += 1
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_call_whose_caller_is_cancelled_ends(sandbox: Sandbox, is_running: bool) -> None:
+    sandbox.run(os.getpid, timeout_s=30)
+
+    async def scenario() -> tuple[str, tuple[int, int]]:
+        ends: list[str] = []
+
+        def call() -> None:
+            try:
+                sandbox.run(time.sleep, 60, timeout_s=120)
+            except BaseException as error:
+                ends.append(type(error).__name__)
+
+        def other_call() -> None:
+            sandbox.run(time.sleep, 3, timeout_s=120)
+
+        other = None if is_running else asyncio.create_task(asyncio.to_thread(other_call))
+        await asyncio.sleep(0.3)
+        waiting = asyncio.create_task(run_in_thread(call))
+        await asyncio.sleep(0.3)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        while not ends:
+            await asyncio.sleep(0.01)
+        if other is not None:
+            assert not other.done(), "the call that waited did not wait on"
+            await other
+        return ends[0], await asyncio.to_thread(sandbox.run, divmod, 7, 2, timeout_s=30)
+
+    started = time.monotonic()
+    assert asyncio.run(scenario()) == ("WorkCancelled", (3, 1))
+    assert time.monotonic() - started < 30

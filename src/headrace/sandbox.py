@@ -8,22 +8,34 @@ import queue
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from headrace.cancellation import WorkCancelled, check_cancelled, interrupted_by
 
 Result = TypeVar("Result")
 
 STACK_BYTES = 2 * 1024 * 1024
 """Of the thread that runs a function: less than the server's own threads have, so that recursion ends here first."""
 
+_PATIENCE_S = 0.1
+"""A call that waits for a free process looks this often whether it was cancelled."""
+
 _ALARM_DELAY_S = 2
 """The helper process ends itself this long after a call's limit, should the server be gone by then."""
 
-_MAIN = "import sys; sys.path[:] = sys.argv[2:]; from headrace.sandbox import serve; serve(int(sys.argv[1]))"
+# Numeric libraries would start a thread for each core, whose stacks and buffers count as memory.
+_MAIN = """
+import os, sys
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+sys.path[:] = sys.argv[2:]
+from headrace.sandbox import serve
+serve(int(sys.argv[1]))
+"""
 
 
 class LimitExceeded(Exception):
@@ -49,14 +61,15 @@ class Sandbox:
     def run(self, function: Callable[..., Result], /, *args: object, timeout_s: float) -> Result:
         """The function's result. Function, arguments and result must be picklable; waits for a free process first.
 
-        Raises LimitExceeded, and what the function raises.
+        Raises LimitExceeded, and what the function raises. A caller that is cancelled ends the process (WorkCancelled).
         """
-        process = self._idle.get()
+        process = self._wait_for_process()
         try:
             if process is None or not process.is_alive:
                 process = self._start()
-            succeeded, result = process.call(function, args, timeout_s)
-        except LimitExceeded:
+            with interrupted_by(process.interrupt):
+                succeeded, result = process.call(function, args, timeout_s)
+        except (LimitExceeded, WorkCancelled):
             if process is not None:
                 self._discard(process)
                 process = None
@@ -82,6 +95,12 @@ class Sandbox:
         self._is_closed = True
         for process in tuple(self._running):
             self._discard(process)
+
+    def _wait_for_process(self) -> _HelperProcess | None:
+        while True:
+            check_cancelled()
+            with contextlib.suppress(queue.Empty):
+                return self._idle.get(timeout=_PATIENCE_S)
 
     def _start(self) -> _HelperProcess:
         process = _HelperProcess(self._max_bytes)
@@ -110,8 +129,9 @@ class _HelperProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server, which ends its helpers itself
             )
-        self._connection = Connection(ours.detach())
-        self._connection.send(max_bytes)
+        self._socket = ours
+        self._in_call = threading.Lock()
+        _send(ours, max_bytes)
 
     @property
     def is_alive(self) -> bool:
@@ -120,35 +140,43 @@ class _HelperProcess:
     def call(self, function: Callable[..., object], args: tuple[object, ...], timeout_s: float) -> tuple[bool, object]:
         """Whether the function returned, and its result or else its error."""
         try:
-            self._connection.send_bytes(pickle.dumps((timeout_s, function, args)))
-            if not self._connection.poll(timeout_s):
-                raise LimitExceeded("time")
-            succeeded, result = self._connection.recv()
+            with self._in_call:
+                _send(self._socket, (timeout_s, function, args))
+                self._socket.settimeout(timeout_s)
+                succeeded, result = _receive(self._socket)
+                self._socket.settimeout(None)
+        except TimeoutError as error:
+            raise LimitExceeded("time") from error
         except (EOFError, OSError) as error:
             raise LimitExceeded("crash") from error
         if isinstance(result, MemoryError):
             raise LimitExceeded("memory")
         return succeeded, result
 
+    def interrupt(self) -> None:
+        """Let the call that runs fail, without waiting for it."""
+        self._process.kill()
+
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()  # a call that waits for an answer now reads the end of the stream
+        self._process.wait()
+        with self._in_call:  # a call that waits for an answer now reads the end of the stream
+            self._socket.close()
 
 
 def serve(descriptor: int) -> None:
     """The helper process's main function: calls functions until the server closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = Connection(descriptor)
-    with contextlib.suppress(EOFError, OSError):
-        _limit_memory(connection.recv())
+    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(EOFError, OSError):
+        _limit_memory(_receive(connection))
         while True:
-            timeout_s, function, args = pickle.loads(connection.recv_bytes())
+            timeout_s, function, args = _receive(connection)
             # The default action ends the process even while it runs foreign code that holds the interpreter.
             signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_DELAY_S)
             answer = _call_in_thread(function, args)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            connection.send_bytes(_pickled(answer))
+            _send_answer(connection, answer)
             del function, args, answer
 
 
@@ -173,14 +201,55 @@ def _call_in_thread(function: Callable[..., object], args: tuple[object, ...]) -
     return answers[0]
 
 
-def _pickled(answer: tuple[bool, object]) -> bytes:
+def _send_answer(connection: socket.socket, answer: tuple[bool, object]) -> None:
     try:
-        data = pickle.dumps(answer)
         if not answer[0]:
-            pickle.loads(data)  # some errors pickle and cannot be read back
-        return data
+            pickle.loads(pickle.dumps(answer))  # some errors pickle and cannot be read back
+        message = _Message(answer)
     except MemoryError:
-        return pickle.dumps((False, MemoryError()))
+        message = _Message((False, MemoryError()))
     except Exception as error:  # an error or a result of foreign code that cannot be pickled
         kind = type(error if answer[0] else answer[1]).__name__
-        return pickle.dumps((False, RuntimeError(f"the helper process cannot return a {kind}")))
+        message = _Message((False, RuntimeError(f"the helper process cannot return a {kind}")))
+    message.send(connection)
+
+
+class _Message:
+    """A pickled value; its arrays are not copied but sent from where they are.
+
+    On the wire: the number of parts, the length of each, and the parts: the pickle and then the arrays.
+    """
+
+    def __init__(self, value: object) -> None:
+        arrays: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+        self._parts = (memoryview(data), *(array.raw() for array in arrays))
+
+    def send(self, connection: socket.socket) -> None:
+        lengths = [len(part) for part in self._parts]
+        connection.sendall(struct.pack(f"<{len(lengths) + 1}Q", len(lengths), *lengths))
+        for part in self._parts:
+            connection.sendall(part)
+
+
+def _send(connection: socket.socket, value: object) -> None:
+    _Message(value).send(connection)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next value. Raises EOFError when the other side is gone."""
+    (num_parts,) = struct.unpack("<Q", _read(connection, 8))
+    lengths = struct.unpack(f"<{num_parts}Q", _read(connection, 8 * num_parts))
+    data, *arrays = [_read(connection, length) for length in lengths]
+    return pickle.loads(data, buffers=arrays)
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        num_read = connection.recv_into(rest)
+        if not num_read:
+            raise EOFError
+        rest = rest[num_read:]
+    return data

@@ -159,8 +159,9 @@ def _as_note(message: ChatMessage) -> ChatMessage:
 
 def _merge_turns(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     merged: list[ChatMessage] = []
-    for role, turns in groupby(messages, key=lambda message: message.role):
-        merged += [_merge(tuple(turns))] if role in ("user", "assistant") else turns
+    for role, group in groupby(messages, key=lambda message: message.role):
+        turns = tuple(group)
+        merged += (_merge(turns),) if role in ("user", "assistant") else turns
     return tuple(merged)
 
 

@@ -1,0 +1,81 @@
+"""Work in threads that ends soon after its caller is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+class WorkCancelled(Exception):
+    """The result of this work is not wanted any more."""
+
+
+class _Cancellation:
+    """Whether one thread's work was cancelled, and what ends it in mid-call."""
+
+    def __init__(self) -> None:
+        self._is_cancelled = False
+        self._interrupt: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._interrupt is not None:
+                self._interrupt()
+
+    def check(self) -> None:
+        if self._is_cancelled:
+            raise WorkCancelled
+
+    @contextmanager
+    def interrupted_by(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        with self._lock:
+            self.check()
+            self._interrupt = interrupt
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._interrupt = None
+            self.check()
+
+
+_current: ContextVar[_Cancellation] = ContextVar("cancellation", default=_Cancellation())  # noqa: B039
+
+
+async def run_in_thread(
+    function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """As asyncio.to_thread; the function's next `check_cancelled` after the caller was cancelled raises."""
+    cancellation = _Cancellation()
+
+    def work() -> Result:
+        _current.set(cancellation)
+        cancellation.check()
+        return function(*args, **kwargs)
+
+    try:
+        return await asyncio.to_thread(work)
+    except asyncio.CancelledError:
+        cancellation.cancel()
+        raise
+
+
+def check_cancelled() -> None:
+    """To be called between two pieces of long work. Raises WorkCancelled."""
+    _current.get().check()
+
+
+@contextmanager
+def interrupted_by(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Around a call that waits: `interrupt`, in another thread, makes it fail. Raises WorkCancelled then."""
+    with _current.get().interrupted_by(interrupt):
+        yield
