@@ -36,7 +36,7 @@ def schema(part: Any) -> Schema:
         ('"12"', {"type": "integer"}, 12),
         ("007", {"type": "integer"}, 7),
         ("1_000", {"type": "integer"}, 1000),
-        ("2.0", {"type": "integer"}, 2.0),
+        ("2.0", {"type": "integer"}, 2),
         ("9007199254740993", {"type": "integer"}, 9007199254740993),
         ("1e3", {"type": "number"}, 1000.0),
         (".5", {"type": "number"}, 0.5),

@@ -135,7 +135,7 @@ def parse(
         calls=tuple((name, "".join(arguments)) for name, arguments in calls),
         ids=tuple(ids),
         finish="length" if is_cut else "tool_calls" if calls else "stop",
-        is_broken=bool(parser.notes),
+        is_broken=any(fault.is_broken for fault in parser.faults),
     )
 
 

@@ -145,7 +145,7 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
     yield from _heading(name, "counter", "Requests that were queued, by what they need of the model.")
     for route, count in status.counters.routes:
         yield _sample(name, {**labels, "route": route.value}, count)
-    help = "Answers that ended by themselves and don't fit their JSON schema."
+    help = "Answers that ended by themselves and arguments of calls that don't fit their JSON schema."
     yield from _counter("headrace:schema_misfits", help, status.num_misfits, labels)
     help = "What began as a tool call and could not be made one; it was given as text."
     yield from _counter("headrace:broken_tool_calls", help, status.num_broken_calls, labels)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from headrace.text.detokenize import Detokenizer
-from headrace.text.formats.calls import BrokenCall
+from headrace.text.formats.calls import CallFault
 from headrace.text.outlet import ParsedEvent
 from headrace.text.stream_parser import StreamParser
 from headrace.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class ChoiceAnswer:
         self._scorer = scorer
         self._num_undecided = 0
         self._untold: list[TokenScore] = []
-        self._num_notes_taken = 0
+        self._num_faults_taken = 0
         self._events: list[ParsedEvent] = []
         self._said: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
 
@@ -92,10 +92,10 @@ class ChoiceAnswer:
     def num_calls(self) -> int:
         return self._parser.num_calls
 
-    def take_broken_calls(self) -> tuple[BrokenCall, ...]:
-        """What could not be made a call, since the last time."""
-        new = self._parser.notes[self._num_notes_taken :]
-        self._num_notes_taken += len(new)
+    def take_call_faults(self) -> tuple[CallFault, ...]:
+        """What is wrong with calls, since the last time."""
+        new = self._parser.faults[self._num_faults_taken :]
+        self._num_faults_taken += len(new)
         return new
 
     def push(self, output: TokenOutput) -> list[ParsedEvent]:

@@ -85,6 +85,7 @@ class Session:
         self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_broken_calls = 0
+        self._num_misfit_calls = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
@@ -151,7 +152,7 @@ class Session:
         self._refuse_if_dead()
         return replace(
             await self._engine.status(),
-            num_misfits=self._constraints.num_misfits,
+            num_misfits=self._constraints.num_misfits + self._num_misfit_calls,
             num_broken_calls=self._num_broken_calls,
         )
 
@@ -265,7 +266,7 @@ class Session:
             if output.reuse is not None:
                 log.info("%s: %s", output.request_id, output.reuse)
             events = prompt.push(output, everything)
-            self._log_broken_calls(output, prompt)
+            self._log_call_faults(output, prompt)
             if prompt.is_over and not prompt.is_over_in_engine:
                 reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
                 outputs.finish(reason)
@@ -275,14 +276,16 @@ class Session:
                 return
         raise GenerationFailed("the engine ended the answer without a reason")
 
-    def _log_broken_calls(self, output: TokenOutput, prompt: PromptAnswers) -> None:
-        """Says what an ended choice could not make a call, without what the model wrote."""
+    def _log_call_faults(self, output: TokenOutput, prompt: PromptAnswers) -> None:
+        """Counts and logs faults of calls, without what the model wrote."""
         choice = next(each for each in prompt.choices if each.choice == output.choice + prompt.choices[0].choice)
-        for broken in choice.take_broken_calls():
-            self._num_broken_calls += 1
+        for fault in choice.take_call_faults():
+            self._num_broken_calls += fault.is_broken
+            self._num_misfit_calls += fault.breaks_schema
+            kind = "what began as a call is none" if fault.is_broken else "a call does not fit its tool's schema"
             log.info(
-                "%s: what began as a call is none: %s; %d such since the start",
-                output.request_id, broken.reason, self._num_broken_calls,
+                "%s: %s: %s; since the start %d broken calls, %d values of a wrong type",
+                output.request_id, kind, fault.reason, self._num_broken_calls, self._num_misfit_calls,
             )  # fmt: skip
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:

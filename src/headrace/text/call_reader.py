@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.text.formats.calls import BrokenCall, Call, CallSink, Tools
+from headrace.text.formats.calls import CallFault, CallSink, Tools
 from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
 from headrace.text.outlet import Outlet
 
 MAX_HELD = 512
-"""Characters of a call that are held back until it is known whether it is one. Of one that a grammar holds none is."""
+"""Characters of a construct that are held back until it is known whether it is one; then of each further call in it.
+
+Of one that a grammar holds none is.
+"""
 
 
 class CallReader:
     """Reads constructs out of the answer's text, and out of thinking.
 
-    say: takes what turns out to be answer text. notes: of what could not be made a call.
+    say: takes what turns out to be answer text. faults: of calls, in the order in which they were found.
     openers, bare_openers: with which a construct may begin; the latter only where a line begins.
     """
 
@@ -24,7 +27,7 @@ class CallReader:
         self.say: Callable[[str], None] = outlet.text
         self.openers = syntax.openers
         self.bare_openers = syntax.bare_openers
-        self.notes: list[BrokenCall] = []
+        self.faults: list[CallFault] = []
         self._syntax = syntax
         self._tools = tools
         self._reader = reader
@@ -36,43 +39,45 @@ class CallReader:
         reader, start = self._reader, self._reader.pos
         sink = CallSink(self._tools, reader)
         self._said = start
-        num_before = self._outlet.num_calls
         self._hold_back(start)
         try:
             yield from self._run(sink)
         except NotACall as problem:
             self._fail(sink, problem, opener, start)
         else:
-            sink.is_tentative = False
+            sink.decide()
             self._pass_on(sink)
-            if self._outlet.num_calls == num_before:
+            if sink.is_text:
                 self._say_until(reader.pos)
+        self.faults += sink.faults
         reader.set_limit(None)
 
     def read_in_thinking(self, opener: str, closers: tuple[str, ...]) -> Reading[bool]:
         """Read what may be calls at the end of thinking that never closes; true if they were.
 
-        Otherwise the reader stands behind what is no more than a mention.
+        Otherwise the reader stands behind what is no more than a mention, but before white space behind it: how much
+        text had arrived when that became clear must not show.
         """
         reader, start = self._reader, self._reader.pos
+        mention = start + len(opener)
         sink = CallSink(self._tools, reader)
         try:
             while True:
                 yield from self._run_in_thinking(sink, start, closers)
+                mention = max(mention, sink.done)
+                if sink.has_undeclared:
+                    raise NotACall
                 if not (yield from reader.skip_space()):
                     break
                 saved = reader.pos
                 if (yield from reader.take_any(self._syntax.openers)) is None:
-                    if any(reader.text.find(each, start, saved) >= 0 for each in closers):
-                        raise NotACall
-                    return False
+                    raise NotACall
                 reader.pos = saved
         except NotACall:
-            reader.pos = start + len(opener)
+            reader.pos = mention
             return False
-        for item in sink.items:
-            assert isinstance(item, Call)
-            self._outlet.call(item)
+        for call in sink.calls:
+            self._outlet.call(call)
         return True
 
     def _run(self, sink: CallSink) -> Reading[None]:
@@ -86,34 +91,39 @@ class CallReader:
             except StopIteration:
                 return
             if self._tools.hold is not None:
-                self._commit(sink)
+                sink.commit()
             self._pass_on(sink)
             if self._outlet.stopped:
                 return
             if sink.done != done:
                 done = sink.done
-                self._hold_back(done)
+                if sink.is_text is False:
+                    self._hold_back(done)
                 continue
             if reader.is_at_limit:
-                self._commit(sink)
-                self._pass_on(sink)
-                reader.set_limit(None)
+                self._reach_limit(sink)
             if len(reader.text) == num_seen:
                 yield
+
+    def _reach_limit(self, sink: CallSink) -> None:
+        """Decide what the construct is: what has been held back of it goes on."""
+        if sink.is_text is None and sink.has_complete:
+            sink.decide()
+            if not sink.is_text:
+                self._pass_on(sink)
+                self._hold_back(sink.done)
+                return
+        sink.commit()
+        self._pass_on(sink)
+        self._reader.set_limit(None)
 
     def _hold_back(self, start: int) -> None:
         """Hold back all but the first characters of what may be a call."""
         if self._tools.hold is None:
             self._reader.set_limit(start + MAX_HELD)
 
-    @staticmethod
-    def _commit(sink: CallSink) -> None:
-        """Take what is being read for a call from here on, whatever follows."""
-        sink.is_tentative = False
-        sink.is_committed = sink.current is not None
-
     def _run_in_thinking(self, sink: CallSink, start: int, closers: tuple[str, ...]) -> Reading[None]:
-        """Run the machine while thinking is not closed and every call is declared. Raises NotACall."""
+        """Run the machine while thinking is not closed. Raises NotACall."""
         reader, done = self._reader, sink.done
         machine = self._syntax.read(reader, sink)
         searched = start
@@ -124,40 +134,32 @@ class CallReader:
             try:
                 next(machine)
             except StopIteration:
-                break
+                return
             if sink.done == done:
                 yield
             done = sink.done
-        if not sink.items or not all(isinstance(item, Call) for item in sink.items):
-            raise NotACall
 
     def _pass_on(self, sink: CallSink) -> None:
-        """Tell what is certain of the construct's items."""
-        while sink.items and not sink.is_tentative:
-            item = sink.items[0]
-            if item is sink.current and not sink.is_committed:
-                return
-            if isinstance(item, Call):
-                self._outlet.call(item)
-            else:
-                self._said = max(self._said, item.start)
-                self._say_until(self._reader.safe_pos if item.end is None else item.end)
-            if item is sink.current:
-                return
-            del sink.items[0]
+        """Pass on what is certain of the construct."""
+        if sink.is_text:
+            # Between calls the machine only looks ahead.
+            self._say_until(sink.done if sink.current is None else self._reader.safe_pos)
+        elif sink.is_text is False:
+            for call in sink.take_certain():
+                self._outlet.call(call)
 
     def _fail(self, sink: CallSink, problem: NotACall, opener: str, start: int) -> None:
         """Decide how to go on where a construct turned out to be none."""
-        reader, current = self._reader, sink.current
-        if isinstance(current, Call) and not reader.is_cut:
-            self.notes.append(BrokenCall(current.name, problem.reason or "it is no call"))
-        if sink.is_committed:
+        reader = self._reader
+        if not reader.is_cut:
+            sink.note(problem)
+        if sink.is_text or sink.is_committed:
             self._pass_on(sink)
-            is_over = isinstance(current, Call) and reader.ended
-            reader.pos = len(reader.text) if is_over else reader.safe_pos
-        elif sink.done > start and (not sink.is_tentative or isinstance(problem, OutOfText)):
-            sink.is_tentative = False
-            sink.items = [item for item in sink.items if item is not current]
+            is_over = not sink.is_text and reader.ended
+            reader.pos = len(reader.text) if is_over else max(self._said, reader.safe_pos)
+        elif sink.has_passed or (sink.has_complete and (not sink.is_unit or isinstance(problem, OutOfText))):
+            sink.drop_current()
+            sink.decide()
             self._pass_on(sink)
             reader.pos = sink.done
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
-from headrace.text.formats.calls import BrokenCall, CallIds, Tools
+from headrace.text.formats.calls import CallFault, CallIds, Tools
 from headrace.text.formats.reader import Reader
 from headrace.text.formats.registry import FORMATS
 from headrace.text.harmony import HarmonyOutput
@@ -74,9 +74,9 @@ class StreamParser:
         return self._outlet.num_calls
 
     @property
-    def notes(self) -> tuple[BrokenCall, ...]:
-        """What could not be made a call."""
-        return () if self._calls is None else tuple(dict.fromkeys(self._calls.notes))
+    def faults(self) -> tuple[CallFault, ...]:
+        """What is wrong with calls, each fault once."""
+        return () if self._calls is None else tuple(dict.fromkeys(self._calls.faults))
 
     def push(self, text: str) -> tuple[ParsedEvent, ...]:
         """Take the next text; returns what it made certain."""

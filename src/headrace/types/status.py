@@ -188,7 +188,8 @@ class EngineStatus:
     """A moment between two steps.
 
     cache: None if it is switched off; drafts: None if nothing is guessed ahead; sparse: None if no prompt is thinned.
-    num_misfits: answers so far that were held to a JSON schema and don't fit it. num_broken_calls: what began as a tool
+    num_misfits: answers so far that were held to a JSON schema and don't fit it, and values between tags that are of no
+    type that their tool's schema takes. num_broken_calls: what began as a tool
     call and could not be made one.
     """
 

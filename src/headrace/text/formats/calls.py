@@ -18,21 +18,28 @@ _COUNTED_ID = re.compile(r"(?:functions\.)?.+:\d+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenCall:
-    """Something that began like a call and could not be made one. name: None if it was not even that far."""
+class CallFault:
+    """What is wrong with a call. name: None if the output breaks before it.
+
+    is_broken: it could not be made a call. breaks_schema: a value is of no type that the tool's schema takes.
+    """
 
     name: str | None
     reason: str
+    is_broken: bool = True
+    breaks_schema: bool = False
 
 
 @dataclass(slots=True)
 class Call:
     """A call as far as it has been read.
 
-    written_id: the id that the model wrote. pieces: JSON text of its arguments that nobody has taken yet.
+    is_declared: its name is one of the request's tools. written_id: the id that the model wrote. pieces: JSON text of
+    its arguments that has not been passed on.
     """
 
     name: str
+    is_declared: bool
     written_id: str | None
     pieces: list[str]
     is_started: bool = False
@@ -96,18 +103,27 @@ class Passage:
 class CallSink:
     """Takes the calls of one construct (a call or a list of calls) from the machine that reads it.
 
-    items: calls, and passages that are calls of undeclared tools and so are text, in order, until they are taken.
-    done: index in the reader's text up to which items are complete.
-    is_tentative: no item is certain before the whole construct has been read.
+    A construct is calls as a whole or text as a whole: one undeclared name makes it text, unless calls of it have been
+    passed on by then.
+
+    current: the call that is being read. done: index in the reader's text up to which calls are complete.
+    is_unit: a fault in one call makes text of those before it, too. is_meant: what has been read can't be prose that
+    mentions the syntax. is_text: whether the construct is text; None while that is open.
     is_committed: what was read of the current call has been passed on and can't be taken back.
+    has_passed: calls have been. faults: found so far.
     """
 
     def __init__(self, tools: Tools, reader: Reader) -> None:
-        self.items: list[Call | Passage] = []
-        self.current: Call | Passage | None = None
+        self.calls: list[Call] = []
+        self.current: Call | None = None
         self.done = reader.pos
-        self.is_tentative = False
+        self.has_undeclared = False
+        self.is_unit = False
+        self.is_meant = False
+        self.is_text: bool | None = None
         self.is_committed = False
+        self.has_passed = False
+        self.faults: list[CallFault] = []
         self._tools = tools
         self._reader = reader
 
@@ -116,32 +132,78 @@ class CallSink:
         """Whether a grammar holds the calls."""
         return self._tools.hold is not None
 
+    @property
+    def has_complete(self) -> bool:
+        """Whether there are complete calls that have not been passed on."""
+        return bool(self.calls) and self.calls[0] is not self.current
+
     def is_json(self, key: str) -> bool:
         """Whether a value of the current call that begins with a bracket is certain to be JSON."""
         hold = self._tools.hold
-        return hold is not None and isinstance(self.current, Call) and (self.current.name, key) in hold.json_values
+        return hold is not None and self.current is not None and (self.current.name, key) in hold.json_values
+
+    def declares(self, name: str) -> bool:
+        return name in self._tools
 
     def begin(self, name: str, written_id: str | None = None) -> Schema:
-        """A call begins; returns the schema of its arguments. Raises NotACall without a name."""
+        """A call begins; returns the schema of its arguments. Raises NotACall without a name.
+
+        Raises it for an undeclared name behind calls that have been passed on, too.
+        """
         if not name:
             raise NotACall
-        self.current = Call(name, written_id, []) if name in self._tools else Passage(self.done)
-        self.items.append(self.current)
+        is_declared = name in self._tools
+        self.has_undeclared = self.has_undeclared or not is_declared
+        if self.is_text is False and not is_declared:
+            raise NotACall
+        self.current = Call(name, is_declared, written_id, [])
+        self.calls.append(self.current)
         return self._tools.schema(name)
 
     def write(self, text: str) -> None:
         """JSON text of the call's arguments."""
-        if isinstance(self.current, Call):
+        if self.current is not None and self.current.is_declared:
             self.current.pieces.append(text)
 
     def end(self) -> Reading[None]:
-        """The call is complete. The reading stops for once, so that it is passed on before the next one is read."""
-        if isinstance(self.current, Passage):
-            self.current.end = self._reader.pos
+        """The call is complete. The reading stops for once, so that it can be passed on before the next one is read."""
         self.current = None
         self.is_committed = False
         self.done = self._reader.pos
         yield
 
-    def declares(self, name: str) -> bool:
-        return name in self._tools
+    def decide(self) -> None:
+        """Settle by the names read so far what the construct is; without any it stays open."""
+        if self.is_text is None and self.calls:
+            self.is_text = self.has_undeclared
+
+    def commit(self) -> None:
+        """Take what is being read for what it is so far, whatever follows."""
+        self.decide()
+        self.is_committed = self.current is not None
+
+    def take_certain(self) -> list[Call]:
+        """The calls to pass on: complete ones, once, and what there is of a committed one."""
+        num_complete = len(self.calls) - (self.current is not None)
+        certain = self.calls if self.is_committed else self.calls[:num_complete]
+        self.calls = self.calls[num_complete:]
+        self.has_passed = self.has_passed or bool(certain)
+        return certain
+
+    def drop_current(self) -> None:
+        """The call that is being read is none."""
+        self.calls = [call for call in self.calls if call is not self.current]
+        self.current = None
+
+    def note(self, problem: NotACall) -> None:
+        """Keep what ended the construct as a fault, unless it is prose or a call of an undeclared tool."""
+        call = self.current
+        if call.is_declared if call is not None else self.is_meant and not self.has_undeclared:
+            name = None if call is None else call.name
+            reason = problem.reason or "it is no call"
+            self.faults.append(CallFault(name, reason, breaks_schema=problem.breaks_schema))
+
+    def note_misfit(self, reason: str) -> None:
+        """A value of the current call is passed on although it is of no type that the schema takes."""
+        assert self.current is not None
+        self.faults.append(CallFault(self.current.name, reason, is_broken=False, breaks_schema=True))

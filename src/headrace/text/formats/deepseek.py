@@ -9,14 +9,17 @@
 
 from __future__ import annotations
 
+from headrace.text.formats.arguments import read_arguments
 from headrace.text.formats.calls import CallSink
-from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import MAX_NAME, Reader, Reading
+from headrace.text.formats.schema import Schema
 from headrace.text.formats.tool_format import ToolFormat
 
 _LIST = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _SEPARATOR = "<｜tool▁sep｜>"
+_KIND, _FENCES = "function", ("```json", "```")
+_ENDS = (_CALL[1], _LIST[1], _CALL[0])
 
 
 class DeepSeekCalls(ToolFormat):
@@ -30,6 +33,7 @@ class DeepSeekCalls(ToolFormat):
         yield from reader.skip_space()
         yield from reader.expect(_CALL[0])
         while True:
+            sink.is_meant = True
             yield from self._call(reader, sink)
             if not (yield from reader.skip_space()):
                 return
@@ -41,18 +45,20 @@ class DeepSeekCalls(ToolFormat):
     def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
         first = (yield from reader.take_until(_SEPARATOR, MAX_NAME)).strip()
         yield from reader.skip_space()
-        if (yield from reader.peek()) == "{":
-            schema = sink.begin(first)
-            yield from LiteralReader(reader, sink.write).mapping(schema)
+        if first != _KIND or (yield from reader.peek()) == "{":
+            yield from read_arguments(reader, sink.begin(first), sink.write, _ENDS)
         else:
-            # What came first is the kind of call, always `function`.
-            schema = sink.begin((yield from reader.take_until("\n", MAX_NAME)).strip())
-            yield from reader.skip_space()
-            yield from reader.take("```json")
-            yield from reader.skip_space()
-            yield from LiteralReader(reader, sink.write).mapping(schema)
-            if (yield from reader.skip_space()):
-                yield from reader.close("```")
+            end = yield from reader.find(("\n", _CALL[1]), MAX_NAME)
+            name, reader.pos = reader.text[reader.pos : end].strip(), end
+            yield from self._fenced(reader, sink.begin(name), sink)
         if (yield from reader.skip_space()):
             yield from reader.close(_CALL[1])
         yield from sink.end()
+
+    def _fenced(self, reader: Reader, schema: Schema, sink: CallSink) -> Reading[None]:
+        """Arguments in a code fence; where there are none, the fence may be missing."""
+        yield from reader.skip_space()
+        yield from reader.take_any(_FENCES)
+        yield from read_arguments(reader, schema, sink.write, ("```", *_ENDS))
+        if (yield from reader.skip_space()):
+            yield from reader.close("```")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from headrace.text.formats.arguments import read_arguments
 from headrace.text.formats.calls import CallSink
-from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import NotACall, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
 
@@ -27,7 +27,7 @@ class HarmonyCall(ToolFormat):
         if recipient is None:
             raise NotACall
         schema = sink.begin(recipient.removeprefix("functions."))
-        yield from LiteralReader(reader, sink.write).mapping(schema)
+        yield from read_arguments(reader, schema, sink.write, (*END_MARKERS, "<|start|>"))
         if (yield from reader.skip_space()):
             yield from reader.close(*END_MARKERS)
         yield from sink.end()

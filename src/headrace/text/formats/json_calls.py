@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+from headrace.text.formats.arguments import ignore, read_arguments, write_none
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import JSON, LiteralReader
-from headrace.text.formats.reader import MAX_NAME, SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
+from headrace.text.formats.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading, run_to_end
 from headrace.text.formats.schema import ANY, Schema
 from headrace.text.formats.tool_format import ToolFormat
 
@@ -37,8 +38,10 @@ class JsonCalls(ToolFormat):
 
 def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:
     """A list of call objects, or objects one behind the other."""
+    sink.is_unit = True
     yield from reader.skip_space()
-    if (yield from reader.peek()) == "[":
+    sink.is_meant = (yield from reader.peek()) in "[{"
+    if reader.text[reader.pos] == "[":
         yield from _list(reader, sink)
         return
     yield from read_call(reader, sink)
@@ -98,13 +101,13 @@ class _CallObject:
         while True:
             yield from reader.skip_space()
             yield from reader.peek()
-            key = yield from LiteralReader(reader, _nowhere).key()
+            key = yield from LiteralReader(reader, ignore).key()
             if key in NAME_KEYS and self._schema is None:
                 yield from self._name()
             elif key in ARGUMENT_KEYS and not self._has_arguments:
                 yield from self._arguments()
             elif key in _OTHER_KEYS:
-                yield from LiteralReader(reader, _nowhere).value(ANY)
+                yield from LiteralReader(reader, ignore).value(ANY)
             else:
                 raise NotACall(None if self._schema is None else "a member that no call has")
             yield from reader.skip_space()
@@ -122,9 +125,9 @@ class _CallObject:
         if self._schema is None:
             raise NotACall
         if not self._has_arguments:
-            if self._schema.required or self._schema is ANY:
-                raise NotACall("a call without arguments")
-            self._sink.write("{}")
+            if self._schema is ANY:  # an object of another kind, such as an answer in JSON
+                raise NotACall
+            write_none(self._schema, self._sink.write)
         yield from self._sink.end()
 
     def _name(self) -> Reading[None]:
@@ -133,38 +136,19 @@ class _CallObject:
         quote = yield from reader.take_any(JSON.quotes)
         if quote is None:
             raise NotACall
-        name = yield from LiteralReader(reader, _nowhere).string_text(quote, MAX_NAME)
+        name = yield from LiteralReader(reader, ignore).string_text(quote, MAX_NAME)
         self._schema = self._sink.begin(name)
         if self._early is not None:
             early = Reader(self._early, ended=True)
-            run_to_end(_arguments_value(early, self._schema, self._sink))
+            run_to_end(read_arguments(early, self._schema, self._sink.write))
 
     def _arguments(self) -> Reading[None]:
         if self._schema is None:
             # The types are known only with the name, so what stands before it is read again then.
             yield from self._reader.skip_space()
             start = self._reader.pos
-            yield from _arguments_value(self._reader, ANY, None)
+            yield from read_arguments(self._reader, ANY, ignore)
             self._early = self._reader.text[start : self._reader.pos]
         else:
-            yield from _arguments_value(self._reader, self._schema, self._sink)
+            yield from read_arguments(self._reader, self._schema, self._sink.write)
         self._has_arguments = True
-
-
-def _arguments_value(reader: Reader, schema: Schema, sink: CallSink | None) -> Reading[None]:
-    """The arguments: an object, or a string that holds one."""
-    write = _nowhere if sink is None else sink.write
-    yield from reader.skip_space()
-    quote = yield from reader.take_any(JSON.quotes)
-    if quote is None:
-        yield from LiteralReader(reader, write).mapping(schema)
-        return
-    text = yield from LiteralReader(reader, _nowhere).string_text(quote)
-    inner = Reader(text.strip(SPACE) or "{}", ended=True)
-    run_to_end(LiteralReader(inner, write).mapping(schema))
-    if run_to_end(inner.skip_space()):
-        raise NotACall("arguments with something behind them")
-
-
-def _nowhere(text: str) -> None:
-    """Where text goes that nobody wants."""

@@ -3,13 +3,13 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
     <|tool_calls_section_end|>
 
-The section's markers and the ends may be missing.
+The section's markers and the ends may be missing, of a call without arguments their marker, too.
 """
 
 from __future__ import annotations
 
+from headrace.text.formats.arguments import read_arguments
 from headrace.text.formats.calls import CallSink
-from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import MAX_NAME, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
 
@@ -30,10 +30,12 @@ class KimiCalls(ToolFormat):
         yield from reader.skip_space()
         yield from reader.expect(_CALL[0])
         while True:
-            written = (yield from reader.take_until(_ARGUMENTS, MAX_NAME)).strip()
+            sink.is_meant = True
+            end = yield from reader.find((_ARGUMENTS, _CALL[1]), MAX_NAME)
+            written, reader.pos = reader.text[reader.pos : end].strip(), end
             schema = sink.begin(_name(written, sink), written)
-            yield from reader.skip_space()
-            yield from LiteralReader(reader, sink.write).mapping(schema)
+            yield from reader.take(_ARGUMENTS)
+            yield from read_arguments(reader, schema, sink.write, (_CALL[1], _SECTION[1], _CALL[0]))
             if (yield from reader.skip_space()):
                 yield from reader.close(_CALL[1])
             yield from sink.end()

@@ -7,10 +7,9 @@ where nothing is lost: 4711 is "4711" where a string is wanted, "12" is 12 where
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headrace.text.formats.reader import SPACE, NotACall, Reader, Reading, run_to_end
@@ -18,8 +17,9 @@ from headrace.text.formats.schema import ANY, SCALARS, Schema
 
 Write = Callable[[str], None]
 
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_LOOSE_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_EXPONENT = r"(?:[eE](?P<exponent>[+-]?[0-9]+))?"
+_NUMBER = re.compile(rf"(?P<sign>-?)(?P<whole>0|[1-9][0-9]*)(?:\.(?P<fraction>[0-9]+))?{_EXPONENT}")
+_LOOSE_NUMBER = re.compile(rf"(?P<sign>[+-]?)(?P<whole>[0-9]*)(?:\.(?P<fraction>[0-9]*))?{_EXPONENT}")
 _WORDS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
 
 # JSON's escapes mean the same in JSON text; Python has some more.
@@ -33,6 +33,10 @@ _NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 MAX_UNTOLD = 1 << 16
 """Characters of a string that can't be passed on before it ends, because what it means is known only then."""
 
+MAX_ZEROS = 400
+"""By how many zeros an exponent makes an integer longer; no tool means more by a few characters."""
+
+_MAX_EXPONENT = 8
 _MAX_SCALAR = 400
 _MAX_DEPTH = 64
 _MAX_KEY = 400
@@ -42,19 +46,21 @@ _MAX_KEY = 400
 class Spelling:
     """How values are written.
 
-    quotes: what begins and ends a string. escapes: whose rules hold after a backslash, None if it is a character like
-    any other. bare: keys and strings may stand without quotes. brackets: what begins a sequence, and its end.
+    quotes: what begins and ends a string, and whose rules hold after a backslash in it: None if that is a character
+    like any other. bare: keys and strings may stand without quotes. brackets: what begins a sequence, and its end.
     """
 
-    quotes: tuple[str, ...]
-    escapes: str | None
+    quotes: Mapping[str, str | None]
     bare: bool = False
     brackets: tuple[tuple[str, str], ...] = (("[", "]"),)
 
 
-JSON = Spelling(('"', "'"), "json")
-PYTHON = Spelling(('"""', "'''", '"', "'"), "python", brackets=(("[", "]"), ("(", ")")))
-GEMMA = Spelling(('<|"|>',), None, bare=True)
+# Apostrophes are no quotes of JSON: what is quoted so was meant as Python.
+_JSON_QUOTES = {'"': "json", "'": "python"}
+
+JSON = Spelling(_JSON_QUOTES)
+PYTHON = Spelling(dict.fromkeys(('"""', "'''", '"', "'"), "python"), brackets=(("[", "]"), ("(", ")")))
+GEMMA = Spelling({'<|"|>': None, **_JSON_QUOTES}, bare=True)
 
 
 def escaped(text: str) -> str:
@@ -155,8 +161,7 @@ class LiteralReader:
 
         Raises NotACall for a string that has not ended at the index `limit`.
         """
-        # Apostrophes are no quotes of JSON: what is quoted so was meant as Python.
-        escapes = "python" if quote == "'" else self._spelling.escapes
+        escapes = self._spelling.quotes[quote]
         stops = re.compile(re.escape(quote[0]) if escapes is None else re.escape(quote[0]) + r"|\\")
         while True:
             yield from self._reader.peek()
@@ -206,6 +211,8 @@ class LiteralReader:
         only_string = schema.types is not None and not schema.types & (SCALARS - {"null"})
         if json_text is None:
             json_text = _number(text, loose=self._spelling is PYTHON)
+            if json_text is not None and schema.needs_integer:
+                json_text = _integer(json_text) or json_text
         if schema.takes_string and only_string and (text not in _WORDS or _WORDS[text] != "null"):
             # A number or a bare word where the tool wants a string.
             if json_text is not None or (self._spelling.bare and text):
@@ -245,7 +252,9 @@ def convert(text: str, schema: Schema) -> str | None:
         return word
     if types & {"integer", "number"}:
         number = _number(bare, loose="string" not in types)
-        if number is not None and ("number" in types or not re.search(r"[.eE]", number) or float(number).is_integer()):
+        if number is not None and schema.needs_integer:
+            number = _integer(number)
+        if number is not None:
             return number
     if (types & {"array"} and bare[:1] == "[") or (types & {"object"} and bare[:1] == "{"):
         parsed = parsed_literal(bare, schema)
@@ -266,15 +275,31 @@ def parsed_literal(text: str, schema: Schema = ANY, spelling: Spelling = JSON) -
 
 
 def _number(text: str, *, loose: bool = False) -> str | None:
-    """JSON text of a number; loose: in Python's spelling, and with leading zeros."""
+    """JSON text of a number, with all of its digits; loose: in Python's spelling, and with leading zeros."""
     if _NUMBER.fullmatch(text):
         return text
-    if not loose or not _LOOSE_NUMBER.fullmatch(text):
+    parts = _LOOSE_NUMBER.fullmatch(re.sub("(?<=[0-9])_(?=[0-9])", "", text)) if loose else None
+    if parts is None or not (parts["whole"] or parts["fraction"]):
         return None
-    plain = text.replace("_", "")
-    if re.fullmatch(r"[+-]?\d+", plain):
-        return str(int(plain))
-    try:
-        return json.dumps(ast.literal_eval(plain.lstrip("+")))
-    except (SyntaxError, ValueError):
+    fraction = "" if parts["fraction"] is None else f".{parts['fraction'] or 0}"
+    exponent = "" if parts["exponent"] is None else f"e{parts['exponent']}"
+    return f"{parts['sign'].strip('+')}{parts['whole'].lstrip('0') or 0}{fraction}{exponent}"
+
+
+def _integer(number: str) -> str | None:
+    """The number as an integer without fraction or exponent, 3 for 3.0 and 1000 for 1e3; None if it is no integer.
+
+    None also for one of more than MAX_ZEROS zeros that are not written out.
+    """
+    parts = _NUMBER.fullmatch(number)
+    assert parts is not None
+    exponent = parts["exponent"] or "0"
+    if len(exponent) > _MAX_EXPONENT:
         return None
+    digits = parts["whole"] + (parts["fraction"] or "")
+    num_behind_point = len(parts["fraction"] or "") - int(exponent)
+    if num_behind_point < -MAX_ZEROS or (num_behind_point > 0 and digits[-num_behind_point:].strip("0")):
+        return None
+    digits = digits[:-num_behind_point] if num_behind_point > 0 else digits + "0" * -num_behind_point
+    digits = digits.lstrip("0")
+    return f"{parts['sign']}{digits}" if digits else "0"

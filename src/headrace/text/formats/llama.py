@@ -24,7 +24,8 @@ class LlamaCalls(ToolFormat):
     markers = (_TOKEN,)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        sink.is_tentative = not (yield from reader.take(_TOKEN))
+        is_bare = not (yield from reader.take(_TOKEN))
+        sink.is_unit, sink.is_meant = True, not is_bare
         yield from reader.skip_space()
         while True:
             yield from read_call(reader, sink)
@@ -36,6 +37,6 @@ class LlamaCalls(ToolFormat):
                 yield from reader.skip_space()
             if (yield from reader.peek()) != "{":
                 break
-        if sink.is_tentative:
+        if is_bare and sink.is_text is None:
             raise NotACall  # something else follows: an answer with JSON in it
         reader.pos = sink.done

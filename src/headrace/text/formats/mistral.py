@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
+from headrace.text.formats.arguments import read_arguments
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_json_body
-from headrace.text.formats.literals import LiteralReader
-from headrace.text.formats.reader import MAX_NAME, NotACall, Reader, Reading
+from headrace.text.formats.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
 
 _OPENER = "[TOOL_CALLS]"
@@ -33,14 +33,7 @@ class MistralCalls(ToolFormat):
         if (yield from reader.peek()) in "[{":
             yield from read_json_body(reader, sink)
             return
-        while True:
-            yield from self._call(reader, sink)
-            if not (yield from reader.skip_space()) or not (yield from reader.take(_OPENER)):
-                return
-
-    def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        end = yield from reader.find((_ID, _ARGUMENTS, "{"), MAX_NAME)
-        name, reader.pos = reader.text[reader.pos : end].strip(), end
+        name = yield from self._name(reader, sink)
         if any(char.isspace() for char in name):
             raise NotACall
         written_id = None
@@ -50,6 +43,17 @@ class MistralCalls(ToolFormat):
             reader.pos += _LENGTH_OF_ID
         yield from reader.take(_ARGUMENTS)
         schema = sink.begin(name, written_id)
-        yield from reader.skip_space()
-        yield from LiteralReader(reader, sink.write).mapping(schema)
+        yield from read_arguments(reader, schema, sink.write, (_OPENER,))
         yield from sink.end()
+
+    def _name(self, reader: Reader, sink: CallSink) -> Reading[str]:
+        """What stands before the arguments or their marker; of a declared tool the text may end there."""
+        start = reader.pos
+        try:
+            end = yield from reader.find((_ID, _ARGUMENTS, "{", _OPENER), MAX_NAME)
+        except OutOfText:
+            end = len(reader.text)
+            if reader.is_cut or not sink.declares(reader.text[start:].strip()):
+                raise
+        reader.pos = end
+        return reader.text[start:end].strip()

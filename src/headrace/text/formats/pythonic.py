@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 
+from headrace.text.formats.arguments import take_null, write_none
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.json_calls import read_json_body
 from headrace.text.formats.literals import PYTHON, LiteralReader
@@ -31,8 +32,9 @@ class PythonCalls(ToolFormat):
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         is_bare = not (yield from reader.take(self.openers[0]))
-        sink.is_tentative = is_bare
+        sink.is_unit = True
         yield from reader.skip_space()
+        sink.is_meant = not is_bare and (yield from reader.peek()) == "["
         if not is_bare and (yield from _holds_json(reader)):
             yield from read_json_body(reader, sink)
         else:
@@ -41,7 +43,7 @@ class PythonCalls(ToolFormat):
             if (yield from reader.skip_space()):
                 yield from reader.close(self._closer)
             sink.done = reader.pos
-        elif (yield from reader.skip_space(" \t\r")) and reader.text[reader.pos] != "\n" and sink.is_tentative:
+        elif (yield from reader.skip_space(" \t\r")) and reader.text[reader.pos] != "\n" and sink.is_text is None:
             raise NotACall
 
 
@@ -79,6 +81,13 @@ def _call(reader: Reader, sink: CallSink) -> Reading[None]:
     reader.pos += 1
     schema = sink.begin(name)
     literals = LiteralReader(reader, sink.write, PYTHON)
+    yield from reader.skip_space()
+    if (yield from take_null(reader)):
+        yield from reader.skip_space()
+        yield from reader.expect(")")
+        write_none(schema, sink.write)
+        yield from sink.end()
+        return
     sink.write("{")
     is_first = True
     while not (yield from literals.ends(")", is_first)):

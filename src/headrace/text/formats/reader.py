@@ -7,7 +7,7 @@ the text says and whether it has ended, never at how much of it happens to be th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,11 +22,15 @@ MAX_NAME = 320
 
 
 class NotACall(Exception):
-    """What is being read turns out to be no call. reason: what is wrong with it, None for mere prose."""
+    """What is being read turns out to be no call. reason: what is wrong with it, None for mere prose.
 
-    def __init__(self, reason: str | None = None) -> None:
+    breaks_schema: a value is of no type that the tool's schema takes.
+    """
+
+    def __init__(self, reason: str | None = None, *, breaks_schema: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.breaks_schema = breaks_schema
 
 
 class OutOfText(NotACall):
@@ -110,7 +114,7 @@ class Reader:
             self.pos += 1
         return False
 
-    def take_any(self, literals: Sequence[str]) -> Reading[str | None]:
+    def take_any(self, literals: Collection[str]) -> Reading[str | None]:
         """Step over the longest of the literals that comes next; None if none does."""
         while True:
             rest = self.text[self.pos : self.pos + max(map(len, literals), default=0)]

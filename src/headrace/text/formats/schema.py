@@ -28,6 +28,11 @@ class Schema:
         return self.types is None or "string" in self.types
 
     @property
+    def needs_integer(self) -> bool:
+        """Whether a number has to be an integer."""
+        return self.types is not None and "integer" in self.types and "number" not in self.types
+
+    @property
     def required(self) -> frozenset[str]:
         """Properties that must be given."""
         return frozenset(str(name) for branch in self._branches for name in _listed(branch.get("required")))

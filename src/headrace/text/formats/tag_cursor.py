@@ -46,6 +46,13 @@ class TagCursor:
         self.syntax = syntax
         self.reader = reader
 
+    def is_at_call(self) -> Reading[bool]:
+        """Whether a call's opener comes next, which is not stepped over."""
+        start = self.reader.pos
+        is_call = yield from self.reader.take(self.syntax.call_open)
+        self.reader.pos = start
+        return is_call
+
     def open_call(self) -> Reading[str]:
         """Step over what opens a call; returns its name."""
         yield from self.reader.expect(self.syntax.call_open)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from headrace.text.formats.arguments import take_null
 from headrace.text.formats.calls import CallSink
 from headrace.text.formats.literals import LiteralReader
 from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
@@ -43,10 +44,12 @@ class TagReader:
     def _call(self) -> Reading[None]:
         reader, sink = self._reader, self._sink
         self._given = set()
+        sink.is_meant = self._syntax.wrapper is not None and (yield from self._cursor.is_at_call())
         self._schema = sink.begin((yield from self._cursor.open_call()))
         sink.write("{")
         is_between = True
         try:
+            yield from self._skip_nothing()
             while (yield from reader.skip_space()) and (key := (yield from self._cursor.open_parameter())) is not None:
                 is_between = False
                 yield from self._parameter(key)
@@ -59,6 +62,11 @@ class TagReader:
             reader.pos = len(reader.text)
         sink.write("}")
         yield from sink.end()
+
+    def _skip_nothing(self) -> Reading[None]:
+        """Step over what models write where a call has no arguments."""
+        if (yield from self._reader.skip_space()) and not (yield from self._reader.take("{}")):
+            yield from take_null(self._reader)
 
     def _parameter(self, key: str) -> Reading[None]:
         if key in self._given:
@@ -87,7 +95,10 @@ class TagReader:
             yield from self._reader.take("\n")
         value = TextValue(schema, self._sink.write)
         yield from ValueEnd(self._cursor, None if self._sink.is_held else self._fits).find(value)
-        value.close(is_lenient=self._sink.is_committed)
+        if (misfit := value.close()) is not None:
+            if not self._sink.is_committed:
+                raise NotACall(misfit, breaks_schema=True)
+            self._sink.note_misfit(misfit)
 
     def _fits(self, key: str) -> bool:
         return key not in self._given and self._schema.allows(key)

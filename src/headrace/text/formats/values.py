@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from headrace.text.formats.literals import Write, convert, escaped
-from headrace.text.formats.reader import NotACall
 from headrace.text.formats.schema import SCALARS, Schema
 
 # Longer than any number or word that a value of several types could be.
@@ -34,18 +33,14 @@ class TextValue:
             self._write('"' + escaped(self._held))
             self._held = ""
 
-    def close(self, *, is_lenient: bool) -> None:
-        """The value is over. Raises NotACall if it fits no type; is_lenient: it becomes a string instead."""
+    def close(self) -> str | None:
+        """The value is over. One that fits no type is written as a string; returns what is wrong with it then."""
         if self._is_string:
             self._write('"')
-            return
+            return None
         converted = convert(self._held, self._schema)
-        if converted is None:
-            if not is_lenient:
-                types = " or ".join(sorted(self._schema.types or ()))
-                raise NotACall(f"a value is no {types}")
-            converted = json.dumps(self._held, ensure_ascii=False)
-        self._write(converted)
+        self._write(json.dumps(self._held, ensure_ascii=False) if converted is None else converted)
+        return f"a value is no {' or '.join(sorted(self._schema.types or ()))}" if converted is None else None
 
     def _may_be_other(self) -> bool:
         """Whether what is held may become a value that is no string."""
