@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.text.formats.calls import CallFault, CallSink, Tools
-from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
+from headrace.text.formats.reader import SPACE, NotACall, OutOfText, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
 from headrace.text.outlet import Outlet
 
@@ -50,6 +50,7 @@ class CallReader:
             if sink.is_text:
                 self._say_until(reader.pos)
         self.faults += sink.faults
+        reader.settled = None
         reader.set_limit(None)
 
     def read_in_thinking(self, opener: str, closers: tuple[str, ...]) -> Reading[bool]:
@@ -64,7 +65,7 @@ class CallReader:
         try:
             while True:
                 yield from self._run_in_thinking(sink, start, closers)
-                mention = max(mention, sink.done)
+                mention = max(mention, len(reader.text[: sink.done].rstrip(SPACE)))
                 if sink.has_undeclared:
                     raise NotACall
                 if not (yield from reader.skip_space()):
@@ -74,7 +75,7 @@ class CallReader:
                     raise NotACall
                 reader.pos = saved
         except NotACall:
-            reader.pos = mention
+            reader.pos, reader.settled = mention, None
             return False
         for call in sink.calls:
             self._outlet.call(call)
@@ -143,7 +144,7 @@ class CallReader:
         """Pass on what is certain of the construct."""
         if sink.is_text:
             # Between calls the machine only looks ahead.
-            self._say_until(sink.done if sink.current is None else self._reader.safe_pos)
+            self._say_until(sink.done if sink.current is None else sink.written)
         elif sink.is_text is False:
             for call in sink.take_certain():
                 self._outlet.call(call)
@@ -153,10 +154,14 @@ class CallReader:
         reader = self._reader
         if not reader.is_cut:
             sink.note(problem)
-        if sink.is_text or sink.is_committed:
+        if sink.is_text:
             self._pass_on(sink)
-            is_over = not sink.is_text and reader.ended
-            reader.pos = len(reader.text) if is_over else max(self._said, reader.safe_pos)
+            if isinstance(problem, OutOfText):
+                self._say_until(len(reader.text))
+            reader.pos = self._said
+        elif sink.is_committed:
+            self._pass_on(sink)
+            reader.pos = len(reader.text) if reader.ended else sink.written
         elif sink.has_passed or (sink.has_complete and (not sink.is_unit or isinstance(problem, OutOfText))):
             sink.drop_current()
             sink.decide()

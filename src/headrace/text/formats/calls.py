@@ -106,7 +106,8 @@ class CallSink:
     A construct is calls as a whole or text as a whole: one undeclared name makes it text, unless calls of it have been
     passed on by then.
 
-    current: the call that is being read. done: index in the reader's text up to which calls are complete.
+    current: the call that is being read. done: index in the reader's text up to which calls are complete; written:
+    index up to which the current one has been written, which the split of the text does not show in.
     is_unit: a fault in one call makes text of those before it, too. is_meant: what has been read can't be prose that
     mentions the syntax. is_text: whether the construct is text; None while that is open.
     is_committed: what was read of the current call has been passed on and can't be taken back.
@@ -116,7 +117,7 @@ class CallSink:
     def __init__(self, tools: Tools, reader: Reader) -> None:
         self.calls: list[Call] = []
         self.current: Call | None = None
-        self.done = reader.pos
+        self.done = self.written = reader.pos
         self.has_undeclared = False
         self.is_unit = False
         self.is_meant = False
@@ -158,10 +159,12 @@ class CallSink:
             raise NotACall
         self.current = Call(name, is_declared, written_id, [])
         self.calls.append(self.current)
+        self.written = self._reader.pos
         return self._tools.schema(name)
 
     def write(self, text: str) -> None:
         """JSON text of the call's arguments."""
+        self.written = self._reader.safe_pos
         if self.current is not None and self.current.is_declared:
             self.current.pieces.append(text)
 
