@@ -55,6 +55,25 @@ def test_arguments_come_in_the_form_that_the_template_wants(shown: str, expected
     assert f"assistant: {expected};" in render(template(f"{CALLS}{shown};{{% endfor %}}"), CALL, RESULT)
 
 
+NUMBERS = ("1.10", "-2.50e-3", "1E400", "-0", "12345678901234567890.125", "3.0", "7", "1e22", "-9007199254740993")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"a": [%s, "%s"]}'),
+        ("{{ c.function.arguments }}", '{"a": [%s, "%s"]}'),
+        ("{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string }}{% endfor %}", "a=[%s, '%s']"),
+        ("{{ '' + c.function.arguments }}", '{"a": [%s, "%s"]}'),
+    ],
+)
+def test_numbers_are_rendered_as_they_were_written(shown: str, expected: str, number: str) -> None:
+    turn = called(("call_0", f'{{"a": [{number}, "{number}"]}}'))
+    text = render(template(f"{CALLS}{shown};{{% endfor %}}"), turn, RESULT)
+    assert f"assistant: {expected % (number, number)};" in text
+
+
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [

@@ -14,6 +14,7 @@ from headrace.families.family import ModelFamily
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import TemplateTraits, template_message
 from headrace.text.tool_turns import PROBE_TOOLS, find_tool_traits, with_results_joined
+from headrace.text.written_numbers import as_written
 from headrace.types.chat import ChatMessage, Role, TextPart
 
 _PROBE_NOTE = "probe of a system message"
@@ -62,11 +63,11 @@ class TemplateSource:
             )
         except Exception as error:  # a template is somebody else's program and may fail in any way
             if type(error) is TemplateError:  # its own `raise_exception`
-                message = f"the model's chat template refuses this: {error}"
+                message = f"the model's chat template refuses this: {as_written(str(error))}"
             else:  # the messages of Python and Jinja quote what the template was given
                 message = f"the model's chat template failed on this with {type(error).__name__}"
             raise InvalidRequest(message, param="messages") from error
-        return str(rendered[0][0])
+        return as_written(str(rendered[0][0]))
 
     def _refuse_broken(self) -> None:
         """Raises ModelError for a template that can't be read. What it refuses is for the requests to find out."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from headrace.text.written_numbers import parse_written
 from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
 IdForm = Literal["any", "short", "counted"]
@@ -135,10 +136,10 @@ def tools_note(tools: Sequence[dict[str, Any]], tool_format: str | None) -> Chat
 
 
 def call_arguments(text: str, traits: ToolTraits) -> Any:
-    """A call's arguments as the template wants them; no text is no arguments."""
+    """A call's arguments as the template wants them; no text is no arguments. Odd numbers are as `parse_written` has them."""
     text = text if text.strip() else "{}"
     try:
-        parsed = json.loads(text)
+        parsed = parse_written(text)
     except (ValueError, RecursionError):
         parsed = None
     if isinstance(parsed, dict):

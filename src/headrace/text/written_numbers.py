@@ -1,0 +1,53 @@
+"""Numbers of a call's arguments that a template shows as they were written: 1.10 is not 1.1, nor 1e400 infinity.
+
+A template writes a number as Python or `json.dumps` do, which know its value only. So a number that they would write
+in another way is given to it as an integer whose digits spell the number out, and in the rendered text these digits
+are replaced by what they spell. A prefix drawn at start keeps such integers apart from all that people write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from typing import Any
+
+_CHARACTERS = "0123456789+-.eE"
+_FIRST_CODE = 10
+_CODES = {character: str(_FIRST_CODE + index) for index, character in enumerate(_CHARACTERS)}
+_END = "99"
+_PREFIX = f"7{secrets.randbelow(10**24):024}"
+_SPELLED = re.compile(f"{_PREFIX}((?:[12][0-9])+){_END}")
+
+_MAX_LENGTH = 1000
+"""Characters of a number that is spelled out; Python writes integers of up to 4,300 digits."""
+
+
+def parse_written(text: str) -> Any:
+    """The value of a JSON text, with odd numbers as integers that `as_written` replaces. Raises what json.loads does."""
+    return json.loads(text, parse_float=_float, parse_int=_int)
+
+
+def as_written(rendered: str) -> str:
+    """A rendered text with its numbers as they were written."""
+    if _PREFIX not in rendered:
+        return rendered
+    return _SPELLED.sub(lambda match: _number(match[1]), rendered)
+
+
+def _float(text: str) -> float | int:
+    value = float(text)
+    return value if repr(value) == text or len(text) > _MAX_LENGTH else _spelled(text)
+
+
+def _int(text: str) -> int:
+    return _spelled(text) if text == "-0" else int(text)
+
+
+def _spelled(number: str) -> int:
+    return int(_PREFIX + "".join(_CODES[character] for character in number) + _END)
+
+
+def _number(codes: str) -> str:
+    pairs = (codes[index : index + 2] for index in range(0, len(codes), 2))
+    return "".join(_CHARACTERS[int(pair) - _FIRST_CODE] for pair in pairs)
