@@ -137,6 +137,30 @@ def test_a_broken_call_is_text_and_is_logged_without_what_it_said(caplog: pytest
     assert "secret" not in caplog.text
 
 
+def test_values_of_a_wrong_type_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tags = ModelFamily("tags", tool_format="qwen_xml")
+    both = ToolDefinition("add", None, {"type": "object", "properties": {"a": {"type": "integer"}, "text": {}}})
+
+    def call(text: str) -> str:
+        parameters = f"<parameter=text>\n{text}\n</parameter>\n<parameter=a>\nsecret\n</parameter>"
+        return f"<tool_call>\n<function=add>\n{parameters}\n</function>\n</tool_call>"
+
+    async def count(script: str) -> tuple[int, int, int]:
+        session = Session(FakeEngine(script, (END,)), ByteTokenizer(), PlainTemplate(), tags)
+        request = ChatRequest("r", (ChatMessage("user", (TextPart("hi"),)),), tools=(both,))
+        events = [event async for event in session.chat(request)]
+        status = await session.status()
+        num_calls = sum(isinstance(event, ToolCallStart) for event in events)
+        return num_calls, status.num_broken_calls, status.num_misfits
+
+    with caplog.at_level(logging.INFO, "headrace.session"):
+        assert asyncio.run(count(call("short"))) == (0, 1, 1)
+        # The beginning of a long call has been sent, so it stays one.
+        assert asyncio.run(count(call("long " * 300))) == (1, 0, 1)
+    assert "a value is no integer" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_ids_of_a_family_that_counts_go_on_where_the_conversation_stands() -> None:
     kimi = ModelFamily("kimi", tool_format="kimi_k2")
     written = '<|tool_call_begin|>add<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'

@@ -40,10 +40,10 @@ class ToolCallTags(ToolFormat):
         self.openers = (_WRAPPER[0], QWEN_XML.call_open) if bare_function else (_WRAPPER[0],)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.take(_WRAPPER[0])
+        is_wrapped = yield from reader.take(_WRAPPER[0])
         yield from reader.skip_space()
         if (yield from reader.peek()) == "<":
-            yield from TagReader(QWEN_XML, reader, sink).calls()
+            yield from TagReader(QWEN_XML, reader, sink, is_wrapped=is_wrapped).calls()
             return
         yield from read_json_body(reader, sink)
         if (yield from reader.skip_space()):

@@ -43,7 +43,7 @@ class Hunyuan(ToolFormat):
         syntax = _SUFFIXED if opener == self.openers[0] else _PLAIN
         yield from reader.skip_space()
         if (yield from reader.peek()) == "<":
-            yield from TagReader(syntax, reader, sink).calls()
+            yield from TagReader(syntax, reader, sink, is_wrapped=True).calls()
             return
         yield from read_json_body(reader, sink)
         if (yield from reader.skip_space()):

@@ -25,11 +25,12 @@ class TaggedCalls(ToolFormat):
         start = reader.pos
         opener = yield from reader.take_any(self.openers)
         syntax = self._syntaxes.get(opener or "")
-        if syntax is None or syntax.wrapper is None:
+        is_wrapped = syntax is not None and syntax.wrapper is not None
+        if syntax is None or not is_wrapped:
             syntax, reader.pos = syntax or next(iter(self._syntaxes.values())), start
         if not (yield from reader.skip_space()):
             raise NotACall
-        yield from TagReader(syntax, reader, sink).calls()
+        yield from TagReader(syntax, reader, sink, is_wrapped=is_wrapped).calls()
 
 
 def _opener(syntax: TagSyntax) -> str:

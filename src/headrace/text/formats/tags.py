@@ -17,12 +17,13 @@ TEXT = Schema({"type": "string"})
 
 
 class TagReader:
-    """Reads the calls of one construct, from the first call's opener on."""
+    """Reads the calls of one construct, from the first call's opener on. is_wrapped: behind the wrapper's opener."""
 
-    def __init__(self, syntax: TagSyntax, reader: Reader, sink: CallSink) -> None:
+    def __init__(self, syntax: TagSyntax, reader: Reader, sink: CallSink, *, is_wrapped: bool) -> None:
         self._syntax = syntax
         self._reader = reader
         self._sink = sink
+        self._is_wrapped = is_wrapped
         self._cursor = TagCursor(syntax, reader)
         self._schema = ANY
         self._given: set[str] = set()
@@ -44,12 +45,13 @@ class TagReader:
     def _call(self) -> Reading[None]:
         reader, sink = self._reader, self._sink
         self._given = set()
-        sink.is_meant = self._syntax.wrapper is not None and (yield from self._cursor.is_at_call())
+        sink.is_meant = self._is_wrapped and (yield from self._cursor.is_at_call())
         self._schema = sink.begin((yield from self._cursor.open_call()))
         sink.write("{")
         is_between = True
         try:
-            yield from self._skip_nothing()
+            if not self._schema.required:
+                yield from self._skip_nothing()
             while (yield from reader.skip_space()) and (key := (yield from self._cursor.open_parameter())) is not None:
                 is_between = False
                 yield from self._parameter(key)
@@ -64,7 +66,7 @@ class TagReader:
         yield from sink.end()
 
     def _skip_nothing(self) -> Reading[None]:
-        """Step over what models write where a call has no arguments."""
+        """Step over what models write in the place of no arguments."""
         if (yield from self._reader.skip_space()) and not (yield from self._reader.take("{}")):
             yield from take_null(self._reader)
 
