@@ -146,7 +146,8 @@ def test_values_of_a_wrong_type_are_counted_and_not_logged(caplog: pytest.LogCap
         return f"<tool_call>\n<function=add>\n{parameters}\n</function>\n</tool_call>"
 
     async def count(script: str) -> tuple[int, int, int]:
-        session = Session(FakeEngine(script, (END,)), ByteTokenizer(), PlainTemplate(), tags)
+        engine = FakeEngine(script, (END,), model=describe(max_model_len=10_000))
+        session = Session(engine, ByteTokenizer(), PlainTemplate(), tags)
         request = ChatRequest("r", (ChatMessage("user", (TextPart("hi"),)),), tools=(both,))
         events = [event async for event in session.chat(request)]
         status = await session.status()

@@ -75,7 +75,8 @@ def test_the_newline_before_a_closer_is_no_thought_behind_a_call_either(name: st
 @settings(max_examples=12)
 def test_thinking_with_calls_in_it_comes_to_the_same_in_any_pieces(name: str, data: st.DataObject) -> None:
     family, calls = family_and_calls(name)
-    parts = st.sampled_from([*calls, "\n", "\n\n", " ", "word", "`", family.think_close or "", f"\n{family.think_open}"])
+    markers = [family.think_close or "", f"\n{family.think_open}"]
+    parts = st.sampled_from([*calls, *markers, "\n", "\n\n", " ", "word", "`"])
     text = "".join(data.draw(st.lists(parts, min_size=1, max_size=6)))
     whole = thought([text], family)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))

@@ -136,7 +136,7 @@ def tools_note(tools: Sequence[dict[str, Any]], tool_format: str | None) -> Chat
 
 
 def call_arguments(text: str, traits: ToolTraits) -> Any:
-    """A call's arguments as the template wants them; no text is no arguments. Odd numbers are as `parse_written` has them."""
+    """A call's arguments as the template wants them; no text is no arguments. For numbers see `parse_written`."""
     text = text if text.strip() else "{}"
     try:
         parsed = parse_written(text)

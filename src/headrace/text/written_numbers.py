@@ -24,7 +24,7 @@ _MAX_LENGTH = 1000
 
 
 def parse_written(text: str) -> Any:
-    """The value of a JSON text, with odd numbers as integers that `as_written` replaces. Raises what json.loads does."""
+    """The value of a JSON text, with odd numbers as integers that `as_written` replaces. Raises as json.loads."""
     return json.loads(text, parse_float=_float, parse_int=_int)
 
 
