@@ -253,12 +253,15 @@ _SECTIONS: Mapping[str, type] = {
 }
 
 
-def quiet_libraries() -> None:
-    """Keep transformers from advising at its import that PyTorch is absent: only its tokenizers are used here.
+def set_up_libraries() -> None:
+    """Set the variables that libraries read when they are first used, but for those that the user has set.
 
-    And tokenizers from its threads, of which one text at a time has no use, and from warning when a process with such
-    threads starts another one.
+    transformers advises at its import that PyTorch is absent, of which only the tokenizers are used here. tokenizers
+    starts threads, which one text at a time has no use for, and warns when such a process starts another one. MLX's
+    CUDA part raises at every new form of a computation once it has met twice as many as its cache of graphs (or of
+    attention plans) holds, which a server does within a day: https://github.com/ml-explore/mlx/pull/2600.
     """
+    os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -139,7 +139,7 @@ async def test_an_aborted_prompt_is_not_computed_again(engines: tuple[Engine, En
     output, num_cached = await ask(cached, prompt)
     expected, _ = await ask(cold, prompt)
     assert output == expected
-    assert num_cached >= num_computed
+    assert num_cached >= min(num_computed, len(prompt) - 1)  # it may have been answered in part by then
     assert (await cached.status()).num_running == 0
 
 

@@ -78,6 +78,15 @@ def test_packed_positions_turn_each_token_as_a_scalar_offset_does(kind: str) -> 
     assert not mx.array_equal(packed[:, :, 3], x[:, :, 3])
 
 
+@pytest.mark.parametrize("num_heads", [1, 16, 300])
+def test_few_dimensions_turn_for_many_tokens_and_heads(num_heads: int) -> None:
+    """Which a launch of CUDA's kernel would not take at once."""
+    rope, num_tokens = nn.RoPE(16), 70
+    x = mx.random.normal((1, num_heads, num_tokens, 32), key=mx.random.key(0))
+    turned = PackedRope(rope)(x, mx.arange(num_tokens) + 5)
+    assert mx.allclose(turned, rope(x, offset=5), atol=1e-5)
+
+
 @pytest.mark.parametrize("offset", [0, 7, mx.array(7)])
 def test_a_scalar_offset_passes_through(offset: int | mx.array) -> None:
     rope = nn.RoPE(HEAD_DIM)

@@ -10,7 +10,7 @@ That is how rejected drafts and padding are taken out of a scan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_kernel
 
 from headrace.backend.cuda import delta as cuda_delta
+from headrace.backend.cuda.shapes import Prepared
 
 CHUNK = 32
 """Tokens per chunk of the chunked form; its grid stands at absolute multiples of this."""
@@ -174,8 +175,36 @@ def _cuda(tokens: _Tokens, state: mx.array, keep: int | None) -> Scan:
     """Our kernel where its shape allows and there is CUDA, else the chunked form."""
     if not mx.cuda.is_available() or cuda_delta.refusal(tokens.k.shape[-1], tokens.v.shape[-1]) is not None:
         return _chunked(tokens, state, keep, 0)
-    y, end_state, kept_state = cuda_delta.scan(tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, state, keep)
-    return Scan(y, end_state, None if keep is None else kept_state)
+    rows, num_tokens = tokens.v.shape[:2]
+    stops = [num_tokens] if keep is None else [keep, num_tokens]
+    plan = [(row * num_tokens, num_tokens, 0, row, row * len(stops), len(stops)) for row in range(rows)]
+    packed = Prepared(*(x.reshape(-1, *x.shape[2:]) for x in (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)))
+    y, states = cuda_delta.scan(mx.array(plan, mx.int32), mx.array(stops * rows, mx.int32), packed, state)
+    left = states.reshape(rows, len(stops), *state.shape[1:])
+    return Scan(y.reshape(tokens.v.shape), left[:, -1], None if keep is None else left[:, 0])
+
+
+Chunk = tuple[int, int, int, int, int, int]
+"""A row of a plan, see backend/cuda/chunks.cuh."""
+
+
+def scan_chunks(
+    rows: Sequence[Chunk], ends: Sequence[int], plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """What `cuda_delta.scan` gives of packed chunks; rows, ends: what plan and stops hold."""
+    if mx.cuda.is_available() and cuda_delta.refusal(tokens.k.shape[-1], tokens.v.shape[-1]) is None:
+        return cuda_delta.scan(plan, stops, tokens, state)
+    outputs, states = [], []
+    for lo, num_tokens, _, old, first_stop, num_stops in rows:
+        own, done = state[old : old + 1], 0
+        for end in (*ends[first_stop : first_stop + num_stops], num_tokens):
+            if end > done:
+                found = _chunked(_Tokens(*(x[None, lo + done : lo + end] for x in tokens)), own, None, 0)
+                outputs.append(found.y[0])
+                own, done = found.end_state, end
+            states.append(own)
+        states.pop()  # after the last token, which is no stop or was one before
+    return mx.concatenate(outputs), mx.concatenate(states)
 
 
 def _metal(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from headrace import __version__
-from headrace.config import quiet_libraries, with_flags
+from headrace.config import set_up_libraries, with_flags
 from headrace.errors import HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
     if words[0] != "chat":
         logging.getLogger("headrace").setLevel(logging.INFO)
-    quiet_libraries()
+    set_up_libraries()
     try:
         import_module(module).run(words[1:])
     except HeadraceError as error:

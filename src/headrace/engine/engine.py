@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from headrace.backend import blas, device, limits
 from headrace.backend.device import Device
-from headrace.config import Config
+from headrace.config import Config, set_up_libraries
 from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
@@ -255,6 +255,7 @@ def _prepare(
     config: Config, inbox: queue.SimpleQueue[Command], constraints: ConstraintFactory | None
 ) -> tuple[Loop, ModelDescription]:
     """Everything before the first request, on the engine's thread."""
+    set_up_libraries()
     products = blas.install(config.models.numerics)
     limits.restore_open_files()
     here = _current_device()

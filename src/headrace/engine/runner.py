@@ -124,6 +124,7 @@ class Runner:
             return StepResult((), tuple(failures))
         self._known_at = time.monotonic()
         self._report(windows, outcomes, self._afterwards_s + self._known_at - started, was_mixed=was_mixed)
+        self._close_prompts([one for one in windows if one.chunk.output_index == 0])
         results: list[ChunkResult] = []
         for one, outcome in zip(windows, outcomes, strict=True):
             try:
@@ -298,9 +299,15 @@ class Runner:
             live.grow(token_ids)
         return results
 
+    def _close_prompts(self, windows: Sequence[Window]) -> None:
+        """Commit chunks of prompts, whose tokens are all certain, and let the prediction head read them together."""
+        for one in windows:
+            one.live.state.commit(len(one.chunk.token_ids))
+            one.is_committed = True
+        self._catch_up([one.live for one in windows])
+
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
-        """Hand over what a chunk of a prompt has computed, once the prediction head has read it."""
-        self._catch_up(live)
+        """Hand over what a chunk of a prompt has computed."""
         if self._prefixes is None:
             return
         if live.state.length in self._marks(chunk):
@@ -309,9 +316,9 @@ class Runner:
         if chunk.samples:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
 
-    def _catch_up(self, live: LiveSequence) -> None:
-        if self._speculator is not None and live.drafted is not None:
-            self._speculator.catch_up(live.drafted, live.state, live.token_ids, live.entry_media)
+    def _catch_up(self, lives: Sequence[LiveSequence]) -> None:
+        if self._speculator is not None and lives:
+            self._speculator.catch_up(lives)
 
     def _fork(self, window: Window, forks: Sequence[Drawn], failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Begin the forks' sequences with copies of the state that the chunk has just reached."""
@@ -379,7 +386,7 @@ class Runner:
             if live is None or live.record is not None:
                 continue
             if self._prefixes is not None and live.is_sound and live.state.length:
-                self._catch_up(live)
+                self._catch_up([live])
                 self._prefixes.store(live.request.request_id, live.token_ids, live.state)
             live.state.release()
 

@@ -29,7 +29,9 @@ from headrace.models.mixers.fused import (
     padded_tokens,
 )
 from headrace.models.step import PackedStep, Windows
+from headrace.models.watch import QueryWatch
 from headrace.state.layer import LayerKey
+from headrace.state.sequence import SequenceState
 
 FusedMixer = CudaAttentionMixer | CudaDeltaMixer
 FusedLayers = AttentionLayers | DeltaLayers
@@ -74,6 +76,11 @@ class CompiledSteps:
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         """By what a step's operations depend on."""
 
+    @staticmethod
+    def takes(tokens: Sequence[int], state: SequenceState, watch: QueryWatch | None) -> bool:
+        """Whether a row can be part of a compiled step."""
+        return len(tokens) <= MOST_TOKENS and not state.marks and watch is None
+
     def run(
         self,
         step: PackedStep,
@@ -89,9 +96,7 @@ class CompiledSteps:
         ids: the tokens; on the device where the host doesn't know them yet. picks: ascending, each once. others:
         `[1, T, …]`. variant: whatever else the body depends on.
         """
-        if any(span.state.marks or span.watch is not None for span in step.spans):
-            return None
-        if max(num_tokens for _, num_tokens, _ in step.counts) > MOST_TOKENS:
+        if not all(self.takes(range(span.num_tokens), span.state, span.watch) for span in step.spans):
             return None
         helds: list[Held] = []
         for layers in self._kinds.values():

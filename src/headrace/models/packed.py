@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -95,7 +96,40 @@ class PackedModel:
         return logits
 
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
-        """What `forward` gives, but not launched: whoever asks for it evaluates it before anything else."""
+        """What `forward` gives, not launched as a whole: evaluate it before anything else is done with the rows."""
+        if self._compiled is not None:
+            are_short = [self._compiled.takes(row.token_ids, row.state, row.watch) for row in rows]
+            if any(are_short) and not all(are_short):
+                return self._in_two(rows, are_short, picks, ids)
+        return self._graph(rows, picks, ids)
+
+    def _in_two(
+        self, rows: Sequence[Row], are_short: Sequence[bool], picks: Sequence[int], ids: mx.array | None
+    ) -> mx.array:
+        """The compiled step of the short rows, and behind it the step of the prompts' chunks beside them."""
+        starts = [0, *accumulate([len(row.token_ids) for row in rows])]
+        parts: list[mx.array] = []
+        order: list[int] = []
+        brings_states = True
+        for is_short in (True, False):
+            own = [number for number, each in enumerate(are_short) if each is is_short]
+            tokens = [token for number in own for token in range(starts[number], starts[number + 1])]
+            places = {token: place for place, token in enumerate(tokens)}
+            wanted = [pick for pick in picks if pick in places]
+            own_ids = None if ids is None else mx.take(ids, to_device(tokens, mx.int32))
+            # logits of some token, where none are wanted, so that the step can be launched
+            own_picks = [places[pick] for pick in wanted] or [len(tokens) - 1]
+            found = self._graph([rows[number] for number in own], own_picks, own_ids)
+            mx.async_eval(found)
+            brings_states = brings_states and self._brings_states
+            parts.append(found[: len(wanted)])
+            order += wanted
+        self._brings_states = brings_states
+        logits = mx.concatenate(parts)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return logits if back == list(range(len(back))) else logits[to_device(back, mx.int32)]
+
+    def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
         step = self._pack(rows, picks)
         tokens = [token for row in rows for token in row.token_ids]
         tap = self._installation.tap

@@ -59,7 +59,7 @@ class PackedRope(nn.Module):
     def _by_token(self, x: mx.array, offset: mx.array) -> mx.array:
         # tokens become the batch: mx.fast.rope takes one offset for each row of a batch
         tokens = x.transpose(2, 1, 0, 3)
-        most = largest_rope_batch(self.rope)
+        most = largest_rope_batch(self.rope, tokens.shape[1])
         blocks = range(0, tokens.shape[0], most)
         turned = [self.rope(tokens[lo : lo + most], offset=offset[lo : lo + most]) for lo in blocks]
         by_token: mx.array = turned[0] if len(turned) == 1 else mx.concatenate(turned)

@@ -21,15 +21,15 @@ def query_scale_by_position(size: int, offset: Any, beta: float, max_position_em
     return (1 + beta * mx.log(1 + mx.floor(positions / max_position_embeddings)))[:, None]
 
 
-def largest_rope_batch(rope: Any) -> int:
-    """Rows of a batch that one call of a rope can turn on the current device.
+def largest_rope_batch(rope: Any, num_heads: int) -> int:
+    """Rows of a batch, each of so many heads and one token, that one call of a rope can rotate on the current device.
 
-    The CUDA kernel of mlx 0.32.4 puts the batch into the third axis of a block, whose limit is 64, once the dimensions
-    that are turned leave room in its 1,024 threads: with fewer than 32 of them a larger batch can't be launched.
+    The CUDA kernel of mlx 0.32.4 puts four heads of the batch into a place of a block's third axis, whose limit is 64,
+    once the rotated dimensions leave room in its 1,024 threads: with fewer than 32 of them more can't be launched.
     """
     dims = getattr(rope, "dims", None)
     is_small = isinstance(dims, int) and dims < 32
-    return 64 if is_small and mx.cuda.is_available() else 2**31 - 1
+    return max(1, 256 // num_heads) if is_small and mx.cuda.is_available() else 2**31 - 1
 
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {"_get_llama_4_attn_scale": query_scale_by_position}

@@ -89,10 +89,12 @@ def _prepare(sizes: LayerSizes, weights: Weights, num_tokens: int) -> Case:
         normal(sizes, 1, num_tokens, shape.width),
         normal(sizes, 1, shape.kernel_size - 1, shape.num_channels),
     )
-    mx.eval(x, context)
+    plan = mx.array([(0, num_tokens, shape.kernel_size - 1, 0, 0, 1)], mx.int32)
+    stops = mx.array([num_tokens], mx.int32)
+    mx.eval(x, context, plan, stops)
 
     def step(given: mx.array, _: int) -> list[mx.array]:
-        return list(delta.prepare(shape, weights, given, context))
+        return list(delta.prepare(shape, weights, plan, stops, num_tokens, given, context)[0])
 
     *wanted, _ = right.prepare(shape, weights, double(x)[0], double(context)[0])
     # gates of the output's norm are not read

@@ -273,19 +273,13 @@ class Speculator:
         gained_s = num_gained / len(windows) * resting_s - seconds if any(depths) else 0.0
         self._looks.earn(max(gained_s, 0.0), resting_s)
 
-    def catch_up(
-        self, row: DraftedRow, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None
-    ) -> None:
-        """Let the head read all that it has not of a sequence whose computed state is to be kept.
-
-        token_ids: all known ones. media: see EntryMedia.
-        """
-        if row.has_failed:
-            return
+    def catch_up(self, rows: Sequence[Drafting]) -> None:
+        """Let the head read all that it has not read of sequences whose computed states are to be kept."""
+        sound = [one for one in rows if not one.row.has_failed]
         try:
-            self._head.catch_up(state, token_ids, media)
+            self._head.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in sound])
         except Exception:  # as in `draft`
-            self._fail([row])
+            self._fail([one.row for one in sound])
 
     def _fail(self, rows: Sequence[DraftedRow]) -> None:
         logger.exception("drafting failed for %d sequences, which go on without", len(rows))

@@ -101,6 +101,17 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     assert filled.shape[1] == NUM_TOKENS + 2 and error(filled[:, :NUM_TOKENS], wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("shape", [HeadShape(8, 2, 128), HeadShape(4, 2, 256)], ids=str)
+def test_chunks_of_prompts_find_what_they_see(shape: HeadShape) -> None:
+    rows = ((0, 700, 300, 1, 0), (700, 1, 77, 0, 3), (701, 90, 0, 2, 0))
+    plan, slabs, scale = plan_of(0, 0, rows), slabs_of(shape, mx.bfloat16), shape.head_dim**-0.5
+    queries = drawn(7, mx.bfloat16, 791, shape.num_heads, shape.head_dim)
+    table = mx.array(plan, dtype=mx.int32)
+    got = attention.attend(shape, table, (1024, 1024), queries, slabs, mx.array([scale]))
+    wanted = layer_references.attend(shape, plan, double(queries), slabs, scale, None, None)
+    assert error(got, wanted) < TOLERANCE[mx.bfloat16]
+
+
 def test_a_key_that_nobody_may_see_has_no_part() -> None:
     shape, dtype = HeadShape(4, 2, 64), mx.bfloat16
     plan, slabs = plan_of(0, 0), slabs_of(shape, dtype)

@@ -9,7 +9,7 @@ from backend.cuda.references import TOLERANCE, error
 
 from headrace.backend.cuda import delta
 from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, Left, Stash, Weights
-from headrace.backend.gated_delta import scan
+from headrace.backend.gated_delta import scan, scan_chunks
 from headrace.perf import layer_references
 from headrace.perf.references import double
 
@@ -96,17 +96,54 @@ def test_a_scan_is_the_rule_token_by_token(
             assert error(got.kept_state[row], kept) < TOLERANCE[mx.float32]
 
 
+NUM_ADDED = 2
+"""Padding tokens behind the last row's."""
+
+# Per row: its tokens, where its context ends in the old raw inputs, its old row, and its stops.
+CHUNKS = {
+    "one token": [(1, 3, 0, (1,))],
+    "one row": [(150, 5, 1, (150,))],
+    "rows of any lengths": [(3, 3, 2, (3,)), (70, 6, 0, (64, 70)), (1, 4, 0, (1,)), (33, 5, 1, (1, 2, 30, 33))],
+    "uncertain tokens behind the last stop": [(9, 4, 1, (0,)), (65, 3, 0, (5, 60))],
+    "rows of no tokens behind them": [(20, 3, 1, (4, 20)), (0, 0, 0, ()), (0, 0, 0, ())],
+}
+NUM_OLD, ROOM = 3, 6
+"""Rows of the old arrays, and raw inputs of each."""
+
+
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 3, 150])
-def test_a_long_chunk_is_prepared(heads: tuple[int, int, int, int], num_tokens: int, dtype: mx.Dtype) -> None:
-    shape, drawn = shape_of(*heads), Numbers(num_tokens, dtype)
-    weights, projected = drawn.weights(shape), drawn(1, num_tokens, shape.width)
-    context = drawn(1, shape.kernel_size - 1, shape.num_channels)
-    got = delta.prepare(shape, weights, projected, context)
-    *wanted, _ = layer_references.prepare(shape, weights, double(projected)[0], double(context)[0])
-    for name, one, other in zip(got._fields, got, wanted, strict=True):
-        assert one.dtype == (mx.float32 if name in ("g", "beta") else dtype)
-        assert error(one, other) < TOLERANCE[dtype], name
+@pytest.mark.parametrize("case", CHUNKS)
+def test_chunks_are_prepared_and_scanned_row_by_row(
+    case: str, heads: tuple[int, int, int, int], dtype: mx.Dtype
+) -> None:
+    shape, drawn, context = shape_of(*heads), Numbers(len(case), dtype), 3
+    rows, ends, lo = [], [], 0
+    for num_tokens, end, old, stops in CHUNKS[case]:
+        rows.append((lo, num_tokens, end, old, len(ends), len(stops)))
+        ends += stops
+        lo += num_tokens
+    weights, projected = drawn.weights(shape), drawn(1, lo + NUM_ADDED, shape.width)
+    old_raw = drawn(NUM_OLD, ROOM, shape.num_channels)
+    state = drawn(NUM_OLD, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32)
+    plan, stops = mx.array(rows, dtype=mx.int32), mx.array(ends, dtype=mx.int32)
+    longest = max(num_tokens for _, num_tokens, *_ in rows)
+    tokens, raw = delta.prepare(shape, weights, plan, stops, longest, projected, old_raw)
+    y, states = scan_chunks(rows, ends, plan, stops, tokens, state)
+    assert states.shape[0] == raw.shape[0] == len(ends)
+    for lo, num_tokens, end, old, first, num_stops in rows:
+        if not num_tokens:
+            continue
+        own, before = double(projected)[0, lo : lo + num_tokens], double(old_raw)[old, end - context : end]
+        *wanted, inputs = layer_references.prepare(shape, weights, own, before)
+        for name, array, other in zip(tokens._fields, tokens, wanted, strict=True):
+            assert array.dtype == (mx.float32 if name in ("g", "beta") else dtype)
+            assert error(array[lo : lo + num_tokens], other) < TOLERANCE[dtype], name
+        for stop in range(first, first + num_stops):
+            assert error(raw[stop], inputs[ends[stop] : ends[stop] + context]) == 0
+            given = (double(array[lo : lo + num_tokens]) for array in tokens)
+            said, _, kept = layer_references.scan(*given, double(state)[old], ends[stop])
+            assert error(states[stop], kept) < TOLERANCE[mx.float32]
+            assert error(y[lo : lo + num_tokens], said) < TOLERANCE[dtype]
 
 
 # Per row: its tokens, the certain ones, replayed ones, where its context ends in the old window, its old row.
@@ -118,8 +155,6 @@ ROWS = {
     "nothing certain": ([(1, 0, 1, 4, 1), (1, 0, 0, 4, 0), (3, 1, 3, 6, 2)], 3, 5),
     "rows of no tokens behind them": ([(3, 1, 2, 5, 1), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)], 2, 3),
 }
-NUM_ADDED = 2
-"""Tokens behind the last row's, of nobody."""
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
@@ -196,7 +231,8 @@ def test_a_window_and_a_chunk_of_the_same_tokens_agree(cut: int) -> None:
     weights, projected = drawn.weights(shape), drawn(1, num_tokens, shape.width)
     before = drawn(1, context, shape.num_channels)
     state = drawn(1, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim)
-    chunk = delta.prepare(shape, weights, projected, before)
+    row, ends = mx.array([(0, num_tokens, context, 0, 0, 1)], dtype=mx.int32), mx.array([num_tokens], dtype=mx.int32)
+    chunk, _ = delta.prepare(shape, weights, row, ends, num_tokens, projected, before)
     wanted = scan("cuda", *(array[None] for array in chunk), state, keep=cut)
     plan = mx.array([(0, num_tokens, cut, 0, context, 0)], dtype=mx.int32)
     got = delta.window(shape, weights, plan, projected, before, drawn.stash(1, 1, shape), state)

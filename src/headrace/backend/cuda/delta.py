@@ -31,18 +31,18 @@ _NORM_THREADS = 256
 
 _SCAN = CudaKernel(
     "delta_scan",
-    ("delta.cuh", "delta_scan.cuh"),
-    ("q", "k", "v", "g", "beta", "state", "keep"),
-    ("y", "end_state", "kept_state"),
-    "delta_scan<T, HK, HV, DK, DV, N>(q, k, v, g, beta, state, keep[0], q_shape[1], y, end_state, kept_state);",
+    ("chunks.cuh", "delta.cuh", "delta_scan.cuh"),
+    ("plan", "stops", "q", "k", "v", "g", "beta", "old_state"),
+    ("y", "state"),
+    "delta_scan<T, HK, HV, DK, DV, N>(plan, stops, q, k, v, g, beta, old_state, y, state);",
 )
 _PREPARE = CudaKernel(
     "delta_prepare",
-    ("delta_prepare.cuh",),
-    ("projected", "context", "weight", "a_log", "dt_bias"),
-    ("q", "k", "v", "g", "beta"),
+    ("chunks.cuh", "delta_prepare.cuh"),
+    ("plan", "stops", "projected", "old_raw", "weight", "a_log", "dt_bias"),
+    ("q", "k", "v", "g", "beta", "raw"),
     "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS>("
-    "projected, context, weight, a_log, dt_bias, projected_shape[1], q, k, v, g, beta);",
+    "plan, stops, old_raw_shape[1], projected, old_raw, weight, a_log, dt_bias, q, k, v, g, beta, raw);",
 )
 _WINDOW = CudaKernel(
     "delta_window",
@@ -76,39 +76,54 @@ def refusal(head_k_dim: int, head_v_dim: int) -> str | None:
     return None
 
 
-def scan(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, keep: int | None
-) -> tuple[mx.array, mx.array, mx.array]:
-    """y, the end state and the state after `keep` tokens (undefined without one); shapes as in `gated_delta.scan`."""
-    rows, num_tokens, num_v_heads, head_v_dim = v.shape
-    per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and q.shape[3] <= 128 else 1
-    template = {"T": q.dtype, "HK": q.shape[2], "HV": num_v_heads, "DK": q.shape[3], "DV": head_v_dim, "N": per_thread}
-    place = mx.array([-1 if keep is None else keep], mx.int32)
-    kept = state.shape if keep is not None else (1,)
-    y, end_state, kept_state = _SCAN(
-        (q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state, place),
+def scan(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
+    """y `[T, Hv, Dv]` of packed chunks, and states `[S, Hv, Dv, Dk]` after each stop.
+
+    plan, stops: see chunks.cuh. state: of the old rows. Only for heads that `refusal` names no reason for.
+    """
+    q, k, v, g, beta = tokens
+    _, num_v_heads, head_v_dim = v.shape
+    per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and q.shape[2] <= 128 else 1
+    template = {"T": q.dtype, "HK": q.shape[1], "HV": num_v_heads, "DK": q.shape[2], "DV": head_v_dim, "N": per_thread}
+    y, states = _SCAN(
+        (plan, stops, q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state),
         template,
-        (head_v_dim // (per_thread * _CHANNELS), num_v_heads, rows),
+        (head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]),
         _THREADS,
-        ((v.shape, q.dtype), (state.shape, mx.float32), (kept, mx.float32)),
+        ((v.shape, q.dtype), ((stops.size, *state.shape[1:]), mx.float32)),
     )
-    return y, end_state, kept_state
+    return y, states
 
 
 @or_ops(ops.prepare)
-def prepare(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
-    """From a row's projection `[1, T, width]` and the raw inputs before it, `[1, kernel_size - 1, channels]`."""
+def prepare(
+    shape: DeltaShape,
+    weights: Weights,
+    plan: mx.array,
+    stops: mx.array,
+    longest: int,
+    projected: mx.array,
+    old_raw: mx.array,
+) -> tuple[Prepared, mx.array]:
+    """What packed chunks feed into the scan, and their raw inputs `[S, kernel_size - 1, channels]` before each stop.
+
+    plan, stops, and old_raw `[rows, n, channels]`: see delta_prepare.cuh. longest: most tokens of a row.
+    projected: `[1, T, width]`.
+    """
     num_tokens = projected.shape[1]
     keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
     gates = ((num_tokens, shape.num_v_heads), mx.float32)
-    found = _PREPARE(
-        (projected, context, weights.conv, weights.a_log, weights.dt_bias),
+    *found, raw = _PREPARE(
+        (plan, stops, projected, old_raw, weights.conv, weights.a_log, weights.dt_bias),
         {**_template(shape, projected), "TOKENS": _PREPARED_TOKENS},
-        (-(-num_tokens // _PREPARED_TOKENS), 2 * shape.num_k_heads + shape.num_v_heads, 1),
+        (-(-longest // _PREPARED_TOKENS), 2 * shape.num_k_heads + shape.num_v_heads, plan.shape[0]),
         _THREADS,
-        (keys, keys, ((num_tokens, shape.num_v_heads, shape.head_v_dim), projected.dtype), gates, gates),
+        (
+            *(keys, keys, ((num_tokens, shape.num_v_heads, shape.head_v_dim), projected.dtype), gates, gates),
+            ((stops.size, shape.kernel_size - 1, shape.num_channels), projected.dtype),
+        ),
     )
-    return Prepared(*found)
+    return Prepared(*found), raw
 
 
 @or_ops(ops.window)

@@ -1,14 +1,23 @@
-// What a long chunk of one row feeds into the scan: convolution, activation, unit keys and queries, gates.
+// What chunks feed into the scan: convolution, activation, unit keys and queries, gates.
 //
-// projected [T, WIDTH]: raw queries, keys, values (CHANNELS_ALL in all), …, at B_AT and A_AT the gates' inputs.
-// context [KERNEL - 1, CHANNELS_ALL]: the raw inputs before. weight [CHANNELS_ALL, KERNEL].
-// A block makes one head of TOKENS tokens, each of its four warps a quarter of them.
+// plan, stops: see chunks.cuh. projected [T, WIDTH]: raw queries, keys, values (C in all), …, at B_AT and A_AT the gates'
+// inputs. old_raw [rows, room, C]: raw inputs, of which the KERNEL - 1 before a row's end are its context. weight
+// [C, KERNEL]. Out, besides the scan's inputs: raw [S, KERNEL - 1, C], the last raw inputs before each stop.
+// A block makes one head of TOKENS tokens of a row, each of its four warps a quarter of them.
 
 template <typename T, int HK, int HV, int DK, int DV, int KERNEL, int WIDTH, int B_AT, int A_AT, int TOKENS, typename W,
           typename D>
-__device__ void delta_prepare(const T* projected, const T* context, const W* weight, const float* a_log,
-                              const D* dt_bias, int num_tokens, T* q, T* k, T* v, float* g, float* beta) {
+__device__ void delta_prepare(const int* plan, const int* stops, int room, const T* projected, const T* old_raw,
+                              const W* weight, const float* a_log, const D* dt_bias, T* q, T* k, T* v, float* g,
+                              float* beta, T* raw_at_stops) {
   constexpr int C = 2 * HK * DK + HV * DV, WIDEST = DK > DV ? DK : DV, PER_LANE = (WIDEST + 31) / 32;
+  const Chunk row(plan, blockIdx.z);
+  const int num_tokens = row.num_tokens;
+  if (static_cast<int>(blockIdx.x) * TOKENS >= num_tokens) return;
+  projected += static_cast<long>(row.lo) * WIDTH;
+  const T* context = old_raw + (static_cast<long>(row.old) * room + row.end - (KERNEL - 1)) * C;
+  q += static_cast<long>(row.lo) * HK * DK, k += static_cast<long>(row.lo) * HK * DK;
+  v += static_cast<long>(row.lo) * HV * DV, g += static_cast<long>(row.lo) * HV, beta += static_cast<long>(row.lo) * HV;
   const int head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool is_value = head >= 2 * HK;
   const int dim = is_value ? DV : DK, base = is_value ? 2 * HK * DK + (head - 2 * HK) * DV : head * DK;
@@ -18,6 +27,14 @@ __device__ void delta_prepare(const T* projected, const T* context, const W* wei
     const int c = base + i * 32 + lane;
     return static_cast<float>(t < 0 ? context[(t + KERNEL - 1) * C + c] : projected[static_cast<long>(t) * WIDTH + c]);
   };
+  if (blockIdx.x == 0)
+    for (int i = warp; i < row.num_stops * (KERNEL - 1); i += 4) {
+      const int stop = row.first_stop + i / (KERNEL - 1), j = i % (KERNEL - 1);
+      T* to = raw_at_stops + (static_cast<long>(stop) * (KERNEL - 1) + j) * C + base;
+#pragma unroll
+      for (int p = 0; p < PER_LANE; p++)
+        if (p * 32 + lane < dim) to[p * 32 + lane] = static_cast<T>(raw(stops[stop] - (KERNEL - 1) + j, p));
+    }
   float taps[PER_LANE][KERNEL], past[PER_LANE][KERNEL];
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++)

@@ -1,4 +1,5 @@
-// A scan over T tokens: q, k [B, T, HK, DK], v [B, T, HV, DV], g, beta [B, T, HV] float32, state [B, HV, DV, DK].
+// A scan over packed tokens: q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV] float32, old states [rows, HV, DV, DK]. plan,
+// stops: see chunks.cuh; out: y [T, HV, DV], state [S, HV, DV, DK] after each stop.
 // Tokens are staged through shared memory, a stage ahead of the one that is computed.
 
 // A block does N * CHANNELS channels of one value head of one row, CHANNELS apart those of a thread.
@@ -7,8 +8,8 @@ constexpr int THREADS = 128;
 constexpr int CHANNELS = THREADS / LANES;
 
 template <typename T, int HK, int HV, int DK, int DV, int N>
-__device__ void delta_scan(const T* q, const T* k, const T* v, const float* g, const float* beta, const float* state,
-                           int keep, int num_tokens, T* y, float* end_state, float* kept_state) {
+__device__ void delta_scan(const int* plan, const int* stops, const T* q, const T* k, const T* v, const float* g,
+                           const float* beta, const float* old_state, T* y, float* state) {
   constexpr int STAGE = 1024 / DK;           // tokens of a stage
   constexpr int SHARE = STAGE * DK / THREADS;  // elements of k that a thread brings in: all of one token
   constexpr int SHARERS = DK / SHARE;        // threads of a token
@@ -16,8 +17,11 @@ __device__ void delta_scan(const T* q, const T* k, const T* v, const float* g, c
   __shared__ __align__(16) float sk[2][STAGE * DK], sq[2][STAGE * DK];
   __shared__ float sv[2][VALUES], sy[2][VALUES], sg[2][STAGE], sb[2][STAGE], skq[2][STAGE];
   const int tid = threadIdx.x, lane = tid % LANES, channel = tid / LANES;
-  const int first = blockIdx.x * WIDE, hv = blockIdx.y, b = blockIdx.z, hk = hv / (HV / HK);
-  const long row = b * static_cast<long>(num_tokens);
+  const int first = blockIdx.x * WIDE, hv = blockIdx.y, hk = hv / (HV / HK);
+  const Chunk chunk(plan, blockIdx.z);
+  const int num_tokens = chunk.num_tokens;
+  if (!num_tokens) return;
+  const long row = chunk.lo;
   struct alignas(16) Pack { T of[16 / sizeof(T)]; };
   constexpr int PER_PACK = 16 / sizeof(T), PACKS = SHARE / PER_PACK;
   Pack ks[PACKS], qs[PACKS];
@@ -65,8 +69,15 @@ __device__ void delta_scan(const T* q, const T* k, const T* v, const float* g, c
   };
 
   Channels<DK, N> s;
-  const long own = ((static_cast<long>(b) * HV + hv) * DV + first + channel) * DK;
-  s.load(state + own, CHANNELS * DK, lane);
+  auto place = [&](int of) { return ((static_cast<long>(of) * HV + hv) * DV + first + channel) * DK; };
+  s.load(old_state + place(chunk.old), CHANNELS * DK, lane);
+  int stop = chunk.first_stop;
+  auto upcoming = [&] { return stop < chunk.first_stop + chunk.num_stops ? stops[stop] : num_tokens + 1; };
+  int next = upcoming();
+  auto leave = [&] {
+    s.store(state + place(stop), CHANNELS * DK, lane);
+    stop++, next = upcoming();
+  };
   fetch(0);
   put(0);
   __syncthreads();
@@ -85,20 +96,14 @@ __device__ void delta_scan(const T* q, const T* k, const T* v, const float* g, c
           if (lane == n) sy[stage][i * WIDE + n * CHANNELS + channel] = out[n];
       }
     };
-    if (t0 <= keep && keep < t0 + count) {
-      run(0, keep - t0);
-      s.store(kept_state + own, CHANNELS * DK, lane);
-      run(keep - t0, count);
-    } else if (count == STAGE) {
-      run(0, STAGE);
-    } else {
-      run(0, count);
-    }
+    int done = 0;
+    for (; next < t0 + count; leave()) run(done, next - t0), done = next - t0;
+    if (!done && count == STAGE) run(0, STAGE);
+    else run(done, count);
     if (t0 + STAGE < num_tokens) put(stage ^ 1);
     __syncthreads();
     for (int i = tid; i < count * WIDE; i += THREADS)
       y[((row + t0 + i / WIDE) * HV + hv) * DV + first + i % WIDE] = static_cast<T>(sy[stage][i]);
   }
-  if (keep == num_tokens) s.store(kept_state + own, CHANNELS * DK, lane);
-  s.store(end_state + own, CHANNELS * DK, lane);
+  while (next <= num_tokens) leave();
 }

@@ -16,7 +16,7 @@ MOST_TOKENS = 96
 takes 0.019 ms for 16, half of it with idle processors: 96 should take 0.09 ms. The dense product takes 0.05 ms, and
 making the weights dense writes 63 MB, 0.02 ms at least. Reckoned, not timed."""
 
-MOST_TOKENS_OF_DENSE = 16
+MOST_TOKENS_OF_DENSE = 32
 """For which weights that are not quantised do: as many as a block takes. An H200 takes as long as for MLX's products of
 up to 8 tokens and what follows them (docs/benchmarks.md), and the host a third of the time."""
 
@@ -100,12 +100,16 @@ def step_of(weights: Weights) -> int:
 
 
 def most_together(weights: Weights) -> int:
-    """Tokens that a block takes: as many as the shared memory holds beside either cut, 16 at most; 0 if not even 8."""
+    """Tokens that a block takes: as many as the shared memory holds beside either cut; 0 if not even 8.
+
+    32 at most, 16 of quantised weights, whose sums of groups take more registers.
+    """
 
     def needed(num_tokens: int) -> int:
         return max(shared_bytes(weights, replace(cut, stages=2), token_tiles(num_tokens)) for cut in (_WIDE, _NARROW))
 
-    return next((n for n in (16, 8) if needed(n) <= limits.largest_block()), 0)
+    most = (32, 16, 8) if weights.scales is None else (16, 8)
+    return next((n for n in most if needed(n) <= limits.largest_block()), 0)
 
 
 def cut_of(weights: Weights, num_tokens: int) -> Cut:

@@ -120,8 +120,34 @@ def _expert(experts: moe.Experts, x: mx.array, chosen: mx.array | None) -> mx.ar
 # Gated delta layers
 
 
-def prepare(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
-    """Convolution, activation, unit keys and queries, gates."""
+def prepare(
+    shape: DeltaShape,
+    weights: Weights,
+    plan: mx.array,
+    stops: mx.array,
+    longest: int,
+    projected: mx.array,
+    old_raw: mx.array,
+) -> tuple[Prepared, mx.array]:
+    """Row by row."""
+    rows: Rows = plan.tolist()  # type: ignore[assignment]
+    num_context, ends, num_tokens = shape.kernel_size - 1, stops.tolist(), projected.shape[1]
+    key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
+    sizes = (*((key, projected.dtype),) * 2, (value, projected.dtype), *((value[:1], mx.float32),) * 2)
+    packed = Prepared(*(_undefined((num_tokens, *size), dtype) for size, dtype in sizes))
+    raw = _undefined((stops.size, num_context, shape.num_channels), projected.dtype)
+    for lo, count, end, old, first_stop, num_stops in rows:
+        own, context = projected[:, lo : lo + count], old_raw[old : old + 1, end - num_context : end]
+        for array, found in zip(packed, _prepared(shape, weights, own, context), strict=True):
+            array[lo : lo + count] = found
+        inputs = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)[0]
+        for stop in range(first_stop, first_stop + num_stops):
+            raw[stop] = inputs[ends[stop] : ends[stop] + num_context]  # type: ignore[index, operator]
+    return packed, raw
+
+
+def _prepared(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
+    """Convolution, activation, unit keys and queries, gates of one row's tokens."""
     dtype, own = projected.dtype, projected[0].astype(mx.float32)
     num_tokens, taps = own.shape[0], weights.conv.astype(mx.float32)
     raw = mx.concatenate([context[0].astype(mx.float32), own[:, : shape.num_channels]])
@@ -162,7 +188,7 @@ def window(
             stashes.append([_undefined((num_stashed, *array.shape[2:]), array.dtype) for array in old_stash])
             continue
         own, before = projected[:, lo : lo + num_tokens], old_raw[old : old + 1, end - context : end]
-        new = prepare(shape, weights, own, before)
+        new = _prepared(shape, weights, own, before)
         # a row without tokens to replay may have no place in the old stash
         replayed = Stash(*(array[old if num_replay else 0, :num_replay] for array in old_stash))
         tokens = Stash(*(mx.concatenate([first, then]) for first, then in zip(replayed, new[1:], strict=True)))

@@ -88,7 +88,7 @@ class Weights(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a scan reads: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]`; of several rows `[B, T, …]`."""
+    """What a scan reads of packed tokens: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]`."""
 
     q: mx.array
     k: mx.array

@@ -24,8 +24,11 @@ from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slot
 
 LONGEST_WINDOW = 80
-"""Rows of at most so many tokens go together; a longer chunk goes through the library's attention, alone. A prediction
-head leaves fewer unread (speculate/speculator.py), of which the library took 40 ms and more for each row."""
+"""Rows of at most so many tokens go through our kernel together. A prediction head leaves fewer unread
+(speculate/speculator.py), of which the library took 40 ms and more for each row."""
+MOST_PAIRS = 1 << 20
+"""Longer ones do, too, up to so many pairs of a query and a key: the library reads keys fewer times, but takes a call
+for each row and, for heads of 128, 58 ms on an H200 to plan each new shape; so many pairs take our kernel about 0.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +293,9 @@ def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
 
 
 def _is_short(span: RowSpan, window: int | None) -> bool:
-    """Whether the kernels can do it: a window of theirs goes by places, which positions with gaps are not."""
+    """Whether the kernels do it: a window of theirs goes by places, which positions with gaps are not."""
+    if span.num_tokens > max(LONGEST_WINDOW, MOST_PAIRS // span.end):
+        return False
     if window is None:
-        return span.num_tokens <= LONGEST_WINDOW and not span.two_way.full
-    is_short = span.num_tokens <= LONGEST_WINDOW and not span.two_way.windowed
-    return is_short and reach(span, span.start, span.end, window)[1] is None
+        return not span.two_way.full
+    return not span.two_way.windowed and reach(span, span.start, span.end, window)[1] is None

@@ -1,4 +1,4 @@
-"""Gated delta net layers on NVIDIA GPUs: a launch for all rows of a few tokens, three for a longer chunk."""
+"""Gated delta net layers on NVIDIA GPUs: a launch for rows of a few tokens, three where there are longer ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from headrace.backend.cuda import delta, shapes
-from headrace.backend.gated_delta import scan
+from headrace.backend.gated_delta import Chunk, scan_chunks
 from headrace.models.fused import FusedLinear, can_fuse
 from headrace.models.mixers.fused import Feed, Held, Table, padded
 from headrace.models.step import PackedStep, RowSpan, View
@@ -94,24 +94,14 @@ class CudaDeltaMixer(nn.Module):
             return output
         states = self.states(step, cache.layer)
         projected = self._project(x)
-        together = [(span, state) for span, state in zip(step.spans, states, strict=True) if _is_short(span, state)]
-        windowed, y = {span.lo for span, _ in together}, None
-        if together:
-            counts = [(span.lo, span.num_tokens, span.num_certain) for span, _ in together]
-            own = [state for _, state in together]
-            places, left = self.united(step, own)
+        if all(_is_short(span, state) for span, state in zip(step.spans, states, strict=True)):
+            places, left = self.united(step, states)
             arrays = [*left[:2], *left.stash]
-            plan, constants = _plan(counts, places, arrays)
+            plan, constants = _plan(step.counts, places, arrays)
             y, given = self._window(projected, Feed([step.shared(plan)], arrays, constants))
-            self._advance(counts, own, given)
-        if y is None or len(together) < len(states):
-            parts = []
-            for span, state in zip(step.spans, states, strict=True):
-                if y is not None and span.lo in windowed:
-                    parts.append(y[:, span.lo : span.hi])
-                else:
-                    parts.append(self._chunk(span, state, projected[:, span.lo : span.hi]))
-            y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+            self._advance(step.counts, states, given)
+        else:
+            y = self._chunks(step, states, projected)
         return self._out(y, residual)
 
     @staticmethod
@@ -203,35 +193,30 @@ class CudaDeltaMixer(nn.Module):
             new_stash = Stash(inputs, row, 0, num_tokens - num_certain) if num_certain < num_tokens else None
             state.advance(BatchRow(memory, row), BatchRow(raw, row), new_stash, self.num_context + num_tokens)
 
-    def _chunk(self, span: RowSpan, state: RecurrentState, own: mx.array) -> mx.array:
-        """One row, its scan cut at the marks, from its projection to `[1, n, Hv · Dv]`; advances its state."""
-        shape, length = self._shape, self.num_context
-        state.settle()
-        old = state.context(length)
-        context = self._no_raw if old is None else old.alone()
-        prepared = delta.prepare(shape, self._weights, own, context)
-        raw = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)
-        tokens = shapes.Stash(*(array[None] for array in prepared[1:]))
-        memory = self._no_state if state.state is None else state.state.alone()
-        outputs, done = [], 0
-        for end in (*(mark - span.start for mark in span.state.marks), span.num_tokens):
-            q, k, v, g, beta = (array[None, done:end] for array in prepared)
-            is_last = end == span.num_tokens
-            num_certain = span.num_certain - done if is_last else end - done
-            keep = num_certain if num_certain < end - done else None
-            result = scan("cuda", q, k, v, g, beta, memory, keep=keep)
-            if result.kept_state is not None:
-                stash = Stash(tokens, 0, span.num_certain, span.num_tokens - span.num_certain)
-                state.advance(BatchRow(result.kept_state, 0), BatchRow(raw, 0), stash)
-            else:
-                memory = result.end_state
-                state.advance(BatchRow(memory, 0), BatchRow(mx.contiguous(raw[:, end : end + length]), 0), None)
-            if not is_last:
-                state.note(span.start + end)
-            outputs.append(result.y)
-            done = end
-        y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
-        return delta.gated_norm(shape, self._weights, y.reshape(y.shape[1:]), own)
+    def _chunks(self, step: PackedStep, states: Sequence[RecurrentState], projected: mx.array) -> mx.array:
+        """Rows of any lengths, three launches for all: from projection to `[1, T, Hv · Dv]`; advances their states."""
+        for state in states:
+            state.settle()
+        places, left = self.united(step, states)
+        rows, ends = _chunk_plan(step.spans, places)
+        plan, stops = step.shared(rows), step.shared((ends,))[0]
+        longest = max(span.num_tokens for span in step.spans)
+        tokens, raw = delta.prepare(self._shape, self._weights, plan, stops, longest, projected, left.raw)
+        y, memory = scan_chunks(rows, ends, plan, stops, tokens, left.state)
+        for span, state, (_, _, end, old, stop, _) in zip(step.spans, states, rows, strict=True):
+            for number, mark in enumerate(span.state.marks, start=stop):
+                state.advance(BatchRow(memory, number), BatchRow(raw, number), None)
+                state.note(mark)
+            last, num_uncertain = BatchRow(memory, stop + len(span.state.marks)), span.num_tokens - span.num_certain
+            if not num_uncertain:
+                state.advance(last, BatchRow(raw, last.row), None)
+                continue
+            # how many of these count is known later, and with it where the raw inputs end
+            context = left.raw[old : old + 1, end - self.num_context : end]
+            own = mx.concatenate([context, projected[:, span.lo : span.hi, : self._shape.num_channels]], axis=1)
+            uncertain = shapes.Stash(*(array[None] for array in tokens[1:]))
+            state.advance(last, BatchRow(own, 0), Stash(uncertain, 0, span.lo + span.num_certain, num_uncertain))
+        return delta.gated_norm(self._shape, self._weights, y, projected)
 
 
 class DeltaLayers:
@@ -286,6 +271,17 @@ def _plan(
     plan = tuple([(*count, *place) for count, place in zip(counts, places, strict=True)])
     memory, raw, keys, *_ = arrays
     return padded(plan), (memory.shape[0], *raw.shape[:2], *keys.shape[:2])
+
+
+def _chunk_plan(spans: Sequence[RowSpan], places: Sequence[_Place]) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
+    """Rows and stops as chunks.cuh has them: a row's stops are its marks, and the end of its certain tokens."""
+    rows: list[Chunk] = []
+    ends: list[int] = []
+    for span, (_, end, old) in zip(spans, places, strict=True):
+        own = [*(mark - span.start for mark in span.state.marks), span.num_certain]
+        rows.append((span.lo, span.num_tokens, end, old, len(ends), len(own)))
+        ends += own
+    return tuple(rows), tuple(ends)
 
 
 def _is_short(span: RowSpan, state: RecurrentState) -> bool:
