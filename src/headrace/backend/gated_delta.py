@@ -204,6 +204,7 @@ def scan_chunks(
                 own, done = found.end_state, end
             states.append(own)
         states.pop()  # after the last token, which is no stop or was one before
+    states += [mx.full(states[0].shape, mx.nan)] * (len(ends) - len(states))  # of stops that are no row's
     return mx.concatenate(outputs), mx.concatenate(states)
 
 

@@ -32,6 +32,7 @@ from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, state_budget
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
+from headrace.engine.warm_up import warm_up
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
@@ -312,6 +313,8 @@ def _prepare(
     scheduler = Scheduler(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
+    if loaded.packed.is_compiled:
+        report = (*report, warm_up(loaded.packed, loaded.tokens.end, memory, knobs.max_num_seqs, chunk))
     speculator, ahead = drafting.speculator, loaded.packed.is_compiled
     runner = Runner(loaded.packed, loaded.tokens.end, pool, constraints, speculator, features, ahead=ahead)
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)

@@ -28,7 +28,7 @@ LONGEST_WINDOW = 80
 (speculate/speculator.py), of which the library took 40 ms and more for each row."""
 MOST_PAIRS = 1 << 20
 """Longer ones do, too, up to so many pairs of a query and a key: the library reads keys fewer times, but takes a call
-for each row and, for heads of 128, 58 ms on an H200 to plan each new shape; so many pairs take our kernel about 0.3."""
+for each row and, for heads of 128, 58 ms on an H200 to plan each new shape; so many pairs take our kernel 0.36."""
 
 
 @dataclass(frozen=True, slots=True)

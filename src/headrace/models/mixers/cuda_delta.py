@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3_5
 from headrace.backend.cuda import delta, shapes
 from headrace.backend.gated_delta import Chunk, scan_chunks
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held, Table, padded
+from headrace.models.mixers.fused import Feed, Held, Table, padded, padded_rows
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.layer import LayerKey
 from headrace.state.recurrent import BatchRow, RecurrentState, Stash
@@ -274,14 +274,17 @@ def _plan(
 
 
 def _chunk_plan(spans: Sequence[RowSpan], places: Sequence[_Place]) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
-    """Rows and stops as chunks.cuh has them: a row's stops are its marks, and the end of its certain tokens."""
+    """Rows and stops as chunks.cuh has them: a row's stops are its marks, and the end of its certain tokens.
+
+    Behind them are stops of no row, so that what is left has one of few sizes.
+    """
     rows: list[Chunk] = []
     ends: list[int] = []
     for span, (_, end, old) in zip(spans, places, strict=True):
         own = [*(mark - span.start for mark in span.state.marks), span.num_certain]
         rows.append((span.lo, span.num_tokens, end, old, len(ends), len(own)))
         ends += own
-    return tuple(rows), tuple(ends)
+    return tuple(rows), (*ends, *[0] * (padded_rows(len(ends)) - len(ends)))
 
 
 def _is_short(span: RowSpan, state: RecurrentState) -> bool:
