@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from headrace.api import json_amount
 from headrace.api.anthropic_request import Thinker, read_messages
 from headrace.api.json_amount import MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, refuse_too_much
-from headrace.api.json_body import StrictBody, read_json, without_half_pairs
+from headrace.api.json_body import StrictBody, infinite_number, read_json, without_half_pairs
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_completion import read_completion
 from headrace.api.openai_tokenize import read_detokenize, read_tokenize
@@ -236,3 +236,18 @@ def test_half_pairs_are_replaced_as_a_reader_of_escapes_would() -> None:
         value = json.loads(text)  # Python joins whole pairs and keeps the halves
         expected = "".join("\ufffd" if "\ud800" <= character <= "\udfff" else character for character in value)
         assert json.loads(without_half_pairs(text.encode())) == expected, text
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" * 400 + ".5"])
+@pytest.mark.parametrize("route", READERS)
+def test_a_number_beyond_all_floats_is_refused_by_its_place(route: str, number: str) -> None:
+    body = b'{"messages": [], "metadata": {"list": [1, {"x": NUMBER}]}}'.replace(b"NUMBER", number.encode())
+    with pytest.raises(InvalidRequest, match="too large") as refused:
+        READERS[route](body)
+    assert refused.value.param == "metadata.list[1].x"
+
+
+def test_the_largest_float_and_integers_of_any_size_are_finite() -> None:
+    assert infinite_number([1.7976931348623157e308, 10**400, True, None, "1e400", {"x": -(10**400)}]) is None
+    assert [infinite_number(each) for each in (7, "a", None)] == [None] * 3
+    assert infinite_number(read_json(b"[1, 2]", "it")) is None

@@ -135,6 +135,14 @@ def test_a_call_that_broke_off_is_told_as_it_was_written() -> None:
     assert message["stop_reason"] == "max_tokens"
 
 
+def test_a_number_that_no_float_holds_is_told_as_it_was_written() -> None:
+    said = '{"x": 1e400}'
+    events = [Started(1), ToolCallStart(0, "call_a", "f"), ToolArguments(0, said), EVENTS[-1]]
+    message = MessagesAnswer(HEADING).whole(events)
+    assert message["content"][0]["input"] == {"__unparsedToolInput": {"raw": said, "len": len(said)}}
+    json.dumps(message, allow_nan=False)
+
+
 def test_thinking_that_begins_again_is_a_block_of_its_own_with_its_own_signature() -> None:
     events = [Started(1), Reasoning("a"), Text("b"), Reasoning("c"), EVENTS[-1]]
     first, _, last = MessagesAnswer(HEADING).whole(events)["content"]

@@ -85,6 +85,12 @@ def test_a_record_of_an_answer_without_text_has_no_speed() -> None:
     assert record.line() == "POST / - 0.000s req_1 cmpl-1 m 0+0 tokens, 0 cached abort"
 
 
+def test_a_line_has_room_for_so_much_of_what_a_client_calls_its_request() -> None:
+    record = RequestRecord("req_1", "X" * 5000, "/" + "p" * 60_000)
+    assert len(record.line()) < 200
+    assert len(record.fields()["method"] + record.fields()["path"]) < 200
+
+
 def test_json_lines_hold_the_fields_or_the_message_and_a_traceback_if_there_is_one() -> None:
     formatter = JsonLines()
     record = logging.LogRecord("headrace.server", logging.INFO, "", 0, "said %s", ("so",), None)

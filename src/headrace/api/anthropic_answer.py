@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from headrace.api.answer_form import AnswerHeading, server_sent, sparse_detail
 from headrace.api.anthropic_body import UNPARSED_INPUT
 from headrace.api.anthropic_errors import error_body
+from headrace.api.json_body import infinite_number
 from headrace.errors import HeadraceError
 from headrace.types.events import (
     Event,
@@ -185,7 +186,7 @@ def _input(arguments: str) -> dict[str, Any]:
         parsed = from_json(arguments or "{}")
     except ValueError:
         parsed = None
-    if isinstance(parsed, dict):
+    if isinstance(parsed, dict) and infinite_number(parsed) is None:
         return parsed
     return {UNPARSED_INPUT: {"raw": arguments, "len": len(arguments)}}
 

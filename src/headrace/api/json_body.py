@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -34,6 +35,9 @@ _HALF_PAIR = re.compile(
 )
 
 
+_MAY_BE_INFINITE = (float, dict, list)
+
+
 class StrictBody(BaseModel):
     """A body, or an object in one: `true` is no number and `"1"` is not 1."""
 
@@ -55,17 +59,37 @@ def read_json(text: bytes, what: str, param: str | None = None) -> Any:
     """The value of a JSON text, as read_object reads it. what: names the text in errors. Raises InvalidRequest."""
     refuse_too_much((text,), what, param)
     try:
-        return _parsed(text)
+        value = _parsed(text)
     except ValueError as error:
         whole = without_half_pairs(text)
         if whole == text:
             raise InvalidRequest(_why_invalid(what, error), param=param) from error
-    return read_json(whole, what, param)
+        return read_json(whole, what, param)
+    if (place := infinite_number(value)) is not None:
+        path = field_path(place)
+        raise InvalidRequest(f"{what} holds a number that is too large: {path}", param=param or path)
+    return value
 
 
 def _parsed(text: bytes) -> Any:
     # Texts that are all different make the reader's cache of strings slow, and it saves next to nothing on the others.
     return from_json(text, allow_inf_nan=False, cache_strings="none")
+
+
+def infinite_number(value: Any) -> _Location | None:
+    """Where a parsed JSON value holds a number beyond the largest float, like 1e400; None if it holds none."""
+    left: list[tuple[_Location, Any]] = [((), value)] if isinstance(value, _MAY_BE_INFINITE) else []
+    while left:
+        place, each = left.pop()
+        if isinstance(each, dict):
+            left += [((*place, name), inner) for name, inner in each.items() if isinstance(inner, _MAY_BE_INFINITE)]
+        elif isinstance(each, list):
+            left += [
+                ((*place, index), inner) for index, inner in enumerate(each) if isinstance(inner, _MAY_BE_INFINITE)
+            ]
+        elif math.isinf(each):
+            return place
+    return None
 
 
 def _why_invalid(what: str, error: ValueError) -> str:

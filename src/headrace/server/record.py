@@ -17,6 +17,10 @@ from headrace.types.events import (
     Usage,
 )
 
+_MAX_METHOD_LENGTH = 16
+_MAX_PATH_LENGTH = 128
+"""Clients choose them, and each request has a line."""
+
 
 class RequestRecord:
     """One HTTP request, and the answer that was generated for it if any.
@@ -27,8 +31,8 @@ class RequestRecord:
     def __init__(self, request_id: str, method: str, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.request_id = request_id
         self.status: int | None = None
-        self._method = method
-        self._path = path
+        self._method = method[:_MAX_METHOD_LENGTH]
+        self._path = path[:_MAX_PATH_LENGTH]
         self._clock = clock
         self._arrived = clock()
         self._answer: _AnswerRecord | None = None
