@@ -289,6 +289,22 @@ async def test_a_dead_thread_turns_health_red_and_leaves_nobody_waiting(
         await collect(engine, REQUESTS[0])
 
 
+async def test_a_device_that_fails_at_every_call_ends_the_engine(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA does after an illegal access."""
+    engine = launch(llama)
+    stream = await engine.submit(request(1, 8, max_tokens=400))
+    await anext(stream)
+
+    def fail(*arrays: object) -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr("mlx.core.eval", fail)
+    with pytest.raises(EngineDead, match="the device fails at every call since a step failed$"):
+        async for _ in stream:
+            pass
+    assert engine.health() == "the device fails at every call since a step failed"
+
+
 async def test_stopping_ends_what_still_runs(llama: Path) -> None:
     engine = launch(llama)
     stream = await engine.submit(request(1, 8, max_tokens=400))

@@ -53,6 +53,15 @@ def device_kind() -> DeviceKind:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+def is_lost() -> bool:
+    """Whether the device computes nothing any more: an illegal access on CUDA fails every later call of the process."""
+    try:
+        mx.eval(mx.zeros(1) + 1)
+    except RuntimeError:
+        return True
+    return False
+
+
 def host_memory_bytes(cgroups: Path = _PROCESS_CGROUPS, mount: Path = _CGROUP_MOUNT) -> int:
     """The machine's memory, or the lowest limit of the control groups that this process is in."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -247,7 +247,8 @@ class Engine:
             loop.run()
             self._death = "it was stopped"
         except BaseException as error:  # the thread's outer wall: health turns red, nobody is left waiting
-            self._death = f"its thread ended with {type(error).__name__}"
+            kind = f"its thread ended with {type(error).__name__}"
+            self._death = error.message if isinstance(error, HeadraceError) else kind
             logger.exception("the engine's thread died")
         loop.fail_all(EngineDead(f"the engine is not running: {self._death}"))
 

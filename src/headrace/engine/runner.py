@@ -11,13 +11,14 @@ from itertools import islice
 import mlx.core as mx
 import numpy as np
 
+from headrace.backend import device
 from headrace.engine.ahead import computed, launch_next, take_over
 from headrace.engine.draws import Drawn, Draws
 from headrace.engine.features import FeatureCache
 from headrace.engine.outcomes import Outcome, failures_of, not_drawn, result_of
 from headrace.engine.pool import PrefixPool
 from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice, places_of
-from headrace.errors import GenerationFailed
+from headrace.errors import EngineDead, GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.packed import PackedModel, Row
@@ -104,7 +105,8 @@ class Runner:
         """Compute every chunk of the plan. `requests` has its requests by their ids.
 
         What goes wrong in one row's own work fails that row; what goes wrong in the step fails its rows. Either way
-        there is an answer for every chunk and fork, and the caller frees the rows that failed.
+        there is an answer for every chunk and fork, and the caller frees the rows that failed. Raises EngineDead where
+        the device can compute nothing any more.
         """
         self._gained = []
         self._preempt(plan.preempted)
@@ -116,8 +118,10 @@ class Runner:
             return StepResult((), tuple(failures))
         try:
             outcomes = self._compute(windows)
-        except Exception as error:  # the step's outer wall: its rows fail, the engine goes on
+        except Exception as error:  # the step's exception boundary: its rows fail, the engine goes on
             logger.exception("a step of %d rows failed", len(windows))
+            if device.is_lost():
+                raise EngineDead("the device fails at every call since a step failed") from error
             for one in windows:
                 one.live.is_sound = False
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
