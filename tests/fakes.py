@@ -213,8 +213,9 @@ class FakeEngine:
     def health(self) -> str | None:
         return self.sick
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float | None = None) -> bool:
         self.stopped = True
+        return True
 
     async def submit(self, request: GenerationRequest) -> FakeStream:
         await asyncio.sleep(0)

@@ -164,6 +164,12 @@ class ServerConfig:
     ping_interval_s: float = knob(
         8.0, "seconds between signs of life while a prompt is computed", metavar="S", minimum=0.01
     )
+    drain_seconds: float = knob(
+        5.0,
+        "seconds that requests may go on after SIGINT or SIGTERM; the process has ended 5 seconds later at most",
+        metavar="S",
+        minimum=0.0,
+    )
     reasoning_field: str = knob(
         "reasoning_content",
         "name of the thinking text in chat answers",

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,11 +24,11 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 # The command with a model that says a number of words and then nothing more, but goes on. It tells of every word. The
-# buffers of its connections are small.
+# buffers of its connections are small. What else is to go wrong is in the lines that take FAULT's place.
 PROGRAM = textwrap.dedent("""
-    import asyncio, socket, sys
+    import asyncio, ctypes, os, re, signal, socket, sys, threading
     from types import SimpleNamespace
-    from fakes import FakeEngine, describe, fake_session
+    from fakes import ByteTokenizer, FakeEngine, describe, fake_session
     from headrace.cli import main, serve
     from headrace.server import run
 
@@ -36,37 +38,59 @@ PROGRAM = textwrap.dedent("""
                 yield output
                 print("said", flush=True)
 
-        def stop(self):
+        def stop(self, timeout_s):
             print("stopped", len(self.aborted) == len(self.requests), flush=True)
+            return super().stop(timeout_s)
 
     def open_listener(config):
         listener = run.open_listener(config)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return listener
 
-    run._GRACE_S = float(sys.argv[1])
-    words = ["word"] * int(sys.argv[2])
-    engine = Silent(*words, asyncio.Event(), model=describe(max_model_len=10**6))
+    def blocks():
+        "Native code that leaves the interpreter alone, and never comes back."
+        os.write(1, b"stuck\\n")
+        while True:
+            ctypes.CDLL(None).sleep(1000)
+
+    def freezes():
+        "Native code that holds the interpreter's lock, so that no other thread and no signal handler runs."
+        os.write(1, b"stuck\\n")
+        re.match("(a+)+b", "a" * 64)
+
+    run._END_S = 2
+    engine = Silent(*["word"] * int(sys.argv[2]), asyncio.Event(), model=describe(max_model_len=10**6))
     serve.open_listener = open_listener
     serve.configured_words = lambda config: SimpleNamespace(constraints=None)
     serve.Engine.launch = lambda *_: engine
     serve.Session.over = lambda engine, *_, **__: fake_session(engine)
-    sys.argv = ["headrace", "serve", "--port", "0"]
+    sys.argv = ["headrace", "serve", "--port", "0", "--drain-seconds", sys.argv[1]]
+    FAULT
     sys.exit(main.command())
 """)
 
 
 @contextmanager
-def server(grace_s: float, num_words: int = 1) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(drain_s: float, num_words: int = 1, fault: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running command and its address."""
+    with started(drain_s, num_words, fault) as process:
+        line = next(line for line in process.stdout if " is served at " in line)
+        yield process, line.rpartition(" ")[2].strip().removesuffix("/v1")
+
+
+@contextmanager
+def started(drain_s: float, num_words: int = 1, fault: str = "") -> Iterator[subprocess.Popen[str]]:
+    """The running command, which may never listen."""
     root = Path(__file__).parents[2]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root / "tests")])}
-    words = [sys.executable, "-c", PROGRAM, str(grace_s), str(num_words)]
+    words = [sys.executable, "-c", PROGRAM.replace("FAULT", fault), str(drain_s), str(num_words)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, text=True) as process:
+        killing = threading.Timer(3 * PATIENCE_S, process.kill)  # ends also a test that reads what it says
+        killing.start()
         try:
-            line = next(line for line in process.stdout if " is served at " in line)
-            yield process, line.rpartition(" ")[2].strip().removesuffix("/v1")
+            yield process
         finally:
+            killing.cancel()
             process.kill()
 
 
@@ -95,6 +119,12 @@ def connected(url: str) -> socket.socket:
     return connection
 
 
+def ask(connection: socket.socket, path: str, fields: dict[str, object]) -> None:
+    body = json.dumps(fields).encode()
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % (path.encode(), len(body)) + body)
+
+
 def wait_until_closed(connection: socket.socket) -> None:
     """Until the first signal has come through: a second one at the same time would be the same."""
     while connection.recv(65536):
@@ -107,7 +137,7 @@ def wait_until_closed(connection: socket.socket) -> None:
 )
 def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(number: int, hurry: bool) -> None:
     with (
-        server(grace_s=PATIENCE_S if hurry else 0.1) as (process, url),
+        server(drain_s=PATIENCE_S if hurry else 0.1) as (process, url),
         idle_connection(url) as idle,
         ThreadPoolExecutor() as pool,
     ):
@@ -150,15 +180,105 @@ def check_error(body: dict[str, dict[str, str]]) -> None:
 
 def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending() -> None:
     # Its stream is far larger than all buffers on its way.
-    with server(grace_s=0.1, num_words=5000) as (process, url), connected(url) as client:
-        body = json.dumps({**BODY, "stream": True}).encode()
-        client.sendall(
-            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
-        )
+    with server(drain_s=0.1, num_words=5000) as (process, url), connected(url) as client:
+        ask(client, CHAT, {**BODY, "stream": True})
         wait_until_said(process, 1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     # uvicorn's own way of ending requests leaves a line, ours none.
     assert "uvicorn" not in err
+    assert "Traceback" not in err
+
+
+def wait_until_stuck(process: subprocess.Popen[str]) -> None:
+    assert any(line == "stuck\n" for line in process.stdout)
+
+
+STUCK_TOKENIZER = "ByteTokenizer.encode_document = lambda *_: {}()"
+STUCK_ENGINE = """
+engine._inbox, engine._thread = SimpleNamespace(put=lambda _: None), threading.Thread(target={}, daemon=True)
+engine.on_start, Silent.stop = engine._thread.start, serve.Engine.stop
+""".strip()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        (STUCK_TOKENIZER.format("blocks"), 0, ""),
+        (STUCK_TOKENIZER.format("freezes"), -signal.SIGKILL, "still busy"),
+        (STUCK_ENGINE.format("blocks"), 0, "the engine is still busy"),
+        # the event loop
+        pytest.param("engine.on_start = blocks", -signal.SIGKILL, "still busy", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_server_that_is_stuck_in_native_code(fault: str, code: int, said: str) -> None:
+    with server(drain_s=0.1, fault=fault) as (process, url), connected(url) as client:
+        ask(client, "/v1/completions", {"prompt": "x", "stream": True})
+        wait_until_stuck(process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("serve.configured_words = lambda config: freezes()", -signal.SIGTERM),
+        # the kernel spares process 1
+        ("serve.Engine.launch = lambda *_: blocks(); os.getpid = lambda: 1", 143),
+    ],
+)
+def test_a_signal_ends_a_server_that_is_stuck_while_it_loads(fault: str, code: int) -> None:
+    with started(drain_s=1000, fault=fault) as process:
+        wait_until_stuck(process)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
+
+
+# Ctrl-C once more whenever the process writes something, as it does last.
+INTERRUPTED_OUTPUT = """
+class Interrupted:
+    encoding, errors = "utf-8", "strict"
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGINT)
+        return sys.__stderr__.write(text)
+    def flush(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sys.__stderr__.flush()
+sys.stderr = Interrupted()
+""".strip()
+
+
+def test_ctrl_c_during_the_very_exit_leaves_no_traceback_and_the_right_exit_code() -> None:
+    with (
+        server(drain_s=PATIENCE_S, fault=INTERRUPTED_OUTPUT) as (process, url),
+        idle_connection(url) as idle,
+        connected(url) as client,
+    ):
+        ask(client, CHAT, {**BODY, "stream": True})
+        wait_until_said(process, 1)
+        process.send_signal(signal.SIGINT)
+        wait_until_closed(idle)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.0, 0.01])
+def test_ctrl_c_again_and_again_ends_the_process_with_its_own_exit_code(pause_s: float) -> None:
+    with server(drain_s=PATIENCE_S) as (process, url), connected(url) as client:
+        ask(client, CHAT, {**BODY, "stream": True})
+        wait_until_said(process, 1)
+        until = time.monotonic() + PATIENCE_S
+        while process.poll() is None and time.monotonic() < until:
+            process.send_signal(signal.SIGINT)
+            time.sleep(pause_s)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
     assert "Traceback" not in err

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 from headrace import __version__
@@ -59,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command() -> int:
+def command() -> NoReturn:
     """The `headrace` command: `main` between a terminal or pipe of any kind and the process's end."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # Models say anything, in any language; a terminal without a character for it shows a question mark.
             stream.reconfigure(errors="replace")
+    if sys.argv[1:2] != ["chat"]:  # where Ctrl-C ends an answer only
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         code = main()
         sys.stdout.flush()
@@ -72,23 +75,19 @@ def command() -> int:
         code = _INTERRUPTED
     except BrokenPipeError:  # as in `headrace doctor | head`
         code = _PIPE_CLOSED
-    if code in (_INTERRUPTED, _PIPE_CLOSED):
-        _end_at_once(code)
-    # All is done: from here on a Ctrl-C could only spoil the exit code.
+    # From here on a Ctrl-C could only spoil the exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return code
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Ends the process as it stands.
-
-    The engine's thread may be loading a model, in the middle of MLX's work: an ordinary exit would abort there. And
-    what is left in a buffer for a pipe that nobody reads would be an error once more.
-    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
+    # An ordinary exit would wait for worker threads, which may be stuck, and abort in the middle of MLX's work.
     os._exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """The first Ctrl-C ends the command in order, the next one the process, whatever it is at."""
+    signal.signal(number, lambda *_: os._exit(_INTERRUPTED))
+    raise KeyboardInterrupt
 
 
 def _without_command(words: Sequence[str]) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shlex
+import signal
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +19,12 @@ from headrace.engine.engine import Engine
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
 from headrace.session.session import Session
+from headrace.session.words import Words
+
+logger = logging.getLogger(__name__)
+
+TERMINATED = 143
+"""Exit code after SIGTERM, as a shell has it."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -22,30 +32,38 @@ def run(argv: Sequence[str]) -> None:
     config = load_config(argv, program="headrace serve", about="Serve a model over HTTP.")
     use_log_format(config.server.log_format)
     warn_of_unknown_variables()
+    if os.getpid() == 1:
+        # In a container: for process 1 the kernel ignores signals that have no handler.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
     with open_listener(config.server) as listener:
         print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
         words = configured_words(config)
         engine = Engine.launch(config, words.constraints)
-        is_interrupted = False
         try:
-            session = Session.over(
-                engine,
-                words,
-                prepares_turns=config.engine.prefix_cache == "on",
-                media=(media_policy(config.media), media_limits(config.media)),
-                defaults=server_defaults(config.defaults),
-            )
-            for line in (*engine.model.report, *session.notes):
-                print(line, flush=True)
-            ready = ready_text(config, base_url(listener), session)
-            serve(session, config.server, listener, lambda: print(ready, flush=True))
+            left_s = _serve(config, engine, words, listener)
         except KeyboardInterrupt:
             # Somebody is in a hurry: the engine's thread would end only after the step that it is at.
-            is_interrupted = True
             raise
-        finally:
-            if not is_interrupted:
-                engine.stop()
+        except BaseException:
+            engine.stop()
+            raise
+        if not engine.stop(left_s):
+            logger.warning("the engine is still busy, the process ends without it")
+
+
+def _serve(config: Config, engine: Engine, words: Words, listener: socket.socket) -> float:
+    """Serves until a signal comes; gives the seconds that are left for the rest of the end."""
+    session = Session.over(
+        engine,
+        words,
+        prepares_turns=config.engine.prefix_cache == "on",
+        media=(media_policy(config.media), media_limits(config.media)),
+        defaults=server_defaults(config.defaults),
+    )
+    for line in (*engine.model.report, *session.notes):
+        print(line, flush=True)
+    ready = ready_text(config, base_url(listener), session)
+    return serve(session, config.server, listener, lambda: print(ready, flush=True))
 
 
 def ready_text(config: Config, url: str, session: Session) -> str:

@@ -213,10 +213,14 @@ class Engine:
         self._refuse_if_dead()
         return await answer
 
-    def stop(self) -> None:
-        """End the thread after the step in progress; requests that are still running get EngineDead."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after the step in progress; requests that are still running get EngineDead.
+
+        False if it has not ended after `timeout_s`, in which case only the end of the process ends it.
+        """
         self._inbox.put(Stop())
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _refuse_if_dead(self) -> None:
         if self._death is not None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
+import os
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,12 +23,21 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.app import build_app
 from headrace.server.protocol import Protocol, WaitingConnections
+from headrace.server.watchdog import start_watchdog
 from headrace.session.session import Session
 
 log = logging.getLogger("headrace.server")
 
-# How long requests may go on after the first signal; a second SIGINT ends them at once.
-_GRACE_S = 5
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell has it: 128 and the number of SIGINT."""
+
+# A process that has not ended so long after the time for requests is killed.
+_END_S = 5
+
+# Of that, what is left for the way out when everything has been waited for.
+_EXIT_S = 1
+
+_POLL_S = 0.1
 
 # How long a client has to take the error that ends its request, and a request to end once its connection is closed.
 _FAREWELL_S = 1
@@ -64,22 +78,39 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(session: Session, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]) -> None:
-    """Serves until SIGINT or SIGTERM. `announce` is called once connections are accepted.
+def serve(session: Session, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]) -> float:
+    """Serve until SIGINT or SIGTERM. `announce` is called once connections are accepted.
 
-    Raises KeyboardInterrupt after a second SIGINT: then the process is to end at once.
+    Returns the seconds that are left until the process has to be over. From here on signals are the server's, to the
+    process's end. Raises KeyboardInterrupt after a second SIGINT: then the process should end at once.
     """
     server = HttpServer(session, config, announce)
-    with _signals_end_quietly(server):
-        server.run(sockets=[listener])
+    server.watchdog = start_watchdog(config.drain_seconds + _END_S)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, server.handle_exit)
+    try:
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(_Workers())
+            runner.run(server.serve(sockets=[listener]))
+    finally:
+        server.has_ended = True
     if server.force_exit:
         raise KeyboardInterrupt
+    return max(0.0, server.signalled_at + config.drain_seconds + _END_S - _EXIT_S - time.monotonic())
+
+
+class _Workers(ThreadPoolExecutor):
+    """Threads that the event loop does not wait for when it closes: one may be stuck in native code."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 class HttpServer(uvicorn.Server):
     """Serves one session. Calls `announce` when it listens, not before.
 
-    has_ended: signals are none of its business any more.
+    has_ended: nothing is served any more, and one more SIGINT ends the process. signalled_at: when the first signal
+    came, in monotonic seconds.
     """
 
     def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
@@ -93,26 +124,31 @@ class HttpServer(uvicorn.Server):
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
             # The last resort: what it cancels then gets no proper end and leaves a traceback in the log.
-            timeout_graceful_shutdown=_GRACE_S + 3 * _FAREWELL_S,
+            timeout_graceful_shutdown=math.ceil(config.drain_seconds + 3 * _FAREWELL_S),
         )
         super().__init__(settings)
         self.server_state = WaitingConnections()
+        self.watchdog: subprocess.Popen[bytes] | None = None
         self.has_ended = False
+        self.signalled_at = math.inf
         self._announce = announce
-        self._is_urgent = asyncio.Event()
+        self._drain_s = config.drain_seconds
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until a signal comes, which uvicorn's handlers then raise once more for those before them."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_log_unhandled)
+        asyncio.get_running_loop().set_exception_handler(_log_unhandled)
         await super().serve(sockets)
-        self.has_ended = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would give signals back before the engine has stopped; see `serve`."""
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came: the first one begins the end, a second SIGINT hurries it."""
+        """The first signal begins the end, a second SIGINT hurries it, one more ends the process where it stands."""
+        if sig == signal.SIGINT and (self.force_exit or self.has_ended):
+            os._exit(INTERRUPTED)
+        self.signalled_at = min(self.signalled_at, time.monotonic())
         super().handle_exit(sig, frame)
-        if self.force_exit:
-            self._loop.call_soon_threadsafe(self._is_urgent.set)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen. Raises ConfigError when another process got hold of the port meanwhile."""
@@ -135,8 +171,9 @@ class HttpServer(uvicorn.Server):
 
     async def _end_requests(self) -> None:
         """Ends requests when their time is over, each with an error of its own kind (see the Guard)."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_urgent.wait(), _GRACE_S)
+        until = time.monotonic() + self._drain_s
+        while not self.force_exit and (left_s := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, _POLL_S))
         for request in self.server_state.tasks:
             request.cancel()
         await self._requests_end()
@@ -153,24 +190,3 @@ class HttpServer(uvicorn.Server):
 def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Logs an exception that no task took. asyncio's own line shows arguments of callbacks, which may be content."""
     log.error("an exception was never handled", exc_info=context.get("exception"))
-
-
-@contextmanager
-def _signals_end_quietly(server: HttpServer) -> Iterator[None]:
-    """uvicorn shuts down on a signal and then raises it again for the handler that was there before.
-
-    The default handlers would end the process there, before the engine is stopped; these let it return. A SIGINT that
-    comes later finds a process that still waits for something, and interrupts that.
-    """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if server.has_ended and number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = {each: signal.signal(each, handle) for each in handled}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
