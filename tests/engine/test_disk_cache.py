@@ -14,7 +14,9 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -25,7 +27,8 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_save import HEAD_BYTES
-from headrace.state.record_file import read_file
+from headrace.state.host_arrays import HostArray
+from headrace.state.record_file import read_file, write_file
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import DiskStatus
 
@@ -127,7 +130,7 @@ async def num_bytes_left(engine: Engine) -> int:
 
 
 def names(cache: Path) -> set[str]:
-    return {path.name for path in cache.iterdir()}
+    return {path.name for path in cache.iterdir() if path.name != ".key"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -452,10 +455,10 @@ async def test_while_a_read_hangs_others_go_on_and_who_gives_up_leaves_nothing_b
         expected, _ = await ask(engine, prompt, (290,))
     release, reading = threading.Event(), threading.Event()
 
-    def hang(path: Path):
+    def hang(file: BinaryIO, key: bytes):
         reading.set()
         release.wait()
-        return read_file(path)
+        return read_file(file, key)
 
     monkeypatch.setattr("headrace.state.disk_load.read_file", hang)
     async with engine_of(folders("gpt_oss"), tmp_path) as engine:
@@ -479,9 +482,9 @@ async def test_a_read_that_never_comes_is_not_waited_for(
         expected, _ = await ask(engine, prompt)
     release = threading.Event()
 
-    def hang(path: Path):
+    def hang(file: BinaryIO, key: bytes):
         release.wait()
-        return read_file(path)
+        return read_file(file, key)
 
     monkeypatch.setattr("headrace.state.disk_load.read_file", hang)
     monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 0.0)
@@ -573,3 +576,52 @@ async def test_a_folder_that_cannot_be_used_is_refused_by_its_flags_name(
     with pytest.raises(ConfigError, match="prefix_cache is off"):
         async with engine_of(folders("llama"), tmp_path, prefix_cache="off"):
             pass
+
+
+async def test_nothing_on_disk_tells_a_prompt_or_an_answer(folders: Callable[..., Path], tmp_path: Path) -> None:
+    """Neither its ids, in any of the forms in which numbers are written, nor digests that a reader could compute."""
+    prompt = tokens(90, 600)
+    for family in FAMILIES:
+        async with engine_of(folders(family), tmp_path / family) as engine:
+            output, _ = await ask(engine, prompt, (300,), cache_salt="a secret of the client's")
+        for part in (prompt[:5], prompt[300:305], tuple(output)[:5]):
+            numbers = ",".join(map(str, part)).encode()
+            forms = [numbers, numbers.replace(b",", b", "), numbers.replace(b",", b" ")]
+            forms += [np.array(part, dtype).tobytes() for dtype in ("<i2", "<i4", "<i8", ">i4", ">i8")]
+            for path in (tmp_path / family).iterdir():
+                data = path.read_bytes()
+                assert not any(form in data for form in forms)
+                assert b"a secret of the client's" not in data
+    for family in FAMILIES:
+        async with engine_of(folders(family), tmp_path / f"{family} again") as engine:
+            await ask(engine, prompt, (300,), cache_salt="a secret of the client's")
+        # the same prompt has other names under another key
+        assert names(tmp_path / f"{family} again")
+        assert not names(tmp_path / f"{family} again") & names(tmp_path / family)
+
+
+async def test_a_file_that_the_key_has_signed_but_no_model_like_this_has_made_is_refused(
+    folders: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a fault of ours might write it: its signature is right, its arrays have another shape."""
+    prompt = tokens(91, 600)
+    for family in FAMILIES:
+        cache = tmp_path / family
+        async with engine_of(folders(family), cache) as engine:
+            expected, _ = await ask(engine, prompt, (300,))
+        folder = DiskFolder(cache, 10**9)
+        for name in names(cache):
+            with folder.open(name) as file:
+                head, arrays = read_file(file, folder.key())
+            if "-block-" in name and head.about["start"] == 0:
+                wrong = {each: HostArray(array.dtype, array.data[..., :-1]) for each, array in arrays.items()}
+                folder.write(name, partial(write_file, about=head.about, arrays=wrong, key=folder.key()))
+        caplog.clear()
+        async with engine_of(folders(family), cache) as engine:
+            assert await ask(engine, prompt, (300,)) == (expected, 0)
+            assert engine.health() is None
+        (told,) = [record.getMessage() for record in caplog.records if "is removed" in record.getMessage()]
+        assert "has another type or shape than the model's" in told
+        async with engine_of(folders(family), cache) as engine:
+            # it was written again
+            assert await ask(engine, prompt, (300,)) == (expected, 599 if family == "llama" else 300)

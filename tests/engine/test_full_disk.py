@@ -62,7 +62,7 @@ def _limited_files(folder: Path) -> Iterator[Lift]:
 def _full_file_system(folder: Path) -> Iterator[Lift]:
     """A file system that another file has filled: a write is cut short, and the next one fails with ENOSPC."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no file system may be mounted here")
     filler = folder / "filler"

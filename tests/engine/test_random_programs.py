@@ -22,13 +22,14 @@ from models import tiny
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.engine.memory import state_cost
+from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
+from headrace.state.state_form import StateForm
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
 KINDS = {"dense": "llama", "sliding window": "gpt_oss", "hybrid": "qwen3_5", "module": "lfm2"}
@@ -114,15 +115,14 @@ class World:
         self.slabs = SlabPool()
         self.live: list[Live] = []
         self.num_started = self.num_restored = 0
-        self.cost = state_cost(packed(kind), None)
+        self.form = StateForm.of(sample_state(packed(kind), None))
         self.pool = self._open()
 
     def _open(self) -> PrefixPool:
-        sorts = {"has_spans": self.cost.has_spans, "needs_snapshots": self.cost.needs_snapshots}
-        disk = DiskTier(
-            self.folder, 10**9, "w", prefill_tokens_per_s=1.0, max_pending_bytes=10**9, max_load_bytes=10**9, **sorts
-        )
-        return PrefixPool("w", disk=disk, **sorts)
+        limits = {"max_pending_bytes": 10**9, "max_load_bytes": 10**9}
+        disk = DiskTier(self.folder, 10**9, "w", form=self.form, prefill_tokens_per_s=1.0, **limits)
+        form = self.form
+        return PrefixPool("w", has_spans=form.has_spans, needs_snapshots=form.needs_snapshots, disk=disk)
 
     def start(self, sentence: int, length: int, marks: set[int]) -> None:
         """Begin a prompt where the cache can; others that share it may have to be computed first."""

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from headrace.prefix.key import Namespace
 from headrace.state import disk_index, disk_save
-from headrace.state.disk_index import DiskIndex, next_digest, root_digest
+from headrace.state.disk_index import MARK_BYTES, Digests, DiskIndex
 from headrace.state.disk_save import plan_save
 
-ROOT = root_digest(Namespace("weights"))
+DIGESTS = Digests(b"k" * 32)
+ROOT = DIGESTS.root(Namespace("weights"))
 KEYS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
 
 
@@ -24,10 +25,10 @@ def short_blocks() -> None:
 
 
 def save(index: DiskIndex, key: tuple[int, ...], ends: list[int], root: bytes = ROOT) -> None:
-    plans, known = plan_save("0" * 16, root, key, ends, index.__contains__, index.has_spans)
+    plans, known = plan_save(DIGESTS, "v2-" + "0" * 16, root, key, ends, index.__contains__, index.has_spans)
     assert not {plan.name for plan in plans} & set(known)
     for plan in plans:
-        index.add(plan)
+        index.add(plan.entry(DIGESTS))
 
 
 def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
@@ -39,7 +40,7 @@ def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 @given(st.lists(KEYS, max_size=5), KEYS, st.integers(0, 14))
 def test_spans_are_found_as_far_as_any_saved_key_agrees(saved: list[tuple[int, ...]], key: tuple, limit: int) -> None:
-    index = DiskIndex(has_spans=True, needs_snapshots=False)
+    index = DiskIndex(DIGESTS, has_spans=True, needs_snapshots=False)
     for one in saved:
         save(index, one, [len(one)])
     limit = min(limit, len(key))
@@ -49,8 +50,9 @@ def test_spans_are_found_as_far_as_any_saved_key_agrees(saved: list[tuple[int, .
     if match:
         # file by file they spell the key without a hole
         assert [entry.start for entry in match.entries] == [3 * number for number in range(len(match.entries))]
-        spelt = tuple(token for entry in match.entries for token in entry.tokens)
-        assert spelt[:expected] == key[:expected]
+        for entry in match.entries:
+            own = DIGESTS.marks(entry.before, key[entry.start : min(entry.end, expected)])
+            assert entry.marks.startswith(own) and len(own) == MARK_BYTES * (min(entry.end, expected) - entry.start)
 
 
 @pytest.mark.parametrize("has_spans", [True, False])
@@ -58,7 +60,7 @@ def test_spans_are_found_as_far_as_any_saved_key_agrees(saved: list[tuple[int, .
 def test_snapshots_are_found_at_their_very_lengths(
     has_spans: bool, saved: list[tuple[tuple, int]], key: tuple, limit: int
 ) -> None:
-    index = DiskIndex(has_spans=has_spans, needs_snapshots=True)
+    index = DiskIndex(DIGESTS, has_spans=has_spans, needs_snapshots=True)
     states = {one[:end] for one, end in saved if one[:end]}
     for one, end in saved:
         save(index, one, [min(end, len(one))] if one else [])
@@ -72,7 +74,7 @@ def test_snapshots_are_found_at_their_very_lengths(
 
 
 def test_what_lies_behind_a_lost_block_is_of_no_use_until_it_is_back() -> None:
-    index = DiskIndex(has_spans=True, needs_snapshots=True)
+    index = DiskIndex(DIGESTS, has_spans=True, needs_snapshots=True)
     key = tuple(range(11))
     save(index, key, [4, 11])
     whole = index.match(ROOT, key, 11)
@@ -92,14 +94,14 @@ def test_what_lies_behind_a_lost_block_is_of_no_use_until_it_is_back() -> None:
 
 def test_namespaces_never_meet() -> None:
     spaces = [Namespace("a"), Namespace("b"), Namespace("a", "b"), Namespace("a", "", "b"), Namespace("ab")]
-    assert len({root_digest(space) for space in spaces}) == len(spaces)
-    index = DiskIndex(has_spans=True, needs_snapshots=False)
-    save(index, (1, 2, 3, 4), [4], root_digest(Namespace("a")))
-    assert index.match(root_digest(Namespace("a", salt="s")), (1, 2, 3, 4), 4) is None
+    assert len({DIGESTS.root(space) for space in spaces}) == len(spaces)
+    index = DiskIndex(DIGESTS, has_spans=True, needs_snapshots=False)
+    save(index, (1, 2, 3, 4), [4], DIGESTS.root(Namespace("a")))
+    assert index.match(DIGESTS.root(Namespace("a", salt="s")), (1, 2, 3, 4), 4) is None
 
 
 def test_digests_are_of_whole_numbers_in_their_order() -> None:
     media = -1 - 2**127
     chains = [(65,), (321,), (6, 5), (5, 6), (65 + 2**64,), (media,), (media - 1,), ()]
-    assert len({next_digest(ROOT, chain) for chain in chains}) == len(chains)
-    assert next_digest(next_digest(ROOT, (1,)), (2,)) != next_digest(next_digest(ROOT, (2,)), (2,))
+    assert len({DIGESTS.after(ROOT, chain) for chain in chains}) == len(chains)
+    assert DIGESTS.after(DIGESTS.after(ROOT, (1,)), (2,)) != DIGESTS.after(DIGESTS.after(ROOT, (2,)), (2,))

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.state.host_arrays import to_device, to_host
-from headrace.state.record_file import BadFile, read_file, read_head, write_file
+from headrace.state.host_arrays import HostArray, to_device, to_host
+from headrace.state.record_file import BadFile, FileHead, read_file, read_head, write_file
 
+KEY = b"k" * 32
 ABOUT = {"tokens": [1, -(2**127)], "before": "00"}
 DTYPES = [mx.float32, mx.float16, mx.bfloat16, mx.int8, mx.uint8, mx.bool_, mx.int64, mx.uint32]
 
@@ -28,17 +29,22 @@ def arrays() -> dict[str, mx.array]:
 
 def write(path: Path, made: dict[str, mx.array]) -> None:
     with path.open("wb") as file:
-        write_file(file, ABOUT, {name: to_host(array) for name, array in made.items()})
+        write_file(file, ABOUT, {name: to_host(array) for name, array in made.items()}, KEY)
+
+
+def read(path: Path) -> tuple[FileHead, dict[str, HostArray]]:
+    with path.open("rb", buffering=0) as file:
+        return read_file(file, KEY)
 
 
 def test_every_type_comes_back_bit_by_bit(tmp_path: Path) -> None:
     made = arrays()
     write(tmp_path / "file", made)
-    head, read = read_file(tmp_path / "file")
+    head, found = read(tmp_path / "file")
     assert dict(head.about) | ABOUT == dict(head.about)
-    assert read.keys() == made.keys()
+    assert found.keys() == made.keys()
     for name, array in made.items():
-        back = to_device(read[name])
+        back = to_device(found[name])
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         assert mx.array_equal(back, array)
 
@@ -46,15 +52,15 @@ def test_every_type_comes_back_bit_by_bit(tmp_path: Path) -> None:
 def test_it_is_a_safetensors_file(tmp_path: Path) -> None:
     made = arrays()
     write(tmp_path / "file.safetensors", made)
-    read = mx.load(str(tmp_path / "file.safetensors"))
-    assert isinstance(read, dict)
-    assert all(mx.array_equal(read[name], array) for name, array in made.items())
+    loaded = mx.load(str(tmp_path / "file.safetensors"))
+    assert isinstance(loaded, dict)
+    assert all(mx.array_equal(loaded[name], array) for name, array in made.items())
 
 
 def test_bfloat16_keeps_bits_that_are_no_numbers(tmp_path: Path) -> None:
     bits = mx.array(np.arange(65536, dtype=np.uint16)).view(mx.bfloat16)
     write(tmp_path / "file", {"bits": bits})
-    back = to_device(read_file(tmp_path / "file")[1]["bits"])
+    back = to_device(read(tmp_path / "file")[1]["bits"])
     assert back.dtype == mx.bfloat16
     assert mx.array_equal(back.view(mx.uint16), bits.view(mx.uint16))
 
@@ -69,20 +75,20 @@ def test_every_flipped_bit_and_every_missing_end_is_noticed(tmp_path: Path) -> N
         damaged[place] ^= 1 << place % 8
         path.write_bytes(bytes(damaged))
         with pytest.raises(BadFile):
-            read_file(path)
+            read(path)
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(BadFile), path.open("rb") as file:
-            read_head(file)
+            read_head(file, KEY)
     path.write_bytes(whole + b"\0")
     with pytest.raises(BadFile):
-        read_file(path)
+        read(path)
     # damage to the data costs a read of it, and is found by that
     path.write_bytes(whole[:num_head] + b"\1" + whole[num_head + 1 :])
     with path.open("rb") as file:
-        read_head(file)
+        read_head(file, KEY)
     with pytest.raises(BadFile, match="data"):
-        read_file(path)
+        read(path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"__metadata__": 3}', "[" * 100_000, "\xff"])
@@ -90,7 +96,7 @@ def test_other_peoples_headers_are_refused(text: str, tmp_path: Path) -> None:
     encoded = text.encode("latin-1")
     (tmp_path / "file").write_bytes(len(encoded).to_bytes(8, "little") + encoded)
     with pytest.raises(BadFile):
-        read_file(tmp_path / "file")
+        read(tmp_path / "file")
 
 
 def test_a_file_is_on_the_disk_when_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
 from headrace.models.seeing import Tower
 from headrace.state.disk import DiskTier
-from headrace.state.sequence import StateCost
+from headrace.state.sequence import SequenceState
+from headrace.state.state_form import StateForm
 
 PREFILL_TOKENS_PER_S = {"cpu": 200.0, "cuda": 10_000.0, "metal": 1_000.0}
 """Taken until it is measured, by device: what a small model does there."""
@@ -27,14 +28,14 @@ def open_disk_tier(
     loaded: LoadedModel,
     head: str,
     tower: Tower | None,
-    cost: StateCost,
+    sample: SequenceState,
     budget_bytes: int,
     device_kind: str,
 ) -> DiskTier | None:
     """The disk tier of a loaded model; None if none is asked for.
 
-    directory: the model's. head, tower: see `fingerprint`. budget_bytes: the memory for states.
-    Raises ConfigError if the folder can't be used.
+    directory: the model's. head, tower: see `fingerprint`. sample: a state of few tokens. budget_bytes: the memory for
+    states. Raises ConfigError if the folder can't be used.
     """
     knobs = config.engine
     if knobs.cache_dir is None:
@@ -55,8 +56,7 @@ def open_disk_tier(
             folder,
             knobs.cache_disk_quota,
             weights,
-            has_spans=cost.has_spans,
-            needs_snapshots=cost.needs_snapshots,
+            form=StateForm.of(sample),
             prefill_tokens_per_s=PREFILL_TOKENS_PER_S[device_kind],
             max_pending_bytes=int(PENDING_SHARE * budget_bytes),
             max_load_bytes=int(LOAD_SHARE * budget_bytes),

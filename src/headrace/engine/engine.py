@@ -28,7 +28,7 @@ from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Item, Loop, MemoryPlan, Sink, Stop, Submit
-from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, state_budget, state_cost
+from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
@@ -284,7 +284,8 @@ def _prepare(
     draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, knobs.gpu_memory_utilization)
-    cost = state_cost(loaded.packed, drafting.head)
+    sample = sample_state(loaded.packed, drafting.head)
+    cost = sample.cost()
     own_context = loaded.context_length or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
     # a window of drafts stands behind what the scheduler knows of a sequence
@@ -293,7 +294,7 @@ def _prepare(
     )
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
     tower = None if found is None else found[0]
-    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, cost, budget_bytes, here.kind)
+    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
     report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
         f"BLAS: {products.name} ({products.reason})",

@@ -22,7 +22,12 @@ DEFAULT_CONTEXT = 4096
 
 
 def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
-    """What a sequence's state takes by its length, read off a state of two tokens, and a prediction head's with it."""
+    """What a sequence's state takes by its length, and a prediction head's with it."""
+    return sample_state(model, head).cost()
+
+
+def sample_state(model: PackedModel, head: HeadDrafter | None) -> SequenceState:
+    """A state of two tokens, with what a prediction head makes of them."""
     state = SequenceState(SlabPool())
     state.begin(2)
     logits = model.forward([Row(state, [0, 0])], [1])
@@ -31,7 +36,7 @@ def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
     if head is not None:
         head.catch_up(state, (0, 0))
         mx.eval(state.arrays())
-    return state.cost()
+    return state
 
 
 def state_budget(memory_bytes: int, utilization: float) -> int:

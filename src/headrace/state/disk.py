@@ -24,12 +24,13 @@ from pathlib import Path
 
 from headrace.prefix.key import Namespace
 from headrace.state.disk_folder import DiskFolder
-from headrace.state.disk_index import DiskIndex, DiskMatch, Entry, model_digits, root_digest
+from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry, model_prefix
 from headrace.state.disk_load import Load, read_load
 from headrace.state.disk_pace import DiskPace
 from headrace.state.disk_save import HostSave, Save, contents, entry_of, plan_save, stage
 from headrace.state.record_file import BadFile, read_head, write_file
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.state_form import StateForm
 from headrace.state.stored_layers import NotStorable
 from headrace.state.worker import Worker
 from headrace.types.status import DiskStatus
@@ -51,22 +52,25 @@ class DiskTier:
         quota_bytes: int,
         weights: str,
         *,
-        has_spans: bool,
-        needs_snapshots: bool,
+        form: StateForm,
         prefill_tokens_per_s: float,
         max_pending_bytes: int,
         max_load_bytes: int,
     ) -> None:
         """Looks through the folder, which is made if need be. Raises OSError if it can't be.
 
-        weights: fingerprint of the model and of how it is held. prefill_tokens_per_s: a guess, see DiskPace.
+        weights: fingerprint of the model and of how it is held. form: of the model's states.
+        prefill_tokens_per_s: a guess, see DiskPace.
         max_pending_bytes: what may wait to be written. max_load_bytes: of the largest state that is restored.
         """
         self._folder = DiskFolder(folder, quota_bytes)
-        self._has_spans = has_spans
+        self._folder.create()
+        self._folder.remove_useless()
+        self._form = form
         self.weights = weights
-        self._model = model_digits(weights)
-        self._index = DiskIndex(has_spans=has_spans, needs_snapshots=needs_snapshots)
+        self._model = model_prefix(weights)
+        self._digests = Digests(self._folder.key())
+        self._index = DiskIndex(self._digests, has_spans=form.has_spans, needs_snapshots=form.needs_snapshots)
         self._pace = DiskPace(prefill_tokens_per_s)
         self._max_pending_bytes = max_pending_bytes
         self._max_load_bytes = max_load_bytes
@@ -80,8 +84,6 @@ class DiskTier:
         self._generation = 0
         """Counts how often all was forgotten; what was to be written before is of no use then."""
         self._told: set[str] = set()
-        self._folder.create()
-        self._folder.remove_abandoned()
         self._scan()
         self._held = self._folder.held()
         self._writer = Worker("headrace-disk-writer")
@@ -129,8 +131,8 @@ class DiskTier:
             if not file.name.startswith(self._model):
                 continue
             try:
-                with (self._folder.path / file.name).open("rb") as opened:
-                    self._index.add(entry_of(file.name, file.num_bytes, read_head(opened)))
+                with self._folder.open(file.name) as opened:
+                    self._index.add(entry_of(file.name, file.num_bytes, read_head(opened, self._digests.key)))
             except BadFile as error:
                 logger.warning("%s is removed from the disk cache: %s", file.name, error)
                 self._folder.remove(file.name)
@@ -152,7 +154,8 @@ class DiskTier:
         spans: records of some of its tokens that were made anyhow. snapshots: by length, all of `ends` if the model
         needs them.
         """
-        plans, known = plan_save(self._model, root_digest(namespace), key, ends, self._is_known, self._has_spans)
+        root = self._digests.root(namespace)
+        plans, known = plan_save(self._digests, self._model, root, key, ends, self._is_known, self._form.has_spans)
         try:
             save = Save.of(plans, known, state, spans, snapshots, self._room_bytes())
         except NotStorable as error:
@@ -208,9 +211,11 @@ class DiskTier:
         self._folder.touch(save.known, time.time_ns())
         for number, plan in enumerate(save.plans):
             self._index.discard(self._folder.make_room(plan.num_bytes))
-            about, arrays = contents(save, plan)
+            entry = plan.entry(self._digests)
+            about, arrays = contents(save, plan, entry)
+            write = partial(write_file, about=about, arrays=arrays, key=self._digests.key)
             try:
-                num_written = self._folder.write(plan.name, partial(write_file, about=about, arrays=arrays))
+                num_written = self._folder.write(plan.name, write)
             except OSError:
                 self._count(num_dropped=len(save.plans) - number)
                 raise
@@ -218,7 +223,7 @@ class DiskTier:
             with self._lock:
                 is_wanted = generation == self._generation
                 if is_wanted:
-                    self._index.add(replace(plan, num_bytes=num_written))
+                    self._index.add(replace(entry, num_bytes=num_written))
             if not is_wanted:  # cleared meanwhile
                 self._folder.remove(plan.name)
                 return
@@ -231,7 +236,7 @@ class DiskTier:
 
     def match(self, namespace: Namespace, key: tuple[int, ...], limit: int) -> DiskMatch | None:
         """The longest state on disk for a prompt, of at most `limit` tokens; None if there is none."""
-        return self._index.match(root_digest(namespace), key, limit)
+        return self._index.match(self._digests.root(namespace), key, limit)
 
     def load(self, match: DiskMatch, num_held: int) -> Load | None:
         """Begin to read what is missing to a match, where `num_held` tokens are held already.
@@ -253,7 +258,7 @@ class DiskTier:
         """On the reader's thread."""
         started = time.monotonic()
         try:
-            if read_load(load, self._folder.path):
+            if read_load(load, self._folder, self._form):
                 duration_s = time.monotonic() - started
                 num_bytes = load.num_bytes
                 self._pace.observe_read(num_bytes, duration_s)

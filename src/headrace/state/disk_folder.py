@@ -1,13 +1,17 @@
 """The folder of the disk tier: atomic writes, and a quota over the files of all models.
 
-Only files with names of ours are ever counted or removed. Several servers may share a folder.
+Only regular files with names of ours are ever read, counted or removed: links, pipes and devices are nobody's. Several
+servers of one user may share a folder, and the key in it; nobody else may look into it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,8 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-_OURS = re.compile(r"[0-9a-f]{16}-(?:block|tail)-[0-9a-f]{40}\.safetensors")
-_UNFINISHED = re.compile(r"\.[0-9a-f]{16}-(?:block|tail)-[0-9a-f]{40}\.safetensors\.[0-9]+-[0-9]+\.part")
+from headrace.state.disk_index import FORMAT_VERSION
+
+_NAME = rf"v{FORMAT_VERSION}-[0-9a-f]{{16}}-(?:block|tail)-[0-9a-f]{{40}}\.safetensors"
+_OURS = re.compile(_NAME)
+_UNFINISHED = re.compile(rf"\.(?:{_NAME}|key)\.[0-9]+-[0-9]+\.part")
+_EARLIER = re.compile(r"\.?[0-9a-f]{16}-(?:block|tail)-[0-9a-f]{40}\.safetensors(\.[0-9]+-[0-9]+\.part)?")
+"""Of a version whose files told their tokens."""
+_KEY = ".key"
+KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +45,61 @@ class DiskFolder:
     def __init__(self, path: Path, quota_bytes: int) -> None:
         self.path = path
         self.quota_bytes = quota_bytes
+        self._key: bytes | None = None
 
     def create(self) -> None:
-        """Make the folder if it isn't there; others can't read it. Raises OSError."""
+        """Make the folder and its key if they aren't there; others can't enter it. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.stat().st_mode & 0o077:
+            if any(not self._is_ours(name) for name in os.listdir(self.path)):
+                raise OSError(errno.EPERM, "others may enter it and it holds other files; name a folder for it alone")
+            self.path.chmod(0o700)
+        if not (self.path / _KEY).exists():
+            self._write_key()
+
+    def _is_ours(self, name: str) -> bool:
+        return name == _KEY or any(form.fullmatch(name) for form in (_OURS, _UNFINISHED, _EARLIER))
+
+    def _write_key(self) -> None:
+        """Write a key, unless another server does at the same time."""
+        if self._key is None:
+            for file in self.files():  # made with a key that is lost
+                self.remove(file.name)
+        part = self._part(_KEY)
+        try:
+            with _create(part) as opened:
+                opened.write(self._key or secrets.token_bytes(KEY_BYTES))
+            _give_name(part, self.path / _KEY)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def key(self) -> bytes:
+        """The key that all who share the folder make digests and signatures with. Raises OSError."""
+        if self._key is None:
+            with self.open(_KEY) as file:
+                key = file.read()
+            if len(key) != KEY_BYTES:
+                raise OSError(errno.EINVAL, f"its file {_KEY} is damaged; remove it")
+            self._key = key
+        return self._key
+
+    def open(self, name: str) -> BinaryIO:
+        """A file, to be read without a buffer; others can't read it from now on. Raises OSError if it is none."""
+        number = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.fdopen(number, "rb", buffering=0)
+        try:
+            mode = os.fstat(number).st_mode
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if mode & 0o077:
+                os.fchmod(number, 0o600)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def files(self) -> list[StoredFile]:
-        """All files of ours, unfinished ones too, the one that was of use last at the end.
+        """All regular files of ours, unfinished ones too, the one that was of use last at the end.
 
         None without a folder, or where somebody has put something else in its place.
         """
@@ -49,8 +108,9 @@ class DiskFolder:
             for entry in entries:
                 if _OURS.fullmatch(entry.name) or _UNFINISHED.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
-                        stat = entry.stat(follow_symlinks=False)
-                        found.append(StoredFile(entry.name, stat.st_size, stat.st_mtime_ns))
+                        told = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(told.st_mode):
+                            found.append(StoredFile(entry.name, told.st_size, told.st_mtime_ns))
         return sorted(found, key=lambda file: (file.used_ns, file.name))
 
     def held(self) -> tuple[int, int]:
@@ -71,8 +131,11 @@ class DiskFolder:
                 excess -= file.num_bytes
         return removed
 
-    def remove_abandoned(self) -> None:
-        """Remove files whose writer died while writing them."""
+    def remove_useless(self) -> None:
+        """Remove files whose writer died while writing them, and those of an earlier version."""
+        for name in os.listdir(self.path):
+            if _EARLIER.fullmatch(name):
+                self.remove(name)
         for file in self.files():
             if _UNFINISHED.fullmatch(file.name) and self._is_abandoned(file.name):
                 self.remove(file.name)
@@ -80,7 +143,7 @@ class DiskFolder:
     def _is_abandoned(self, name: str) -> bool:
         """Whether nobody holds the lock that a writer holds as long as it lives."""
         try:
-            with (self.path / name).open("rb") as file:
+            with self.open(name) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -91,9 +154,9 @@ class DiskFolder:
     def write(self, name: str, write: Callable[[BinaryIO], None]) -> int:
         """Write a file under its name, whole or not at all; gives its bytes. Raises OSError."""
         self.create()
-        part = self.path / f".{name}.{os.getpid()}-{threading.get_ident()}.part"
+        part = self._part(name)
         try:
-            with part.open("wb") as file:
+            with _create(part) as file:
                 with suppress(OSError):  # a file system without locks: what a crash leaves there has to be looked for
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 write(file)
@@ -105,6 +168,9 @@ class DiskFolder:
                 part.unlink(missing_ok=True)
             raise
         return num_bytes
+
+    def _part(self, name: str) -> Path:
+        return self.path / f".{name}.{os.getpid()}-{threading.get_ident()}.part"
 
     def _sync(self) -> None:
         """Have the folder's list of names on the disk."""
@@ -119,7 +185,7 @@ class DiskFolder:
         for index, name in enumerate(names):
             with suppress(OSError):
                 used_ns = now_ns - index * 1000
-                os.utime(self.path / name, ns=(used_ns, used_ns))
+                os.utime(self.path / name, ns=(used_ns, used_ns), follow_symlinks=False)
 
     def remove(self, name: str) -> bool:
         """Remove a file; whether it is gone."""
@@ -128,3 +194,19 @@ class DiskFolder:
         except OSError:
             return False
         return True
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file that others can't read, in place of whatever had its name. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _give_name(part: Path, path: Path) -> None:
+    """Let a file have its name, unless one has it already. Raises OSError."""
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        part.replace(path)

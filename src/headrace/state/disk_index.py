@@ -7,12 +7,14 @@ and the snapshot of windowed and opaque layers, if the model has such.
 
 A prefix on disk needs every block up to its end. One that has lost a block is of no use until the block is written
 again, which happens by itself: the same tokens give the same name.
+
+No file tells its tokens, by their ids or otherwise: digests are made with a key that lies in the folder.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,55 +23,71 @@ from headrace.prefix.key import Namespace, common_length
 BLOCK_TOKENS = 256
 """Tokens of a block: some MB of keys and values, which a disk reads at its full speed."""
 DIGEST_BYTES = 20
-FORMAT_VERSION = 1
+MARK_BYTES = 8
+"""Two prompts that part at a token have equal marks there once in 2^64 times, and without the key none can be made."""
+FORMAT_VERSION = 2
 """Of files, digests and layer descriptions together; files of another version are foreign."""
 
 
-def root_digest(namespace: Namespace) -> bytes:
-    """Where the chain of a namespace begins. The salt can't be read out of it."""
-    parts = (str(FORMAT_VERSION), namespace.weights, namespace.adapter, namespace.salt)
-    digest = blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        encoded = part.encode()
-        digest.update(b"%d/" % len(encoded) + encoded)
-    return digest.digest()
+class Digests:
+    """Digests of prompts under one key. Any thread may use them."""
 
+    def __init__(self, key: bytes) -> None:
+        self.key = key
 
-def next_digest(before: bytes, tokens: tuple[int, ...]) -> bytes:
-    """Of the tokens and all that came before them."""
-    return blake2b(before + repr(tokens).encode(), digest_size=DIGEST_BYTES).digest()
+    def root(self, namespace: Namespace) -> bytes:
+        """Where the chain of a namespace begins. The salt can't be read out of it."""
+        parts = (str(FORMAT_VERSION), namespace.weights, namespace.adapter, namespace.salt)
+        digest = blake2b(digest_size=DIGEST_BYTES, key=self.key, person=b"root")
+        for part in parts:
+            encoded = part.encode()
+            digest.update(b"%d/" % len(encoded) + encoded)
+        return digest.digest()
+
+    def after(self, before: bytes, tokens: tuple[int, ...]) -> bytes:
+        """Of the tokens and all that came before them."""
+        encoded = before + repr(tokens).encode()
+        return blake2b(encoded, digest_size=DIGEST_BYTES, key=self.key, person=b"tokens").digest()
+
+    def marks(self, before: bytes, tokens: Sequence[int]) -> bytes:
+        """MARK_BYTES for each of the tokens, of it and all that came before it."""
+        digest = blake2b(before, digest_size=MARK_BYTES, key=self.key, person=b"mark")
+        marks = []
+        for token in tokens:
+            digest.update(b"%d," % token)
+            marks.append(digest.digest())
+        return b"".join(marks)
 
 
 def file_name(model: str, digest: bytes, *, is_tail: bool) -> str:
-    """Of a file. model: 16 hex digits, see `model_digits`; digest: of its tokens and all before them."""
+    """Of a file. model: see `model_prefix`; digest: of its tokens and all before them."""
     return f"{model}-{'tail' if is_tail else 'block'}-{digest.hex()}.safetensors"
 
 
-def model_digits(weights: str) -> str:
-    """16 hex digits for a model's fingerprint and the version of the format."""
-    return blake2b(f"{FORMAT_VERSION}/{weights}".encode(), digest_size=8).hexdigest()
+def model_prefix(weights: str) -> str:
+    """What names of a model's files begin with: the version of the format, and digits for the model's fingerprint."""
+    return f"v{FORMAT_VERSION}-{blake2b(weights.encode(), digest_size=8).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file. before: digest of the blocks before its first token, `start`. num_bytes: of the whole file."""
+    """A file. before: digest of the blocks before its first token, `start`. marks: see Digests.
+
+    digest: of its tokens and all before them. num_bytes: of the whole file.
+    """
 
     name: str
     before: bytes
+    digest: bytes
     start: int
-    tokens: tuple[int, ...]
+    marks: bytes
     is_tail: bool
     num_bytes: int
 
     @property
-    def digest(self) -> bytes:
-        """Of the file's tokens and all that came before them."""
-        return next_digest(self.before, self.tokens)
-
-    @property
     def end(self) -> int:
         """Length after the file's tokens."""
-        return self.start + len(self.tokens)
+        return self.start + len(self.marks) // MARK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +106,12 @@ class DiskMatch:
 class DiskIndex:
     """Entries by what comes before them. Any thread may use it.
 
+    digests: with the key that the entries' were made with.
     has_spans: the model has sliceable layers. needs_snapshots: it has windowed or opaque ones.
     """
 
-    def __init__(self, *, has_spans: bool, needs_snapshots: bool) -> None:
+    def __init__(self, digests: Digests, *, has_spans: bool, needs_snapshots: bool) -> None:
+        self._digests = digests
         self.has_spans = has_spans
         self.needs_snapshots = needs_snapshots
         self._lock = threading.Lock()
@@ -151,31 +171,44 @@ class DiskIndex:
             before, start = root, 0
             best: DiskMatch | None = None
             while start <= limit:
-                length, last = self._ending(before, start, key, limit)
-                if last is not None and (best is None or length > best.num_tokens):
-                    best = DiskMatch(length, (*blocks, last))
+                if self.needs_snapshots and (tail := self._longest_tail(before, start, key, limit)) is not None:
+                    best = DiskMatch(tail.end, (*blocks, tail))
                 tokens = key[start : start + BLOCK_TOKENS]
                 if len(tokens) < BLOCK_TOKENS:
                     break
-                digest = next_digest(before, tokens)
+                digest = self._digests.after(before, tokens)
                 if self.has_spans:
                     block = self._blocks.get(digest)
                     if block is None:
                         break
                     blocks.append(block)
                 before, start = digest, start + BLOCK_TOKENS
-            return best
+            return best if self.needs_snapshots else self._within(blocks, before, start, key, limit)
 
-    def _ending(self, before: bytes, start: int, key: tuple[int, ...], limit: int) -> tuple[int, Entry | None]:
-        """The longest state that ends in a file behind `before`."""
-        best, found = 0, None
+    def _longest_tail(self, before: bytes, start: int, key: tuple[int, ...], limit: int) -> Entry | None:
+        """The longest state behind `before` that ends with a snapshot."""
+        digests: dict[int, bytes] = {}
+        found: Entry | None = None
         for entry in self._following.get(before, {}).values():
-            if self.needs_snapshots:
-                fits = entry.is_tail and entry.end <= limit and key[start : entry.end] == entry.tokens
-                length = entry.end if fits else 0
-            else:
-                length = min(start + common_length(key, entry.tokens, start), limit)
-                length = length if length > start else 0
-            if length > best:
-                best, found = length, entry
-        return best, found
+            end = entry.end
+            if not entry.is_tail or end > limit or (found is not None and end <= found.end):
+                continue
+            if end not in digests:
+                digests[end] = self._digests.after(before, key[start:end])
+            if digests[end] == entry.digest:
+                found = entry
+        return found
+
+    def _within(
+        self, blocks: Sequence[Entry], before: bytes, start: int, key: tuple[int, ...], limit: int
+    ) -> DiskMatch | None:
+        """The longest state in whole blocks and what agrees of a file behind them, if any length will do."""
+        following = self._following.get(before, {}).values() if start < limit else ()
+        marks = self._digests.marks(before, key[start : min(start + BLOCK_TOKENS, limit)]) if following else b""
+        num_more, last = 0, None
+        for entry in following:
+            num_equal = common_length(marks, entry.marks) // MARK_BYTES
+            if num_equal > num_more:
+                num_more, last = num_equal, entry
+        num_tokens = min(start + num_more, limit)
+        return DiskMatch(num_tokens, (*blocks, *(() if last is None else (last,)))) if num_tokens else None

@@ -6,17 +6,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 
 from headrace.state.attention import KVRecord
+from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_index import Entry
 from headrace.state.disk_save import entry_of, span_name
 from headrace.state.host_arrays import HostArray, join, to_device
 from headrace.state.layer import LayerKey
 from headrace.state.record_file import BadFile, read_file
 from headrace.state.sequence import SequenceRecord, SpanRecord
+from headrace.state.state_form import StateForm
 from headrace.state.stored_layers import Description, rebuild
 
 
@@ -89,18 +90,23 @@ class Load:
         self.is_abandoned = True
 
 
-def read_load(load: Load, folder: Path) -> bool:
-    """Read a load's files; whether it was done and not abandoned. Raises BadFile and OSError; see `load.current`."""
+def read_load(load: Load, folder: DiskFolder, form: StateForm) -> bool:
+    """Read a load's files; whether it was done and not abandoned. Raises BadFile and OSError; see `load.current`.
+
+    form: that what was read must have.
+    """
     parts: dict[LayerKey, tuple[list[HostArray], list[HostArray]]] = {}
     host = _HostState({}, [], {})
     for entry in load.entries:
         if load.is_abandoned:
             return False
         load.current = entry.name
-        head, arrays = read_file(folder / entry.name)
+        with folder.open(entry.name) as file:
+            head, arrays = read_file(file, folder.key())
         if entry_of(entry.name, entry.num_bytes, head) != entry:
             raise BadFile("another file has taken its place")
-        for key in map(tuple, head.about["span"]):
+        form.check(entry, head.about, arrays)
+        for key in form.spans if entry.end > entry.start else ():
             both = parts.setdefault(key, ([], []))
             for one, part in zip(both, ("keys", "values"), strict=True):
                 one.append(arrays[span_name(key, part)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, Entry, file_name, next_digest
+from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Digests, Entry, file_name
 from headrace.state.host_arrays import HostArray, join, to_host
 from headrace.state.layer import LayerKey
 from headrace.state.record_file import BadFile, FileHead
@@ -16,34 +16,59 @@ from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.state.stored_layers import Description, describe
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A file to be written. before, digest: as in its Entry. num_bytes: about so many, 0 if that is not known yet."""
+
+    name: str
+    before: bytes
+    digest: bytes
+    start: int
+    tokens: tuple[int, ...]
+    is_tail: bool
+    num_bytes: int = 0
+
+    @property
+    def end(self) -> int:
+        """Length after the file's tokens."""
+        return self.start + len(self.tokens)
+
+    def entry(self, digests: Digests) -> Entry:
+        """The file's entry, with the size that is planned."""
+        marks = digests.marks(self.before, self.tokens)
+        return Entry(self.name, self.before, self.digest, self.start, marks, self.is_tail, self.num_bytes)
+
+
 def plan_save(
+    digests: Digests,
     model: str,
     root: bytes,
     key: tuple[int, ...],
     ends: Sequence[int],
     is_known: Callable[[str], bool],
     has_spans: bool,
-) -> tuple[list[Entry], list[str]]:
+) -> tuple[list[Plan], list[str]]:
     """The files that lack for a key's blocks and for states of its first `ends` tokens; the names of those that don't.
 
-    Both in the order of tokens, blocks before tails. How many bytes a file will have is not known yet.
+    Both in the order of tokens, blocks before tails.
     """
-    digests = [root]
+    chain = [root]
     parts: list[tuple[int, int, bool]] = []
     for start in range(0, len(key) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        digests.append(next_digest(digests[-1], key[start : start + BLOCK_TOKENS]))
+        chain.append(digests.after(chain[-1], key[start : start + BLOCK_TOKENS]))
         if has_spans:
             parts.append((start, start + BLOCK_TOKENS, False))
     parts += [(end - end % BLOCK_TOKENS, end, True) for end in ends]
-    plans: list[Entry] = []
+    plans: list[Plan] = []
     known: list[str] = []
     for start, end, is_tail in parts:
-        before, tokens = digests[start // BLOCK_TOKENS], key[start:end]
-        name = file_name(model, next_digest(before, tokens), is_tail=is_tail)
+        before, tokens = chain[start // BLOCK_TOKENS], key[start:end]
+        digest = digests.after(before, tokens)
+        name = file_name(model, digest, is_tail=is_tail)
         if is_known(name):
             known.append(name)
         else:
-            plans.append(Entry(name, before, start, tokens, is_tail, 0))
+            plans.append(Plan(name, before, digest, start, tokens, is_tail))
     return plans, known
 
 
@@ -55,7 +80,7 @@ class Save:
     num_dropped: files that there was no room for.
     """
 
-    plans: tuple[Entry, ...]
+    plans: tuple[Plan, ...]
     known: tuple[str, ...]
     spans: tuple[SpanRecord, ...]
     descriptions: Mapping[int, tuple[Description, dict[str, mx.array]]]
@@ -64,7 +89,7 @@ class Save:
     @classmethod
     def of(
         cls,
-        plans: Sequence[Entry],
+        plans: Sequence[Plan],
         known: Sequence[str],
         state: SequenceState,
         spans: Sequence[SpanRecord],
@@ -78,7 +103,7 @@ class Save:
         wanted = {plan.end for plan in plans if plan.is_tail} & snapshots.keys()
         descriptions = {length: describe(snapshots[length].layers) for length in sorted(wanted)}
         token_bytes = state.span_token_bytes
-        taken: list[Entry] = []
+        taken: list[Plan] = []
         num_dropped = 0
         for plan in plans:
             _, arrays = descriptions.get(plan.end, ([], {})) if plan.is_tail else ([], {})
@@ -98,7 +123,7 @@ HEAD_BYTES = 16_384
 """What a file's header takes besides its arrays, on the large side."""
 
 
-def _pieces(plans: Sequence[Entry], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+def _pieces(plans: Sequence[Plan], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
     """Records that cover the plans' tokens, rising; they may overlap."""
     pieces = list(spans)
     covered = sorted((span.start, span.end) for span in spans)
@@ -115,7 +140,7 @@ def _pieces(plans: Sequence[Entry], state: SequenceState, spans: Sequence[SpanRe
     return sorted(pieces, key=lambda piece: (piece.start, piece.end))
 
 
-def _merged(plans: Sequence[Entry]) -> list[tuple[int, int]]:
+def _merged(plans: Sequence[Plan]) -> list[tuple[int, int]]:
     """The plans' tokens as runs."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted((plan.start, plan.end) for plan in plans if plan.tokens):
@@ -139,7 +164,7 @@ class HostSpan:
 class HostSave:
     """A Save that any thread may hold."""
 
-    plans: tuple[Entry, ...]
+    plans: tuple[Plan, ...]
     known: tuple[str, ...]
     spans: list[HostSpan] = field(default_factory=list)
     snapshots: dict[int, tuple[Description, dict[str, HostArray]]] = field(default_factory=dict)
@@ -163,8 +188,8 @@ def stage(save: Save) -> Iterator[HostSave | None]:
     yield host
 
 
-def contents(save: HostSave, plan: Entry) -> tuple[dict[str, Any], dict[str, HostArray]]:
-    """What a file says about itself, and its arrays."""
+def contents(save: HostSave, plan: Plan, entry: Entry) -> tuple[dict[str, Any], dict[str, HostArray]]:
+    """What a file says about itself, and its arrays. entry: the plan's."""
     description, arrays = save.snapshots.get(plan.end, ([], {})) if plan.is_tail else ([], {})
     arrays = dict(arrays)
     keys: list[LayerKey] = []
@@ -174,10 +199,10 @@ def contents(save: HostSave, plan: Entry) -> tuple[dict[str, Any], dict[str, Hos
             for index, part in enumerate(("keys", "values")):
                 arrays[span_name(key, part)] = _rows(save.spans, key, index, plan.start, plan.end)
     about = {
-        "before": plan.before.hex(),
-        "start": plan.start,
-        "tokens": plan.tokens,
-        "is_tail": plan.is_tail,
+        "name": entry.name,
+        "before": entry.before.hex(),
+        "start": entry.start,
+        "marks": entry.marks.hex(),
         "span": keys,
         "snapshot": description,
     }
@@ -201,14 +226,14 @@ def _rows(spans: Sequence[HostSpan], key: LayerKey, index: int, start: int, end:
 
 
 def entry_of(name: str, num_bytes: int, head: FileHead) -> Entry:
-    """The entry of a file that lies in the folder. Raises BadFile if its head doesn't belong to its name."""
+    """The entry of a file that lies in the folder under a name of ours. Raises BadFile if its head tells of another."""
     try:
         about = head.about
-        before, tokens = bytes.fromhex(about["before"]), tuple(about["tokens"])
-        entry = Entry(name, before, about["start"], tokens, about["is_tail"], num_bytes)
+        before, marks, start = bytes.fromhex(about["before"]), bytes.fromhex(about["marks"]), about["start"]
+        is_own = about["name"] == name and start % BLOCK_TOKENS == 0
     except (KeyError, TypeError, ValueError) as error:
         raise BadFile(f"the header says nothing about its tokens: {error}") from error
-    own_name = file_name(name.partition("-")[0], entry.digest, is_tail=entry.is_tail)
-    if len(before) != DIGEST_BYTES or own_name != name or entry.start % BLOCK_TOKENS:
+    if not is_own or len(before) != DIGEST_BYTES or len(marks) % MARK_BYTES:
         raise BadFile("it is not what its name says")
-    return entry
+    *_, sort, digest = name.removesuffix(".safetensors").split("-")
+    return Entry(name, before, bytes.fromhex(digest), start, marks, sort == "tail", num_bytes)

@@ -46,8 +46,13 @@ def to_host(array: mx.array) -> HostArray:
 
     Raises KeyError for a type that can't be stored; see `is_storable`.
     """
-    name = _NAMES[array.dtype]
+    name = safetensors_name(array.dtype)
     return HostArray(name, np.asarray(array.view(mx.uint16) if name == "BF16" else array))
+
+
+def safetensors_name(dtype: mx.Dtype) -> str:
+    """Raises KeyError for a type that can't be stored."""
+    return _NAMES[dtype]
 
 
 def is_storable(dtype: mx.Dtype) -> bool:

@@ -1,11 +1,12 @@
 """The file of a stored state: safetensors, with a JSON text of our own in its metadata.
 
-A file is whole or it is an error: its size must be what the header says, the header has a checksum of its own, and
-the data too.
+A file is whole or it is an error: its size must be what the header says, the header is signed with a key, and the data
+has a checksum in it.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 import os
@@ -13,7 +14,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,8 +38,8 @@ class FileHead:
     data_sum: int
 
 
-def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, HostArray]) -> None:
-    """Write a whole file and have it on the disk when this returns. Raises OSError."""
+def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, HostArray], key: bytes) -> None:
+    """Write a whole file, signed with the key, and have it on the disk when this returns. Raises OSError."""
     tensors: dict[str, Any] = {}
     num_bytes = data_sum = 0
     # the widest first, so that every array lies at a multiple of its items' size
@@ -53,7 +53,7 @@ def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, Ho
         num_bytes += array.data.nbytes
         data_sum = zlib.crc32(_bytes_of(array), data_sum)
     metadata = {"headrace": json.dumps(dict(about, data_sum=data_sum))}
-    metadata["checksum"] = _checksum(metadata["headrace"], tensors)
+    metadata["signature"] = _signature(metadata["headrace"], tensors, key)
     header = json.dumps({"__metadata__": metadata, **tensors}).encode()
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
@@ -63,8 +63,8 @@ def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, Ho
     os.fsync(file.fileno())
 
 
-def read_head(file: BinaryIO) -> FileHead:
-    """The head of a file that is open at its beginning. Raises BadFile and OSError."""
+def read_head(file: BinaryIO, key: bytes) -> FileHead:
+    """The head of a file that is open at its beginning and was signed with the key. Raises BadFile and OSError."""
     size = os.fstat(file.fileno()).st_size
     num_bytes = int.from_bytes(file.read(8), "little")
     if not 0 < num_bytes <= min(size - 8, MAX_HEADER_BYTES):
@@ -72,11 +72,11 @@ def read_head(file: BinaryIO) -> FileHead:
     try:
         header = json.loads(file.read(num_bytes))
         metadata = header.pop("__metadata__")
-        if metadata["checksum"] != _checksum(metadata["headrace"], header):
+        if not hmac.compare_digest(metadata["signature"], _signature(metadata["headrace"], header, key)):
             raise BadFile("the header is not what was written")
         about = json.loads(metadata["headrace"])
         places = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
-        wanted = sum(math.prod(shape) * np.dtype(CARRIERS[dtype]).itemsize for dtype, shape, *_ in places.values())
+        wanted = _follow_each_other(places)
         data_sum = about["data_sum"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadFile(f"the header can't be read: {error}") from error
@@ -85,17 +85,27 @@ def read_head(file: BinaryIO) -> FileHead:
     return FileHead(about, places, wanted, data_sum)
 
 
-def read_file(path: Path) -> tuple[FileHead, dict[str, HostArray]]:
-    """A whole file. Raises BadFile and OSError."""
-    with path.open("rb", buffering=0) as file:
-        head = read_head(file)
-        data = np.empty(head.data_bytes, np.uint8)
-        num_read = 0
-        while num_read < len(data):  # one call gives 2 GB at most
-            count = file.readinto(data[num_read:].data)
-            if not count:
-                raise BadFile("the file ends too early")
-            num_read += count
+def _follow_each_other(places: Mapping[str, tuple[str, tuple[int, ...], int, int]]) -> int:
+    """Bytes of all arrays. Raises ValueError unless they follow each other without gaps and are of their sizes."""
+    num_bytes = 0
+    for dtype, shape, begin, end in sorted(places.values(), key=lambda place: place[2:]):
+        is_shape = all(isinstance(length, int) and length >= 0 for length in shape)
+        if not is_shape or begin != num_bytes or end - begin != math.prod(shape) * np.dtype(CARRIERS[dtype]).itemsize:
+            raise ValueError("an array is not where it should be, or not as large")
+        num_bytes = end
+    return num_bytes
+
+
+def read_file(file: BinaryIO, key: bytes) -> tuple[FileHead, dict[str, HostArray]]:
+    """A whole file, open without a buffer, that was signed with the key. Raises BadFile and OSError."""
+    head = read_head(file, key)
+    data = np.empty(head.data_bytes, np.uint8)
+    num_read = 0
+    while num_read < len(data):  # one call gives 2 GB at most
+        count = file.readinto(data[num_read:].data)  # type: ignore[attr-defined]
+        if not count:
+            raise BadFile("the file ends too early")
+        num_read += count
     if zlib.crc32(data.data) != head.data_sum:
         raise BadFile("the data is not what was written")
     arrays = {
@@ -110,6 +120,6 @@ def _bytes_of(array: HostArray) -> memoryview:
     return np.ascontiguousarray(array.data).reshape(-1).view(np.uint8).data
 
 
-def _checksum(about: str, tensors: Mapping[str, Any]) -> str:
+def _signature(about: str, tensors: Mapping[str, Any], key: bytes) -> str:
     text = json.dumps([about, dict(tensors)], sort_keys=True)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
+    return blake2b(text.encode(), digest_size=16, key=key, person=b"header").hexdigest()
