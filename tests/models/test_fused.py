@@ -83,7 +83,6 @@ def fast_blas() -> Iterator[None]:
             tiny_fused.widen(name, patched)
         # so that a short sentence has chunks of both kinds
         patched.setattr(cuda_attention, "LONGEST_WINDOW", 16)
-        patched.setattr(cuda_attention, "MOST_PAIRS", 0)
         yield
     blas.uninstall()
     fused.cache_clear()

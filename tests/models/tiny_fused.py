@@ -20,8 +20,11 @@ SIZED_BY_WIDTH = frozenset(
     }
 )
 """Families whose heads are as wide as the model divided by their number, whatever else is said."""
-KERNELS = Kernels("fast", "cuda")
-"""Wherever the tests run: without CUDA, operations stand for the kernels."""
+KERNELS = Kernels("fast", "cuda", attention_pairs=0)
+"""Wherever the tests run: without CUDA, operations stand for the kernels.
+
+attention_pairs: so that a short sentence has chunks of both kinds.
+"""
 DTYPE = "bfloat16" if mx.cuda.is_available() else "float32"
 """Kernels take half precision only."""
 only_operations = pytest.mark.skipif(mx.cuda.is_available(), reason="in single precision, which kernels don't take")

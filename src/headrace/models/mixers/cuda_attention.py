@@ -24,12 +24,8 @@ from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slot
 
 LONGEST_WINDOW = 80
-"""Rows of at most so many tokens go through our kernel together. A prediction head leaves fewer unread
+"""Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A prediction head leaves fewer unread
 (speculate/speculator.py), of which the library took 40 ms and more for each row."""
-MOST_PAIRS = 1 << 20
-"""Longer ones do, too, up to so many pairs of a query and a key: the library reads keys fewer times, but takes a call
-for each row and, for heads of 128, 58 ms on an H200 to plan each new shape; so many pairs take our kernel 0.36."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Places:
@@ -57,7 +53,7 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
         slot = state.slot
         capacity, slab = slot.slab.capacity, slabs[id(slot.slab)]
         rows.append((span.lo, span.hi - span.lo, span.start, slab, slot.index, capacity, 0, state.first))
-    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, None)]
+    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(step, span, None)]
     longest = max([row[5] for row in together], default=0)
     # as many as kernels are built for: steps with three slabs and with four have one form then
     slots += slots[-1:] * (coarse(len(slots)) - len(slots))
@@ -71,7 +67,7 @@ def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], windo
         (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
     ]
-    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(span, window)]
+    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(step, span, window)]
     most = room_for(max([row[1] for row in together], default=1))
     capacities = [state.capacity for state in states]
     return _places(rows, together, window + most, capacities + capacities[-1:] * num_added, ())
@@ -134,7 +130,7 @@ class CudaAttentionMixer(nn.Module):
         else:
             arrays = self.buffers(step, states)
             places = _in_buffers(step, states, cache.window)
-        together = [span for span in step.spans if _is_short(span, cache.window)]
+        together = [span for span in step.spans if _is_short(step, span, cache.window)]
         feed = Feed([step.shared(table) for table in places.plans], arrays, places.constants)
         projected = self._project(x)
         queries = self._turned(self._heads(projected, step.positions), feed, factor)
@@ -148,7 +144,7 @@ class CudaAttentionMixer(nn.Module):
         if found is None or len(together) < len(states):
             parts = []
             for span, state in zip(step.spans, states, strict=True):
-                if found is not None and _is_short(span, cache.window):
+                if found is not None and _is_short(step, span, cache.window):
                     parts.append(found[:, span.lo : span.hi])
                 else:
                     parts.append(self._chunk(cache, span, state, queries, projected))
@@ -292,9 +288,9 @@ def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
     return list(zip(feed.arrays[::2], feed.arrays[1::2], strict=True))
 
 
-def _is_short(span: RowSpan, window: int | None) -> bool:
+def _is_short(step: PackedStep, span: RowSpan, window: int | None) -> bool:
     """Whether the kernels do it: a window of theirs goes by places, which positions with gaps are not."""
-    if span.num_tokens > max(LONGEST_WINDOW, MOST_PAIRS // span.end):
+    if span.num_tokens > max(LONGEST_WINDOW, step.kernels.attention_pairs // span.end):
         return False
     if window is None:
         return not span.two_way.full
