@@ -108,6 +108,22 @@ async def test_the_same_prompt_again_computes_at_least_its_last_token(engines: t
     assert 44 <= outputs[1][1] == outputs[2][1] <= 46
 
 
+async def test_the_same_text_again_computes_its_last_token_only(engines: tuple[Engine, Engine]) -> None:
+    """A prompt without boundaries, as completions have: after an answer, and after nothing but its prompt."""
+    cached, cold = engines
+    for seed, num_output in ((15, 8), (16, 0)):
+        prompt = tokens(seed, 71)
+        first = GenerationRequest(f"s{next(counter)}", prompt, WARM, num_output)
+        assert [part.num_cached_tokens async for part in await cached.submit(first)][0] == 0
+        for _ in range(2):
+            output, num_cached = await ask(cached, prompt, sampling=WARM)
+            assert num_cached == 70
+            assert output == (await ask(cold, prompt, sampling=WARM))[0]
+        # a merge may change a text's last token when it goes on
+        longer = (*prompt[:-1], *tokens(seed + 10, 9))
+        assert (await ask(cached, longer))[1] == 70
+
+
 async def test_many_questions_under_one_system_prompt(engines: tuple[Engine, Engine]) -> None:
     cached, cold = engines
     system = tokens(6, 45)

@@ -79,6 +79,14 @@ def test_no_mark_is_where_a_snapshot_lies_already() -> None:
     assert plan(match, (Boundary(1000, PROMPT),)).marks == (999,)  # the junction serves the same prompt next time
 
 
+def test_a_prompt_without_its_own_boundary_is_marked_before_its_last_token() -> None:
+    assert plan(match_of(), ()).marks == (999,)
+    assert plan(match_of(), TURNS[:2]).marks == (200, 400, 999)
+    assert plan(match_of(), TURNS[:2], most=1).marks == (999,)
+    assert plan(match_of((KEY, [999])), ()).marks == ()
+    assert plan(match_of(prompt=KEY[:1]), ()).marks == ()
+
+
 def test_a_prompt_of_a_model_with_sliceable_layers_only_has_no_marks() -> None:
     shelf = Shelf(has_spans=True, needs_snapshots=False)
     shelf.put(KEY[:500])

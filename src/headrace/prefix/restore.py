@@ -84,7 +84,8 @@ def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tu
 def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
     """Lengths worth a snapshot, the best first.
 
-    The next turn starts from the prompt boundary; a junction has proved that prompts branch there; every new
+    The next turn starts from the prompt boundary, and a prompt without one from its last token but one if it is asked
+    again, for it needs the logits of its last; a junction has proved that prompts branch there; every new
     conversation starts from the system prompt; an edited turn, from a message, late ones first.
     """
     lengths: dict[BoundaryKind, list[int]] = {kind: [] for kind in BoundaryKind}
@@ -92,7 +93,7 @@ def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
         lengths[boundary.kind].append(boundary.num_tokens)
     places = [match.num_tokens, *(boundary.num_tokens for boundary in boundaries)]
     return [
-        *lengths[BoundaryKind.PROMPT],
+        *(lengths[BoundaryKind.PROMPT] or [match.num_prompt_tokens - 1]),
         *_junction(match, places),
         *lengths[BoundaryKind.SYSTEM],
         *lengths[BoundaryKind.MESSAGE],
