@@ -18,6 +18,7 @@ from headrace.grammar.compile import HARMONY, OutputForm, compile_output
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.text.fences import LineTracker
 from headrace.text.formats.registry import FORMATS
 from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
@@ -59,7 +60,7 @@ class ByteTokenizer:
 
 @functools.cache
 def made(special: tuple[str, ...]) -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(ByteTokenizer(special)))
+    return ConstraintFactory(Vocabulary(ByteTokenizer(special)), LineTracker)
 
 
 def special_of(name: str, has_special: bool) -> tuple[str, ...]:

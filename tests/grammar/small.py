@@ -9,6 +9,7 @@ from headrace.grammar.constraint import Window
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.text.fences import LineTracker
 from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
 
@@ -40,7 +41,7 @@ class SmallTokenizer:
 
 
 def factory() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(SmallTokenizer()))
+    return ConstraintFactory(Vocabulary(SmallTokenizer()), LineTracker)
 
 
 def matcher(grammar: str, stops: Iterable[int] = (END,)) -> Matcher:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import Constraint
-from headrace.types.request import ConstraintSpec, ThinkingLimit
+from headrace.types.request import ConstraintSpec, LateThinking, ThinkingLimit
 
 TOKEN = {text: token_id for token_id, text in enumerate(TEXTS)} | {"[MARK]": MARK, "<end>": END}
 CLOSING = (TOKEN["\n"], TOKEN["</think>"], TOKEN["\n\n"])
 OPEN = ThinkingLimit(2, "<", "</think>", CLOSING, is_open=True)
 UNOPENED = replace(OPEN, is_open=False)
+LATE = replace(OPEN, late=LateThinking(call_openers=("[MARK]",), bare_call_openers=("1",)))
 
 
 def begun(limit: ThinkingLimit, grammar: str | None = None) -> Constraint:
@@ -74,9 +75,12 @@ def test_the_closer_is_forced_exactly_when_all_is_used_up(is_open: bool, budget:
         said.append(wish)
 
 
-@given(st.integers(0, 4), st.lists(st.integers(0, len(TEXTS) - 1), max_size=5), st.data())
-def test_a_window_says_what_single_steps_would(budget: int, before: list[int], data: st.DataObject) -> None:
-    limit = replace(OPEN, num_tokens=budget)
+@pytest.mark.parametrize("usual_limit", [OPEN, LATE])
+@given(budget=st.integers(0, 4), before=st.lists(st.integers(0, len(TEXTS) - 1), max_size=5), data=st.data())
+def test_a_window_says_what_single_steps_would(
+    usual_limit: ThinkingLimit, budget: int, before: list[int], data: st.DataObject
+) -> None:
+    limit = replace(usual_limit, num_tokens=budget)
     constraint = begun(limit)
     for token in before:
         forced = constraint.forced_tokens(1)
@@ -119,6 +123,32 @@ def test_only_thinking_before_the_answer_counts(texts: tuple[str, ...], num_free
             return
         constraint.accept((token,))
     assert bool(constraint.forced_tokens(1)) == (len(texts) >= num_free)
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_free"),
+    [
+        (("</think>", "c", "<", "a", "b", "c"), 5),
+        (("</think>", "c", "<", "a", "</think>", "c", "\n", "<", "b", "c"), 9),
+        (("a", "b", "\n", "</think>", "\n\n", "c", "<"), 7),
+        (("</think>", "c", "1", "<", "a", "b", "c"), 6),
+        (("</think>", "1", "<", "a", "b", "c"), 99),
+        (("</think>", "c", "[MARK]", "c", "<", "a", "b", "c"), 99),
+        (("</think>", "c", "\n", " ", "1", "<", "a", "b", "c"), 99),
+    ],
+)
+def test_thinking_in_mid_answer_counts_where_no_call_has_begun(texts: tuple[str, ...], num_free: int) -> None:
+    constraint, place = begun(LATE), 0
+    for token in tokens(*texts):
+        while forced := constraint.forced_tokens(9):
+            if place >= num_free:
+                assert forced == CLOSING
+                return
+            constraint.accept(forced[:1])
+            place += 1
+        constraint.accept((token,))
+        place += 1
+    assert bool(constraint.forced_tokens(1)) == (num_free < 99)
 
 
 def test_a_model_that_has_not_begun_to_think_may_answer() -> None:

@@ -84,6 +84,8 @@ def test_a_prompt_without_its_own_boundary_is_marked_before_its_last_token() -> 
     assert plan(match_of(), TURNS[:2]).marks == (200, 400, 999)
     assert plan(match_of(), TURNS[:2], most=1).marks == (999,)
     assert plan(match_of((KEY, [999])), ()).marks == ()
+    assert plan(match_of((KEY[:983], [983])), ()).marks == (999,)
+    assert plan(match_of((KEY[:984], [984])), ()).marks == ()
     assert plan(match_of(prompt=KEY[:1]), ()).marks == ()
 
 

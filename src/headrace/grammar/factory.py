@@ -15,7 +15,7 @@ from headrace.grammar.all_of import AllOf
 from headrace.grammar.compile import CompiledOutput, OutputForm, compile_output
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.matcher import Matcher
-from headrace.grammar.thinking import ThinkingBudget
+from headrace.grammar.thinking import Lines, ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.request import ConstraintSpec
 
@@ -27,8 +27,10 @@ have cost is kept with it."""
 class ConstraintFactory:
     """Makes constraints for one model. May be used by several threads."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, lines: Callable[[], Lines]) -> None:
+        """lines: makes those of an answer that has no text yet."""
         self.vocabulary = vocabulary
+        self._lines = lines
         self._grammars: _Kept[LLMatcher] = _Kept()
         self._outputs: _Kept[CompiledOutput] = _Kept()
 
@@ -50,7 +52,7 @@ class ConstraintFactory:
         """The constraint of a sequence that has said nothing yet. Raises InvalidRequest if it can't be compiled."""
         parts: list[Constraint] = []
         if spec.thinking is not None:
-            parts.append(ThinkingBudget(spec.thinking, self.vocabulary))
+            parts.append(ThinkingBudget(spec.thinking, self.vocabulary, self._lines))
         if spec.grammar is not None:
             parts.append(Matcher(self._find(spec.grammar).deep_copy(), self.vocabulary, stop_token_ids))
         return parts[0] if len(parts) == 1 else AllOf(parts)

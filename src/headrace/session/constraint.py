@@ -18,11 +18,13 @@ from headrace.grammar.compile import (
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.schema import misfit
 from headrace.session.answer import ChoiceAnswer
+from headrace.text.formats.registry import FORMATS
+from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart, ToolDefinition
 from headrace.types.events import FinishReason
 from headrace.types.hold import OutputHold
-from headrace.types.request import ConstraintSpec, ThinkingLimit
+from headrace.types.request import ConstraintSpec, LateThinking, ThinkingLimit
 
 log = logging.getLogger("headrace.session")
 
@@ -31,6 +33,9 @@ _ANY_OBJECT = {"type": "object"}
 
 _HARMONY_TURN, _HARMONY_ANSWER = "<|start|>assistant", "<|channel|>final<|message|>"
 """How a model that writes a row of messages begins one, and the one for the user."""
+
+_HARMONY_RECIPIENT = " to="
+"""In the header of a call."""
 
 _THOUGHT, _SAID = "first thought", "then said"
 
@@ -54,7 +59,10 @@ class ChatConstraints:
         large one seconds.
         """
         thinking = _thinking_form(request, prompt, self._family)
-        output, limit = self._output(request, thinking), self._limit(request, thinking)
+        output = self._output(request, thinking)
+        is_held = output is not None
+        has_limit = thinking is not None or not is_held
+        limit = self._limit(request, is_open=prompt.thinking_open, is_held=is_held) if has_limit else None
         if output is None:
             return (None if limit is None else ConstraintSpec(None, limit)), None
         return ConstraintSpec(output.grammar, limit), output.hold
@@ -84,27 +92,34 @@ class ChatConstraints:
                 return None
         return CallsForm(tools, is_required=choice.mode == "required", is_parallel=choice.is_parallel)
 
-    def _limit(self, request: ChatRequest, thinking: ThinkingForm | None) -> ThinkingLimit | None:
-        """None also for a model that doesn't think: it keeps within any limit."""
-        if request.thinking_budget is None or thinking is None:
+    def _limit(self, request: ChatRequest, *, is_open: bool, is_held: bool) -> ThinkingLimit | None:
+        """None also for a model that doesn't think: it keeps within any limit. is_held: by a grammar."""
+        opener, closer = self._family.think_open, self._family.think_close
+        if request.thinking_budget is None or opener is None or closer is None:
             return None
+        closing = self._closing(closer, has_tools=bool(callable_tools(request)))
         return ThinkingLimit(
             num_tokens=request.thinking_budget,
-            opener=thinking.opener,
-            closer=thinking.closer,
-            closing=self._closing(has_tools=bool(callable_tools(request))),
-            is_open=thinking.is_open,
+            opener=opener,
+            closer=closer,
+            closing=tuple(self._factory.vocabulary.tokenizer.encode(closing)),
+            is_open=is_open,
+            late=None if is_held else self._late(request, closing),
         )
 
-    def _closing(self, *, has_tools: bool) -> tuple[int, ...]:
-        """Token ids that end thinking and begin what follows, as the model's own template writes them."""
-        closer = self._family.think_close
-        assert closer is not None, "only a model that thinks has a limit"
+    def _late(self, request: ChatRequest, closing: str) -> LateThinking:
+        """What the stream parser takes for thinking in mid-answer."""
         if self._family.speaks_harmony:
-            text = closer + (_HARMONY_TURN if has_tools else _HARMONY_TURN + _HARMONY_ANSWER)
-        else:
-            text = self._between or f"\n{closer}\n\n"
-        return tuple(self._factory.vocabulary.tokenizer.encode(text))
+            return LateThinking(call_openers=(_HARMONY_RECIPIENT,))
+        name = self._family.tool_format if callable_tools(request) else None
+        openers, bare_openers = ((), ()) if name is None else (FORMATS[name].openers, FORMATS[name].bare_openers)
+        return LateThinking(openers, bare_openers, max_inline=MAX_BLOCK - len(closing))
+
+    def _closing(self, closer: str, *, has_tools: bool) -> str:
+        """What ends thinking and begins what follows, as the model's own template writes it."""
+        if self._family.speaks_harmony:
+            return closer + (_HARMONY_TURN if has_tools else _HARMONY_TURN + _HARMONY_ANSWER)
+        return self._between or f"\n{closer}\n\n"
 
     @cached_property
     def _between(self) -> str | None:

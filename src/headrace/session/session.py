@@ -40,6 +40,7 @@ from headrace.session.settings import (
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.sparse import chat_thinning
 from headrace.session.words import Words, load_words
+from headrace.text.fences import LineTracker
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
 from headrace.text.stream_parser import StreamParser, visible_tokens
@@ -88,7 +89,7 @@ class Session:
         self._num_misfit_calls = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
-        factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
+        factory = constraints or ConstraintFactory(Vocabulary(tokenizer), LineTracker)
         self._constraints = ChatConstraints(family, template, factory)
 
     @classmethod

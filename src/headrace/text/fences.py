@@ -28,9 +28,20 @@ class LineTracker:
         self._open_ticks: list[int] = []
         self._growing = 0
 
+    def copy(self) -> LineTracker:
+        copy = LineTracker()
+        copy._line, copy._fence, copy._growing = self._line, self._fence, self._growing
+        copy._open_ticks = [*self._open_ticks]
+        return copy
+
     @property
     def is_fenced(self) -> bool:
         return bool(self._fence)
+
+    @property
+    def may_be_quoted(self) -> bool:
+        """Whether what comes next stands in a code fence, or in backticks if these are closed."""
+        return self.is_fenced or bool(self.open_ticks)
 
     @property
     def begins_line(self) -> bool:

@@ -64,11 +64,25 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class LateThinking:
+    """Where thinking may begin in mid-answer: wherever its opener is not quoted.
+
+    call_openers: texts that begin a call, bare_call_openers where a line begins; what follows one is no thinking.
+    max_inline: characters after which a block that is still open is text, if its opener did not begin a line; None for
+    no limit.
+    """
+
+    call_openers: tuple[str, ...] = ()
+    bare_call_openers: tuple[str, ...] = ()
+    max_inline: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """The most that thinking before the answer may take.
+    """The most that thinking may take.
 
     num_tokens: in all, markers left out. opener, closer: the texts around it. closing: token ids, not none, that end it
-    when all are used up. is_open: the prompt ends inside of it.
+    when all are used up. is_open: the prompt ends inside of it. late: None if what comes in mid-answer is no thinking.
     """
 
     num_tokens: int
@@ -76,6 +90,7 @@ class ThinkingLimit:
     closer: str
     closing: tuple[int, ...]
     is_open: bool
+    late: LateThinking | None = None
 
 
 @dataclass(frozen=True, slots=True)

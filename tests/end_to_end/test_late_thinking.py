@@ -1,0 +1,69 @@
+"""A budget for thinking holds in mid-answer too, on the bundled model drawn among letters and markers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.engine import MINIATURE, Engine
+from headrace.session.session import Session
+from headrace.session.words import load_words
+from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
+from headrace.types.events import Finished, Reasoning, Text
+
+pytestmark = pytest.mark.anyio
+
+BUDGET = 1
+WORDS = load_words(MINIATURE, "qwen3_5")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig()), WORDS.constraints)
+    yield Session.over(engine, WORDS)
+    engine.stop()
+
+
+async def answer(session: Session, seed: int, *, thinks: bool, budget: int | None) -> tuple[str, str]:
+    """Thinking and text of an answer that is drawn among a letter, the markers and what ends thinking."""
+    encode = WORDS.tokenizer.encode
+    ids = {*encode("x"), *encode("<think>"), *encode("\n</think>\n\n")}
+    assert len(ids) <= 5
+    request = ChatRequest(
+        f"late {seed} {thinks} {budget}",
+        (ChatMessage("user", (TextPart("hello"),)),),
+        enable_thinking=thinks,
+        thinking_budget=budget,
+        # as likely as each other: the model's own wishes are of no interest here
+        sampling=RequestedSampling(
+            temperature=2.0, seed=seed, allowed_token_ids=tuple(ids), logit_bias=tuple((each, 60.0) for each in ids)
+        ),
+        stop=RequestedStop(max_tokens=60),
+    )
+    thinking = text = ""
+    async for event in session.chat(request):
+        match event:
+            case Reasoning():
+                thinking += event.text
+            case Text():
+                text += event.text
+            case Finished():
+                assert event.usage.num_output_tokens == 60
+    return thinking, text
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_thinking_in_mid_answer_is_held_to_the_budget(session: Session, thinks: bool) -> None:
+    seeds = range(6)
+    free = await asyncio.gather(*(answer(session, seed, thinks=thinks, budget=None) for seed in seeds))
+    assert max(thinking.count("x") for thinking, _ in free) > BUDGET
+    held = await asyncio.gather(*(answer(session, seed, thinks=thinks, budget=BUDGET) for seed in seeds))
+    assert max(thinking.count("x") for thinking, _ in held) <= BUDGET
