@@ -24,8 +24,9 @@ from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slot
 
 LONGEST_WINDOW = 80
-"""Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A prediction head leaves fewer unread
-(speculate/speculator.py), of which the library took 40 ms and more for each row."""
+"""Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A
+prediction head leaves fewer unread (speculate/speculator.py), of which the library took 40 ms and more for each row."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Places:
