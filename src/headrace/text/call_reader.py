@@ -47,7 +47,7 @@ class CallReader:
         else:
             sink.decide()
             self._pass_on(sink)
-            if sink.is_text:
+            if sink.is_text is not False:
                 self._say_until(reader.pos)
         self.faults += sink.faults
         reader.settled = None
@@ -56,8 +56,8 @@ class CallReader:
     def read_in_thinking(self, opener: str, closers: tuple[str, ...]) -> Reading[bool]:
         """Read what may be calls at the end of thinking that never closes; true if they were.
 
-        Otherwise the reader stands behind what is no more than a mention, but before white space behind it: how much
-        text had arrived when that became clear must not show.
+        Otherwise it is a mention, and the reader stands behind it but before white space that follows, wherever it
+        had to read to find that out.
         """
         reader, start = self._reader, self._reader.pos
         mention = start + len(opener)

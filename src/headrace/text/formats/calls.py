@@ -106,8 +106,8 @@ class CallSink:
     A construct is calls as a whole or text as a whole: one undeclared name makes it text, unless calls of it have been
     passed on by then.
 
-    current: the call that is being read. done: index in the reader's text up to which calls are complete; written:
-    index up to which the current one has been written, which the split of the text does not show in.
+    current: the call that is being read. done: index in the reader's text up to which calls are complete. written:
+    index up to which the current one has been written, the same however the text was split.
     is_unit: a fault in one call makes text of those before it, too. is_meant: what has been read can't be prose that
     mentions the syntax. is_text: whether the construct is text; None while that is open.
     is_committed: what was read of the current call has been passed on and can't be taken back.
