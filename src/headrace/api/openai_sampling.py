@@ -160,7 +160,7 @@ def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...]:
     added: dict[int, float] = {}
     for key, bias in biases.items():
         if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest(f"logit_bias: a key must be a token id, not {key[:32]!r}", param="logit_bias")
+            raise InvalidRequest("logit_bias: a key must be a token id", param="logit_bias")
         if int(key) in added:
             raise InvalidRequest(f"logit_bias: token {int(key)} stands there twice", param="logit_bias")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import httpx
-from fakes import END, FakeEngine, fake_session
+from attack.in_process import Wire
+from attack.inputs import RESPONSES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.api.responses_body import ResponsesBody
 from headrace.api.responses_fields import RESPONSES_FIELDS
-from headrace.config import ServerConfig
-from headrace.server.app import build_app
 
 FIELDS = sorted({*ResponsesBody.model_fields, *RESPONSES_FIELDS.neutral_values, *RESPONSES_FIELDS.without_effect})
 SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats(-5, 5) | st.text(max_size=6)
@@ -29,23 +27,6 @@ VALUES = st.recursive(
 )
 BODIES = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), VALUES, max_size=4)
 SLOW = [HealthCheck.too_slow]
-
-
-class Wire:
-    """One application for all examples."""
-
-    def __init__(self) -> None:
-        engine = FakeEngine("<think>a</think>", "b", (END,))
-        self._app = build_app(fake_session(engine), ServerConfig())
-
-    def post(self, body: Any) -> httpx.Response:
-        async def exchange() -> httpx.Response:
-            # What the application lets through would be raised here and fail the test.
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.post("/v1/responses", content=json.dumps(body).encode())
-
-        return asyncio.run(exchange())
 
 
 WIRE = Wire()
@@ -67,14 +48,14 @@ def check(response: httpx.Response, body: dict[str, Any]) -> None:
 @given(BODIES)
 @settings(max_examples=80, suppress_health_check=SLOW)
 def test_any_body_is_answered_or_refused_by_a_field_of_it(body: dict[str, Any]) -> None:
-    check(WIRE.post(body), body)
+    check(WIRE.post(json.dumps(body).encode(), RESPONSES), body)
 
 
 @given(st.sampled_from(FIELDS), VALUES)
 @settings(max_examples=100, suppress_health_check=SLOW)
 def test_one_odd_field_in_a_good_body_is_served_or_refused_by_its_name(name: str, value: Any) -> None:
     body = {"input": "hello", name: value}
-    response = WIRE.post(body)
+    response = WIRE.post(json.dumps(body).encode(), RESPONSES)
     check(response, body)
     if response.status_code != 200:
         assert response.json()["error"]["param"].startswith(name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import string
 from typing import Any
 
 import httpx
-from fakes import END, FakeEngine, fake_session
+from attack.in_process import Wire
+from attack.inputs import CHAT, COMPLETIONS, MESSAGES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +17,7 @@ from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
 from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from headrace.api.openai_messages import MessageBody
-from headrace.config import ServerConfig
-from headrace.server.app import build_app
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-MESSAGES = "/v1/messages"
 GOOD = {"messages": [{"role": "user", "content": "hello"}]}
 
 FIELDS = sorted({*ChatCompletionBody.model_fields, *CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect})
@@ -185,27 +180,6 @@ COMPLETION_BODIES = st.builds(
 )
 
 
-class Wire:
-    """One application for all examples of a test, and the loop it runs in."""
-
-    def __init__(self) -> None:
-        engine = FakeEngine("<think>a</think>", "b", (END,))
-        # A server with few bytes to spare also meets the refusal of large bodies.
-        self._app = build_app(fake_session(engine), ServerConfig(max_body_bytes=100_000))
-
-    def post(self, content: bytes, path: str = CHAT) -> httpx.Response:
-        async def exchange() -> httpx.Response:
-            # What the application lets through would be raised here and fail the test.
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.post(path, content=content)
-
-        return asyncio.run(exchange())
-
-    def check_alive(self) -> None:
-        assert self.post(json.dumps(GOOD).encode()).status_code == 200
-
-
 def check_answer(response: httpx.Response, body: Any, required: str = "messages") -> None:
     if response.status_code == 200:
         if isinstance(body, dict) and body.get("stream") is True:
@@ -229,7 +203,7 @@ def check_answer(response: httpx.Response, body: Any, required: str = "messages"
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_fields_with_any_values_are_served_or_refused_by_name(body: dict[str, Any]) -> None:
     wire = Wire()
-    check_answer(wire.post(json.dumps(body).encode()), body)
+    check_answer(wire.post(json.dumps(body).encode(), CHAT), body)
     wire.check_alive()
 
 
@@ -237,7 +211,7 @@ def test_any_fields_with_any_values_are_served_or_refused_by_name(body: dict[str
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_one_odd_field_in_a_good_body_is_served_or_refused_by_its_name(name: str, value: Any) -> None:
     body = {**GOOD, name: value}
-    response = Wire().post(json.dumps(body).encode())
+    response = Wire().post(json.dumps(body).encode(), CHAT)
     check_answer(response, body)
     if response.status_code != 200 and name != "messages":
         assert response.json()["error"]["param"].startswith(name)
@@ -247,7 +221,7 @@ def test_one_odd_field_in_a_good_body_is_served_or_refused_by_its_name(name: str
 @settings(max_examples=100, deadline=None)
 def test_any_bytes_are_refused_and_the_server_lives(content: bytes) -> None:
     wire = Wire()
-    response = wire.post(content)
+    response = wire.post(content, CHAT)
     assert response.status_code == 400
     assert "error" in response.json()
     wire.check_alive()
