@@ -38,7 +38,7 @@ PROGRAM = textwrap.dedent("""
                 yield output
                 print("said", flush=True)
 
-        def stop(self, timeout_s):
+        def stop(self, timeout_s=None):
             print("stopped", len(self.aborted) == len(self.requests), flush=True)
             return super().stop(timeout_s)
 
@@ -281,4 +281,13 @@ def test_ctrl_c_again_and_again_ends_the_process_with_its_own_exit_code(pause_s:
             time.sleep(pause_s)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_an_engine_that_ends_by_itself_ends_the_server_for_a_supervisor_to_start_again() -> None:
+    fault = "threading.Timer(1, lambda: setattr(engine, 'sick', 'its thread ended with MemoryError')).start()"
+    with server(drain_s=0.5, fault=fault) as (process, _):
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2, err
+    assert err.splitlines()[-1] == "headrace: the engine is not running: its thread ended with MemoryError"
     assert "Traceback" not in err

@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from headrace.config import ServerConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineDead
 from headrace.server.app import build_app
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.watchdog import start_watchdog
@@ -82,7 +82,8 @@ def serve(session: Session, config: ServerConfig, listener: socket.socket, annou
     """Serve until SIGINT or SIGTERM. `announce` is called once connections are accepted.
 
     Returns the seconds that are left until the process has to be over. From here on signals are the server's, to the
-    process's end. Raises KeyboardInterrupt after a second SIGINT: then the process should end at once.
+    process's end. Raises KeyboardInterrupt after a second SIGINT: then the process should end at once, and EngineDead
+    once the engine has ended by itself.
     """
     server = HttpServer(session, config, announce)
     server.watchdog = start_watchdog(config.drain_seconds + _END_S)
@@ -96,6 +97,8 @@ def serve(session: Session, config: ServerConfig, listener: socket.socket, annou
         server.has_ended = True
     if server.force_exit:
         raise KeyboardInterrupt
+    if server.engine_error is not None:
+        raise EngineDead(f"the engine is not running: {server.engine_error}")
     return max(0.0, server.signalled_at + config.drain_seconds + _END_S - _EXIT_S - time.monotonic())
 
 
@@ -110,7 +113,7 @@ class HttpServer(uvicorn.Server):
     """Serves one session. Calls `announce` when it listens, not before.
 
     has_ended: nothing is served any more, and one more SIGINT ends the process. signalled_at: when the first signal
-    came, in monotonic seconds.
+    came, in monotonic seconds. engine_error: why the engine has ended by itself, which ends the server.
     """
 
     def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
@@ -131,12 +134,20 @@ class HttpServer(uvicorn.Server):
         self.watchdog: subprocess.Popen[bytes] | None = None
         self.has_ended = False
         self.signalled_at = math.inf
+        self.engine_error: str | None = None
+        self._session = session
         self._announce = announce
         self._drain_s = config.drain_seconds
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_log_unhandled)
         await super().serve(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; gives whether the server ends."""
+        if not self.should_exit and (reason := self._session.health()) is not None:
+            self.engine_error, self.should_exit = reason, True
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
