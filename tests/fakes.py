@@ -264,20 +264,24 @@ class FakeEngine:
                 await step.wait()
                 continue
             for choice, room in list(rooms.items()):
-                token_ids, reason = _end(step, request, room)
+                token_ids, reason, stop = _end(step, request, room)
                 rooms[choice] -= len(token_ids)
                 if reason is not None:
                     del rooms[choice]
-                scores = _scores(token_ids, request.num_logprobs)
+                sampled = token_ids if stop is None else (*token_ids, stop)
+                scores = _scores(sampled, request.num_logprobs)
                 cached, prompt_scores, prompt = self._num_cached_tokens, prompt, None
-                yield TokenOutput(request.request_id, token_ids, reason, cached, choice, scores, prompt_scores)
+                yield TokenOutput(
+                    request.request_id, token_ids, reason, cached, choice, scores, prompt_scores, stop_token_id=stop
+                )
 
 
 def _end(
     step: Sequence[int] | str | None, request: GenerationRequest, room: int
-) -> tuple[tuple[int, ...], FinishReason | None]:
+) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+    """Tokens of a step, why they end the answer, and the stop token that does."""
     if step is None:
-        return (), FinishReason.STOP if request.max_tokens else FinishReason.LENGTH
+        return (), FinishReason.STOP if request.max_tokens else FinishReason.LENGTH, None
     return _cut(step.encode() if isinstance(step, str) else step, request, room)
 
 
@@ -297,15 +301,15 @@ def _status_of(request: GenerationRequest) -> RequestStatus:
 
 def _cut(
     token_ids: Iterable[int], request: GenerationRequest, room: int
-) -> tuple[tuple[int, ...], FinishReason | None]:
+) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
     taken: list[int] = []
     for token_id in token_ids:
         if token_id in request.stop_token_ids:
-            return tuple(taken), FinishReason.STOP
+            return tuple(taken), FinishReason.STOP, token_id
         taken.append(token_id)
         if len(taken) == room:
-            return tuple(taken), FinishReason.LENGTH
-    return tuple(taken), None
+            return tuple(taken), FinishReason.LENGTH, None
+    return tuple(taken), None, None
 
 
 def describe(

@@ -67,7 +67,7 @@ def test_each_choice_finishes_on_its_own_and_the_request_with_the_last() -> None
     outcome = scheduler.update(StepResult(results), 0.0, 0.0)
     assert outcome == StepOutcome(
         (
-            TokenOutput("a", (), FinishReason.STOP),
+            TokenOutput("a", (), FinishReason.STOP, stop_token_id=5),
             TokenOutput("a", (8,), choice=1),
             TokenOutput("a", (9,), choice=2),
         )
@@ -75,7 +75,8 @@ def test_each_choice_finishes_on_its_own_and_the_request_with_the_last() -> None
     assert (scheduler.num_running, scheduler.released()) == (2, ("a/0",))
     assert lengths(scheduler.schedule()) == {"a/1": 1, "a/2": 1}
     outcome = scheduler.update(StepResult((ChunkResult("a/1", 1, (8,)), ChunkResult("a/2", 1, (5,)))), 0.0, 0.0)
-    assert outcome == StepOutcome((TokenOutput("a", (8,), choice=1), TokenOutput("a", (), FinishReason.STOP, choice=2)))
+    ended = TokenOutput("a", (), FinishReason.STOP, choice=2, stop_token_id=5)
+    assert outcome == StepOutcome((TokenOutput("a", (8,), choice=1), ended))
     assert scheduler.released() == ("a/2",)
     outcome = scheduler.update(answer(scheduler.schedule(), 8), 0.0, 0.0)
     assert outcome == StepOutcome((TokenOutput("a", (8,), FinishReason.LENGTH, choice=1),), finished=("a",))
@@ -144,12 +145,18 @@ def test_logprobs_go_with_their_tokens_and_those_of_dropped_tokens_are_dropped()
     assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
 
 
-def test_the_stop_tokens_logprobs_are_dropped_with_it() -> None:
+def test_the_stop_token_has_log_probabilities_and_what_follows_it_has_none() -> None:
     asked = request("a", 5, stop=frozenset({5}), logprobs=0)
     scheduler = started(asked)
     scheduler.schedule()
-    outcome = scheduler.update(StepResult((ChunkResult("a", 5, (5,), (score(5, asked.prompt),)),)), 0.0, 0.0)
-    assert outcome.outputs == (TokenOutput("a", (), FinishReason.STOP),)
+    scheduler.update(StepResult((ChunkResult("a", 5, (7,), (score(7, asked.prompt),)),)), 0.0, 0.0)
+    scheduler.note_drafts({"a": 2})
+    scheduler.schedule()
+    scores = tuple(score(token_id, (*asked.prompt, 7)) for token_id in (8, 5, 9))
+    outcome = scheduler.update(StepResult((ChunkResult("a", 3, (8, 5, 9), scores, num_verified=2),)), 0.0, 0.0)
+    (output,) = outcome.outputs
+    assert (output.token_ids, output.stop_token_id, output.num_tokens) == ((8,), 5, 2)
+    assert [each.token_id for each in output.logprobs] == [8, 5]
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 32, 33, 150])

@@ -194,7 +194,7 @@ class Run:
             told = self.outputs[client.id][output.choice]
             is_first = output.choice == 0 and not told
             assert (output.prompt_logprobs is not None) == (is_first and client.request.num_prompt_logprobs is not None)
-            assert len(output.logprobs) == (len(output.token_ids) if client.request.num_logprobs is not None else 0)
+            assert len(output.logprobs) == (output.num_tokens if client.request.num_logprobs is not None else 0)
             told.extend(output.token_ids)
             if output.finish_reason:
                 assert output.choice not in self.reasons[client.id]

@@ -47,7 +47,7 @@ def test_a_prompt_is_continued() -> None:
     assert (answer["object"], answer["model"]) == ("text_completion", "fake-model")
     assert answer["choices"] == [{"index": 0, "text": "upon a time", "logprobs": None, "finish_reason": "stop"}]
     assert answer["usage"]["prompt_tokens"] == 6
-    assert answer["usage"]["completion_tokens"] == 11
+    assert answer["usage"]["completion_tokens"] == 11 + 1  # and the end token
 
 
 def test_without_a_word_a_completion_has_sixteen_tokens() -> None:
@@ -88,7 +88,7 @@ def test_a_stream_interleaves_choices_and_ends_each_once(path: str) -> None:
         assert [each["finish_reason"] for each in own if each["finish_reason"]] == ["stop"]
         assert own[-1]["finish_reason"] == "stop"
     usage = json.loads(stream_data(response)[-2])
-    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 2 * num_choices)
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3 * num_choices)
 
 
 def test_a_scored_echo_without_new_tokens_is_the_prompts_own_likelihood() -> None:
@@ -110,12 +110,13 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(steps: tuple[A
     choices = streamed_choices(post(CHAT, FakeEngine(*steps, (END,)), **fields, stream=True))
     streamed = [entry for each in choices if each["logprobs"] for entry in each["logprobs"]["content"]]
     assert streamed == whole
-    assert b"".join(bytes(entry["bytes"]) for entry in whole) == "é🎉!".encode()
+    assert b"".join(bytes(entry["bytes"] or ()) for entry in whole) == "é🎉!".encode()
+    assert (whole[-1]["token"], whole[-1]["bytes"]) == ("<end>", None)
     assert all(len(entry["top_logprobs"]) == 2 for entry in whole)
     # A chunk's tokens are whole characters here, so its bytes are its text.
     for each in choices:
         if each["logprobs"]:
-            said = b"".join(bytes(entry["bytes"]) for entry in each["logprobs"]["content"])
+            said = b"".join(bytes(entry["bytes"] or ()) for entry in each["logprobs"]["content"])
             assert said.decode() == each["delta"].get("content", "")
 
 

@@ -190,7 +190,7 @@ def test_one_line_is_logged_for_a_finished_request_with_numbers_and_no_content(
     assert fields["answer_id"] == engine.requests[0].request_id
     assert fields["model"] == "fake-model"
     assert fields["num_prompt_tokens"] == len("user: tell me a secret\n")
-    assert (fields["num_output_tokens"], fields["num_cached_tokens"]) == (len("an answer"), 4)
+    assert (fields["num_output_tokens"], fields["num_cached_tokens"]) == (len("an answer") + 1, 4)
     assert fields["finish_reasons"] == ["stop"]
     assert 0 <= fields["time_to_first_token_s"] <= fields["duration_s"]
     for hidden in ("secret", 'answer"', "an answer", "eve"):

@@ -63,7 +63,7 @@ def test_a_stream_comes_as_events_and_ends_with_done() -> None:
     assert len({chunk["id"] for chunk in parsed}) == 1
     assert "".join(each["choices"][0]["delta"].get("content", "") for each in parsed[:-1]) == "hi"
     assert [each["choices"][0]["finish_reason"] for each in parsed[:-1]].count("stop") == 1
-    assert parsed[-1]["usage"]["completion_tokens"] == 2
+    assert parsed[-1]["usage"]["completion_tokens"] == 3  # and the end token
 
 
 def test_thinking_goes_under_the_name_that_the_server_was_given() -> None:

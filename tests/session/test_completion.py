@@ -43,7 +43,7 @@ def test_a_text_is_continued_as_it_stands_after_what_the_tokenizer_puts_before_i
     assert events[0] == Started(5)
     assert text_of(events) == "<think>is text</think>"
     assert events[-1].reason is FinishReason.STOP
-    assert events[-1].usage == Usage(5, len("<think>is text</think>"))
+    assert events[-1].usage == Usage(5, len("<think>is text</think>") + 1)  # and the end token
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
@@ -142,7 +142,7 @@ def test_an_echo_begins_every_choice_with_its_prompt(prompt: str | tuple[int, ..
     wanted = complete(prompt, echo=True, answers=RequestedAnswers(num_choices=2))
     events = events_of(fake_session(FakeEngine("!", (END,))), wanted)
     assert [text_of(events, choice) for choice in (0, 1)] == [shown + "!"] * 2
-    assert events[-1].usage.num_output_tokens == 2
+    assert events[-1].usage.num_output_tokens == 4  # and the end tokens
 
 
 def test_an_echo_with_scores_tells_those_of_the_prompt_too() -> None:

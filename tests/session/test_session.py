@@ -72,15 +72,15 @@ def test_an_answer_starts_once_says_its_text_and_finishes_once() -> None:
     assert finished == [events[-1]]
     assert finished[0].reason is FinishReason.STOP
     assert finished[0].usage.num_prompt_tokens == 12
-    assert finished[0].usage.num_output_tokens == len("Grüße 🎉!".encode())
+    assert finished[0].usage.num_output_tokens == len("Grüße 🎉!".encode()) + 1  # and the end token
 
 
 def test_thinking_is_told_apart_and_its_tokens_are_counted_as_part_of_the_output() -> None:
     finished = events_of(fake_session(FakeEngine("<think>abc</think>de", (END,))), ask())[-1]
     assert isinstance(finished, Finished)
-    # Seven tokens of opener and three of thinking; the closer belongs to what follows it.
+    # Seven tokens of opener and three of thinking; the closer belongs to what follows it, as does the end token.
     assert finished.usage.num_reasoning_tokens == 10
-    assert finished.usage.num_output_tokens == 20
+    assert finished.usage.num_output_tokens == 21
 
 
 def test_thinking_that_the_prompt_opened_is_thinking_from_the_first_token() -> None:
@@ -343,7 +343,7 @@ def test_every_choice_says_its_text_and_finishes_once_and_the_last_tells_all_tok
         assert [type(event) for event in own].count(Finished) == 1
         assert isinstance(own[-1], Finished)
     usage = events[-1].usage
-    assert usage == Usage(len("user: hello\n"), 3 * len("Grüße".encode()), 3)
+    assert usage == Usage(len("user: hello\n"), 3 * (len("Grüße".encode()) + 1), 3)
 
 
 def test_a_stop_string_ends_one_choice_and_the_others_go_on() -> None:

@@ -11,6 +11,7 @@ from headrace.api.openai_answer import prompt_logprobs_body, shown_logprob, usag
 from headrace.types.events import (
     Event,
     Finished,
+    HiddenScores,
     PromptScores,
     Reasoning,
     Started,
@@ -55,6 +56,8 @@ class ChatAnswer:
                 yield self._chunk(choice, {"content": text}, scores)
             case Reasoning(text, choice, scores):
                 yield self._chunk(choice, {self._reasoning_field: text}, scores)
+            case HiddenScores(scores, choice):
+                yield self._chunk(choice, {}, scores)
             case ToolCallStart(index, id, name, choice):
                 function = {"name": name, "arguments": ""}
                 yield self._chunk(choice, _call_delta(index, {"id": id, "type": "function", "function": function}))
@@ -85,7 +88,7 @@ class ChatAnswer:
                     pass
                 case PromptScores(_, scores):
                     prompt_scores = scores
-                case Text() | Reasoning() | ToolCallStart() | ToolArguments() | Finished():
+                case Text() | Reasoning() | HiddenScores() | ToolCallStart() | ToolArguments() | Finished():
                     written[event.choice].take(event)
                     usage = event.usage if isinstance(event, Finished) else usage
                 case _:
@@ -132,7 +135,7 @@ class _Choice:
     scores: list[TokenScore] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def take(self, event: Text | Reasoning | ToolCallStart | ToolArguments | Finished) -> None:
+    def take(self, event: Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments | Finished) -> None:
         if not isinstance(event, ToolCallStart | ToolArguments):
             self.scores += event.scores
         match event:

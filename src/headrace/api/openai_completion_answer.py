@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.api.answer_form import AnswerHeading
 from headrace.api.openai_answer import prompt_logprobs_body, shown_logprob, usage_body
-from headrace.types.events import Event, Finished, PromptScores, Started, Text, TokenScore, Usage
+from headrace.types.events import Event, Finished, HiddenScores, PromptScores, Started, Text, TokenScore, Usage
 
 _KIND = "text_completion"
 
@@ -36,6 +36,8 @@ class CompletionAnswer:
                 pass
             case Text(text, choice, scores):
                 yield self._chunk(choice, text, scores)
+            case HiddenScores(scores, choice):
+                yield self._chunk(choice, "", scores)
             case Finished(reason, _, choice, scores):
                 self._open.remove(choice)
                 yield self._chunk(choice, "", scores, reason.value)
@@ -61,7 +63,7 @@ class CompletionAnswer:
                 case PromptScores(choice, scores):
                     for each in written[choice : choice + self._num_choices]:
                         each.prompt_scores = scores
-                case Text() | Finished():
+                case Text() | HiddenScores() | Finished():
                     written[event.choice].take(event)
                     usage = event.usage if isinstance(event, Finished) else usage
                 case _:
@@ -97,12 +99,13 @@ class _Choice:
     prompt_scores: tuple[TokenScore, ...] | None = None
     finish_reason: str | None = None
 
-    def take(self, event: Text | Finished) -> None:
+    def take(self, event: Text | HiddenScores | Finished) -> None:
         self.scores += event.scores
-        if isinstance(event, Finished):
-            self.finish_reason = event.reason.value
-        else:
-            self.text.append(event.text)
+        match event:
+            case Finished(reason):
+                self.finish_reason = reason.value
+            case Text(text):
+                self.text.append(text)
 
 
 class _Offsets:

@@ -27,6 +27,7 @@ from headrace.types.events import (
     Event,
     Finished,
     FinishReason,
+    HiddenScores,
     Reasoning,
     Started,
     Text,
@@ -143,6 +144,8 @@ class ResponsesAnswer:
                 if not isinstance(self._open, ReasoningOutput):
                     yield from self._begin(ReasoningOutput(is_sealed=self._call.tells_encrypted))
                 yield from self._add(text)
+            case HiddenScores():
+                pass  # the API has a place for scores of text only
             case ToolCallStart(_, call_id, name):
                 yield from self._begin(self._called(call_id, name))
             case ToolArguments(_, text):

@@ -107,7 +107,7 @@ class Stats:
         timing = self._requests.get(output.request_id)
         if timing is None:
             return
-        num_tokens = len(output.token_ids)
+        num_tokens = output.num_tokens
         self._num_output_tokens += num_tokens
         self._verified(output.num_drafted, output.num_accepted)
         if output.finish_reason is not None:

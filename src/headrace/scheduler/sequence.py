@@ -34,6 +34,7 @@ class Sequence:
     were no bytes for it, not for another's turn. num_output_before: its output when it last began or went on.
     has_rows: whether the runner has ever been given a chunk, so that it holds state to be freed.
     num_ready: drafts that the runner holds for the next chunk.
+    stop_token_id: the stop token that ended the output, which is in no list of tokens.
     """
 
     request: GenerationRequest
@@ -51,6 +52,7 @@ class Sequence:
     has_rows: bool = False
     num_ready: int = 0
     finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
 
     def __post_init__(self) -> None:
         self.begin_with(self.request)
@@ -113,9 +115,9 @@ class Sequence:
     def accept(self, num_committed: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Take over the result of a chunk or a fork and return the tokens that belong to the output.
 
-        The first stop token ends the output and is left out; so does reaching max_tokens, with the token
-        that reaches it included. With max_tokens 0 nothing is output: the prompt was all that was wanted. What the
-        runner gained beyond the end is dropped.
+        The first stop token ends the output and is left out, see `stop_token_id`; so does reaching max_tokens, with
+        the token that reaches it included. With max_tokens 0 nothing is output: the prompt was all that was wanted.
+        What the runner gained beyond the end is dropped.
         """
         self.num_ready = 0
         if self.awaits_fork:
@@ -129,6 +131,7 @@ class Sequence:
                 break
             if token_id in self.request.stop_token_ids:
                 self.finish_reason = FinishReason.STOP
+                self.stop_token_id = token_id
                 break
             self.token_ids.append(token_id)
             accepted.append(token_id)

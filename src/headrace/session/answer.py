@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from headrace.session.scores import ScoreQueue, Scorer, TextScores
 from headrace.text.detokenize import Detokenizer
 from headrace.text.formats.calls import CallFault
 from headrace.text.outlet import ParsedEvent
 from headrace.text.stream_parser import StreamParser
-from headrace.text.tokenizer import Tokenizer
 from headrace.types.events import (
     Event,
     Finished,
     FinishReason,
+    HiddenScores,
     PromptScores,
     Reasoning,
     SparseUsage,
     Text,
-    TokenLogprobs,
     TokenOutput,
     TokenScore,
     ToolArguments,
+    ToolCallStart,
     Usage,
 )
 from headrace.types.media import Route
 from headrace.types.request import GenerationRequest
 
-
-class Scorer:
-    """Token ids and their log-probabilities as clients are told them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def score(self, told: TokenLogprobs) -> TokenScore:
-        """One token of an answer, with its alternatives."""
-        top = tuple(self._token(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(told.top, start=1))
-        return replace(self._token(told.token_id, told.logprob, told.rank), top=top)
-
-    def prompt(self, token_ids: Sequence[int], told: Sequence[TokenLogprobs | None]) -> tuple[TokenScore, ...]:
-        """All tokens of a prompt; what nothing predicted has no log-probability."""
-        return tuple(
-            self._token(token_id, None, None) if each is None else self.score(each)
-            for token_id, each in zip(token_ids, told, strict=True)
-        )
-
-    def _token(self, token_id: int, logprob: float | None, rank: int | None) -> TokenScore:
-        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        return TokenScore(token_id, text, data, logprob, rank)
+ChoiceEvent = Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments
+"""What a choice gives before its end."""
 
 
 class ChoiceAnswer:
@@ -60,20 +41,22 @@ class ChoiceAnswer:
     choice: its number in the whole request. scorer: None if nobody asked for log-probabilities.
     stop_string: the one that ended it, None if none did.
     token_ids: what the model said so far, without a token that ended it; text, reasoning: what that came to.
+    num_tokens: how many tokens were generated, the one that ended it included.
     """
 
     def __init__(self, choice: int, detokenizer: Detokenizer, parser: StreamParser, scorer: Scorer | None) -> None:
         self.choice = choice
         self.reason: FinishReason | None = None
         self.token_ids: list[int] = []
+        self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._detokenizer = detokenizer
         self._parser = parser
         self._scorer = scorer
+        self._scores = ScoreQueue()
         self._num_undecided = 0
-        self._untold: list[TokenScore] = []
         self._num_faults_taken = 0
-        self._events: list[ParsedEvent] = []
+        self._events: list[ChoiceEvent] = []
         self._said: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
 
     @property
@@ -98,22 +81,35 @@ class ChoiceAnswer:
         self._num_faults_taken += len(new)
         return new
 
-    def push(self, output: TokenOutput) -> list[ParsedEvent]:
+    def push(self, output: TokenOutput) -> list[ChoiceEvent]:
         """Events of one output of the engine, neighbours of a kind joined; sets `reason` at the choice's end."""
         for index, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
+            self.num_tokens += 1
             self._num_undecided += 1
+            text = self._detokenizer.push((token_id,))
             if self._scorer is not None:
-                self._untold.append(self._scorer.score(output.logprobs[index]))
-            self._parse(self._detokenizer.push((token_id,)))
+                self._scores.push(self._scorer.score(output.logprobs[index]), text)
+            self._parse(text)
             if self._parser.stopped:
                 self.reason = FinishReason.STOP
                 return self._taken_events()
         if output.finish_reason is not None:
-            self._parse(self._detokenizer.finish())
-            self._add(self._parser.finish(cut=output.finish_reason is FinishReason.LENGTH))
-            self.reason = self._reason(output.finish_reason)
+            self._end(output, output.finish_reason)
         return self._taken_events()
+
+    def _end(self, output: TokenOutput, reason: FinishReason) -> None:
+        """The text and the scores of the last output, once all of its tokens are taken."""
+        text = self._detokenizer.finish()
+        self._scores.push(None, text)
+        self._parse(text)
+        self._add(self._parser.finish(cut=reason is FinishReason.LENGTH))
+        if output.stop_token_id is not None:
+            self.num_tokens += 1
+            if self._scorer is not None:
+                # Its bytes are no part of the answer, even if it is an ordinary token.
+                self._scores.push(replace(self._scorer.score(output.logprobs[-1]), data=None), "")
+        self.reason = self._reason(reason)
 
     def _reason(self, reason: FinishReason) -> FinishReason:
         """Why the choice ended, once the engine has said so."""
@@ -122,48 +118,63 @@ class ChoiceAnswer:
         called = reason is FinishReason.STOP and self._parser.num_calls
         return FinishReason.TOOL_CALLS if called else reason
 
-    def say_prompt(self, text: str, scores: Iterable[TokenScore]) -> list[ParsedEvent]:
+    def say_prompt(self, text: str, scores: tuple[TokenScore, ...]) -> list[ChoiceEvent]:
         """Events that begin the answer with its prompt, which is neither counted nor parsed."""
-        self._untold.extend(scores)
         if text:
-            self._emit(Text(text))
-        return self._taken_events()
+            return [Text(text, self.choice, scores)]
+        return [HiddenScores(scores, self.choice)] if scores else []
 
-    def untold_scores(self) -> tuple[TokenScore, ...]:
-        """Scores of tokens that no event has told, once there are no more events."""
-        untold, self._untold = tuple(self._untold), []
-        return untold
+    def rest_of_scores(self) -> tuple[TokenScore, ...]:
+        """Scores of tokens that no event has carried, once there are no more events."""
+        return self._scores.rest()
 
     def _parse(self, text: str) -> None:
         if text:
             self._add(self._parser.push(text))
 
-    def _add(self, events: Iterable[ParsedEvent]) -> None:
+    def _add(self, events: Sequence[ParsedEvent]) -> None:
+        scores = iter(self._scores_of([event.text for event in events if isinstance(event, Text | Reasoning)]))
         for event in events:
             if isinstance(event, Reasoning):
                 self.num_reasoning_tokens += self._num_undecided
             self._num_undecided = 0
             if isinstance(event, Text | Reasoning):
                 self._said[type(event)].append(event.text)
+                due = next(scores)
+                if due.hidden:
+                    self._emit(HiddenScores(due.hidden))
+                if due.own:
+                    event = replace(event, scores=due.own)
             self._emit(event)
 
-    def _emit(self, event: ParsedEvent) -> None:
-        """Joins a piece to the one before it if it can: each event becomes a message on the wire."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Text | Reasoning):
-            scores = self.untold_scores()
-            if isinstance(last, Text | Reasoning) and type(last) is type(event):
-                self._events[-1] = replace(last, text=last.text + event.text, scores=last.scores + scores)
-            else:
-                self._events.append(replace(event, choice=self.choice, scores=scores))
-        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and last.index == event.index:
-            self._events[-1] = replace(last, text=last.text + event.text)
-        else:
-            self._events.append(replace(event, choice=self.choice))
+    def _scores_of(self, texts: Sequence[str]) -> list[TextScores]:
+        if self._scorer is None or not texts:
+            return [TextScores()] * len(texts)
+        return self._scores.take(texts, self._parser.num_held)
 
-    def _taken_events(self) -> list[ParsedEvent]:
+    def _emit(self, event: ChoiceEvent) -> None:
+        """Joins a piece to the one before it if it can: each event becomes a message on the wire."""
+        joined = _joined(self._events[-1], event) if self._events else None
+        if joined is None:
+            self._events.append(replace(event, choice=self.choice))
+        else:
+            self._events[-1] = joined
+
+    def _taken_events(self) -> list[ChoiceEvent]:
         events, self._events = self._events, []
         return events
+
+
+def _joined(first: ChoiceEvent, second: ChoiceEvent) -> ChoiceEvent | None:
+    """Both as one event, None if they are of different kinds."""
+    match first, second:
+        case (Text() as earlier, Text() as later) | (Reasoning() as earlier, Reasoning() as later):
+            return replace(earlier, text=earlier.text + later.text, scores=earlier.scores + later.scores)
+        case HiddenScores(scores), HiddenScores(more):
+            return replace(first, scores=scores + more)
+        case ToolArguments(index, text), ToolArguments(same, more) if index == same:
+            return replace(first, text=text + more)
+    return None
 
 
 class PromptAnswers:
@@ -244,7 +255,7 @@ class PromptAnswers:
     def _finished(self, choice: ChoiceAnswer, everything: Sequence[PromptAnswers]) -> Finished:
         assert choice.reason is not None
         self._num_open -= 1
-        return Finished(choice.reason, usage_of(everything), choice.choice, choice.untold_scores(), choice.stop_string)
+        return Finished(choice.reason, usage_of(everything), choice.choice, choice.rest_of_scores(), choice.stop_string)
 
 
 def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
@@ -252,7 +263,7 @@ def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
     choices = [choice for prompt in prompts for choice in prompt.choices]
     return Usage(
         num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),
-        num_output_tokens=sum(len(choice.token_ids) for choice in choices),
+        num_output_tokens=sum(choice.num_tokens for choice in choices),
         num_cached_tokens=sum(prompt.num_cached_tokens for prompt in prompts),
         num_drafted_tokens=sum(prompt.num_drafted_tokens for prompt in prompts),
         num_accepted_tokens=sum(prompt.num_accepted_tokens for prompt in prompts),

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
-from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer
+from headrace.session.answer import ChoiceAnswer, PromptAnswers
 from headrace.session.generation import Generations, generation_ids
+from headrace.session.scores import Scorer
 from headrace.session.settings import check_prompt_ids
 from headrace.session.sparse import completion_thinning
 from headrace.text.stream_parser import StreamParser

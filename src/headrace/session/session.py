@@ -21,7 +21,7 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.session.answer import ChoiceAnswer, PromptAnswers, Scorer, usage_of
+from headrace.session.answer import ChoiceAnswer, PromptAnswers, usage_of
 from headrace.session.completion import CompletionPrompts
 from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.generation import Generations
@@ -29,6 +29,7 @@ from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
 from headrace.session.media_ways import find_way
+from headrace.session.scores import Scorer
 from headrace.session.settings import (
     NO_DEFAULTS,
     Defaults,

@@ -37,6 +37,11 @@ class Outlet:
     def stop_string(self) -> str | None:
         return self._cutter.found
 
+    @property
+    def num_held(self) -> int:
+        """Characters that wait for what follows them."""
+        return len(self._space) + self._cutter.num_held
+
     def text(self, text: str) -> None:
         self._add_text(self._cutter.push(text))
         if self.stopped:

@@ -13,12 +13,18 @@ class StopCutter:
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._strings = tuple(string for string in strings if string)
         self._held = ""
+        self._num_cut = 0
         self.found: str | None = None
 
     @property
     def stopped(self) -> bool:
         """Whether one was found: no more text comes."""
         return self.found is not None
+
+    @property
+    def num_held(self) -> int:
+        """Characters that may be the beginning of a stop string, or that are one and what follows it."""
+        return len(self._held) + self._num_cut
 
     def push(self, text: str) -> str:
         """Take text; returns what is certain to stand before any stop string."""
@@ -30,6 +36,7 @@ class StopCutter:
         match = self._first_match(text)
         if match is not None:
             cut, self.found = match
+            self._num_cut = len(text) - cut
             return text[:cut]
         num_held = max(overlap(text, string) for string in self._strings)
         self._held = text[len(text) - num_held :]

@@ -74,6 +74,11 @@ class StreamParser:
         return self._outlet.num_calls
 
     @property
+    def num_held(self) -> int:
+        """Characters at the end of the text so far of which it is not decided yet what they are."""
+        return self._reader.num_unread + self._outlet.num_held
+
+    @property
     def faults(self) -> tuple[CallFault, ...]:
         """What is wrong with calls, each fault once."""
         return () if self._calls is None else tuple(dict.fromkeys(self._calls.faults))

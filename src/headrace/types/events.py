@@ -49,8 +49,9 @@ class TokenOutput:
 
     token_ids: new tokens in order, the stop token left out; may be empty at the finish.
     finish_reason: set once, on the last output of the choice.
+    stop_token_id: the sampled stop token that ended the choice; None if it ended otherwise.
     num_cached_tokens: prompt tokens that were not computed for this request.
-    logprobs: one for each token if they were asked for.
+    logprobs: one for each token and for the stop token behind them, if they were asked for.
     num_drafted: drafts that the step verified. num_accepted: of these, how many were right.
     reuse: on the first output of choice 0: what of the prompt came out of the prefix cache, and why no more.
     sparse: on the first output of choice 0: what sparse prefill made of the prompt; None where it is off.
@@ -69,6 +70,12 @@ class TokenOutput:
     num_drafted: int = 0
     num_accepted: int = 0
     sparse: SparseUsage | None = None
+    stop_token_id: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, the stop token included."""
+        return len(self.token_ids) + (self.stop_token_id is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ class TokenScore:
     """A token and its log-probability, as clients are told them.
 
     text: of the token alone; bytes that are no whole character show as U+FFFD.
-    data: the bytes that it adds to the answer; None for a special token, which adds nothing.
+    data: the bytes that it adds to the answer; None for a special token and a stop token, which add nothing.
     logprob, rank: see TokenLogprobs; None for a prompt's first token, which nothing predicted.
     top: the most likely tokens at this place, best first, without alternatives of their own.
     """
@@ -109,8 +116,8 @@ class PromptScores:
 class Text:
     """Answer text of one choice, in order, never empty.
 
-    scores: of the choice's tokens since its last event, if they were asked for. Each token's score is told exactly
-    once, in order, with the first event after it: its own text may still be held back then, or be part of a marker.
+    scores: of the tokens whose text begins in this event, if they were asked for. The scores of all events of a
+    choice, in order, hold each of its tokens exactly once.
     """
 
     text: str
@@ -125,6 +132,17 @@ class Reasoning:
     text: str
     choice: int = 0
     scores: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenScores:
+    """Scores of tokens whose text is in no event of text: markers, white space around them, the syntax of calls.
+
+    Comes before the next text of its choice; at a choice's end `Finished` carries them.
+    """
+
+    scores: tuple[TokenScore, ...]
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +192,7 @@ class Finished:
     """The last event of a choice; that of the last choice ends every session that ended well.
 
     usage: of the request up to here, so that the last one holds all of it.
-    scores: of tokens whose text came to nothing after the last event (a stop string, half a character).
+    scores: of the tokens that no earlier event had scores of: a stop string, the end of a call, the stop token.
     stop_string: the one that ended the choice, None if none did.
     """
 
@@ -185,4 +203,4 @@ class Finished:
     stop_string: str | None = None
 
 
-Event = Started | PromptScores | Text | Reasoning | ToolCallStart | ToolArguments | Finished
+Event = Started | PromptScores | Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments | Finished

@@ -67,6 +67,11 @@ class Reader:
         return self.pos if self.settled is None else self.settled
 
     @property
+    def num_unread(self) -> int:
+        """Characters that have not been read for good."""
+        return len(self.text) - self.safe_pos + len(self._waiting)
+
+    @property
     def is_at_limit(self) -> bool:
         """Whether text is held back."""
         return bool(self._waiting)

@@ -1,0 +1,105 @@
+"""Log-probabilities of tokens as clients get them, and which piece of text each of them belongs to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.text.tokenizer import Tokenizer
+from headrace.types.events import TokenLogprobs, TokenScore
+
+
+class Scorer:
+    """Token ids and their log-probabilities as clients are told them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def score(self, told: TokenLogprobs) -> TokenScore:
+        """One token of an answer, with its alternatives."""
+        top = tuple(self._token(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(told.top, start=1))
+        return replace(self._token(told.token_id, told.logprob, told.rank), top=top)
+
+    def prompt(self, token_ids: Sequence[int], told: Sequence[TokenLogprobs | None]) -> tuple[TokenScore, ...]:
+        """All tokens of a prompt; what nothing predicted has no log-probability."""
+        return tuple(
+            self._token(token_id, None, None) if each is None else self.score(each)
+            for token_id, each in zip(token_ids, told, strict=True)
+        )
+
+    def _token(self, token_id: int, logprob: float | None, rank: int | None) -> TokenScore:
+        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+        return TokenScore(token_id, text, data, logprob, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class TextScores:
+    """Scores that become due with a piece of text. hidden: of tokens before it. own: of those that begin in it."""
+
+    hidden: tuple[TokenScore, ...] = ()
+    own: tuple[TokenScore, ...] = ()
+
+
+class ScoreQueue:
+    """Scores of one choice's tokens that no event has carried yet, each with the text that its token decoded to.
+
+    A parser gives pieces of that text in order and drops others (markers). A piece is found by searching backwards from
+    the end of what the parser has decided, because dropped text lies before it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[TokenScore | None, str]] = deque()
+
+    def push(self, score: TokenScore | None, text: str) -> None:
+        """Queue the next token. score: None for text that the decoder held back until the end."""
+        self._queue.append((score, text))
+
+    def take(self, texts: Sequence[str], num_held: int) -> list[TextScores]:
+        """The scores of each piece. num_held: characters at the end that the parser has not decided yet."""
+        queued = "".join(text for _, text in self._queue)
+        starts: list[int] = []
+        end = len(queued) - num_held
+        for text in reversed(texts):
+            end = queued.rfind(text, 0, end)
+            if end < 0:  # no piece of what was queued: better early than lost
+                return [TextScores(own=self.rest()), *[TextScores()] * (len(texts) - 1)]
+            starts.append(end)
+        taken: list[TextScores] = []
+        position = 0
+        for text, start in zip(texts, reversed(starts), strict=True):
+            taken.append(TextScores(self._skip(start - position), self._pop(len(text))))
+            position = start + len(text)
+        return taken
+
+    def rest(self) -> tuple[TokenScore, ...]:
+        """All that are left."""
+        rest = tuple(score for score, _ in self._queue if score is not None)
+        self._queue.clear()
+        return rest
+
+    def _skip(self, num_characters: int) -> tuple[TokenScore, ...]:
+        """The tokens that end within so many characters, and special tokens without text behind them."""
+        skipped: list[TokenScore] = []
+        while self._queue:
+            score, text = self._queue[0]
+            if len(text) > num_characters:
+                self._queue[0] = (score, text[num_characters:])
+                break
+            if num_characters == 0 and (score is None or score.data is not None):
+                break  # the first bytes of a character that a later token completes
+            num_characters -= len(text)
+            self._queue.popleft()
+            skipped += [] if score is None else [score]
+        return tuple(skipped)
+
+    def _pop(self, num_characters: int) -> tuple[TokenScore, ...]:
+        """The tokens that begin within so many characters."""
+        popped: list[TokenScore] = []
+        while num_characters > 0:
+            score, text = self._queue.popleft()
+            popped += [] if score is None else [score]
+            if len(text) > num_characters:
+                self._queue.appendleft((None, text[num_characters:]))
+            num_characters -= len(text)
+        return tuple(popped)
