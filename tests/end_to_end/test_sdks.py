@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
+import httpx
 import openai
 import pytest
 from fakes import END, FakeEngine, fake_session
@@ -159,6 +160,24 @@ def test_a_chats_answer_fits_its_form(chat: openai.OpenAI, extra: dict[str, Any]
         extra_body=extra,
     )
     assert isinstance(told.choices[0].message.parsed, Verdict)
+
+
+def test_a_scored_text_has_the_same_likelihood_whether_the_end_follows_at_once_or_nothing(chat: openai.OpenAI) -> None:
+    def scores(**extra: Any) -> list[float]:
+        asked = chat.completions.create(model="any", prompt="a cold window", echo=True, logprobs=1, **extra)
+        assert asked.usage.completion_tokens == extra["max_tokens"]
+        return asked.choices[0].logprobs.token_logprobs
+
+    alone = scores(max_tokens=0)
+    (end_id,) = _token_ids(chat, "<|im_end|>")
+    ended = scores(max_tokens=1, extra_body={"allowed_token_ids": [end_id]})
+    assert ended[1:-1] == pytest.approx(alone[1:], abs=1e-4)
+    assert len(ended) == len(alone) + 1
+
+
+def _token_ids(chat: openai.OpenAI, text: str) -> list[int]:
+    asked = {"prompt": text, "add_special_tokens": False}
+    return httpx.post(f"{chat.base_url}".removesuffix("v1/") + "tokenize", json=asked).json()["tokens"]
 
 
 def test_a_chats_choice_of_a_tool_is_kept(chat: openai.OpenAI) -> None:

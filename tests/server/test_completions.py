@@ -103,6 +103,30 @@ def test_a_scored_echo_without_new_tokens_is_the_prompts_own_likelihood() -> Non
     assert (engine.requests[0].max_tokens, engine.aborted) == (0, [])
 
 
+@pytest.mark.parametrize("steps", [((END,),), ("z",)], ids=["the end at once", "a token"])
+def test_an_evaluation_gets_the_scores_of_all_of_its_tokens_whatever_comes_behind_them(steps: tuple[Any, ...]) -> None:
+    """lm_eval asks for one token behind the text and takes `token_logprobs[len(context):-1]`."""
+    context, scored = (BEGIN, *b"ab"), tuple(b"cd")
+    asked = {"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1}
+    answer = post(COMPLETIONS, FakeEngine(*steps), prompt=[context + scored], **asked).json()
+    told = answer["choices"][0]["logprobs"]
+    assert told["token_logprobs"][len(context) : -1] == [fake_logprobs(byte, 0).logprob for byte in scored]
+    assert len({len(entries) for entries in told.values()}) == 1
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("steps", [("<think>hm</think>\n\nyes",), tuple("<think>hm</think>\n\nyes")])
+def test_in_a_stream_content_comes_with_the_scores_of_its_own_tokens(steps: tuple[Any, ...]) -> None:
+    choices = streamed_choices(post(CHAT, FakeEngine(*steps, (END,)), **HELLO, logprobs=True, stream=True))
+    told = [(each["delta"], each["logprobs"]["content"]) for each in choices if each["logprobs"]]
+    texts = [(delta, "".join(entry["token"] for entry in entries)) for delta, entries in told]
+    for delta, tokens in texts:
+        if text := delta.get("content") or delta.get("reasoning_content"):
+            assert tokens == text
+    assert "".join(tokens for _, tokens in texts) == "<think>hm</think>\n\nyes<end>"
+    assert [tokens for delta, tokens in texts if delta == {}] == ["<think>", "</think>\n\n", "<end>"]
+
+
 @pytest.mark.parametrize("steps", [("é🎉!",), ("é", "🎉", "!"), tuple(bytes([each]) for each in "é🎉!".encode())])
 def test_streamed_log_probabilities_are_those_of_the_whole_answer(steps: tuple[Any, ...]) -> None:
     fields = {**HELLO, "logprobs": True, "top_logprobs": 2}
