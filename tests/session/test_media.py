@@ -214,3 +214,12 @@ def test_the_pictures_of_a_growing_chat_are_prepared_once(monkeypatch: pytest.Mo
         assert len(prepared) == 5
 
     asyncio.run(scenario())
+
+
+def test_pictures_in_tool_results_go_with_the_calls_that_they_answer() -> None:
+    calls = ChatMessage("assistant", tool_calls=(ToolCall("1", "look", "{}"), ToolCall("2", "look", "{}")))
+    wide = ChatMessage("tool", (image(64, 96),), tool_call_id="1")
+    high = ChatMessage("tool", (image(96, 64),), tool_call_id="2")
+    request = asked(said("look"), calls, high, wide)
+    assert request.media is not None
+    assert [each.grid for each in request.media.inputs] == [(1, 6, 8), (1, 8, 6)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.session.answer import ChoiceAnswer, ChoiceEvent
-from headrace.session.scores import Scorer, ScoreQueue
+from headrace.session.scores import ScoreQueue, Scorer
 from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import FinishReason, HiddenScores, Reasoning, Text, TokenOutput, TokenScore

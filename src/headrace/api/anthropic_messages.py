@@ -61,8 +61,9 @@ class ChatMessages:
 
     def _result(self, block: BlockBody, path: str) -> ChatMessage:
         parts = self._parts(block.content or "", f"{path}.content")
-        call = required(block.tool_use_id, f"{path}.tool_use_id")
-        return ChatMessage("tool", (_FAILED, *parts) if block.is_error else parts, tool_call_id=call)
+        param = f"{path}.tool_use_id"
+        call = required(block.tool_use_id, param)
+        return ChatMessage("tool", (_FAILED, *parts) if block.is_error else parts, tool_call_id=call, param=param)
 
     def _assistant(self, message: MessageBody, path: str) -> ChatMessage:
         said: list[ContentPart] = []

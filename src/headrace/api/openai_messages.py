@@ -114,6 +114,7 @@ def chat_message(message: MessageBody, index: int) -> ChatMessage:
         tool_calls=tuple(_call(call) for call in message.tool_calls or ()),
         tool_call_id=message.tool_call_id,
         name=message.name,
+        param=f"{path}.tool_call_id",
     )
 
 

@@ -112,7 +112,7 @@ class _Turns:
                 name = visible_name(call.name, call.namespace)
                 self._add_call(ToolCall(call.call_id, name, custom_arguments(call.input)), place.path)
             case OutputItem() as output:
-                self._add_output(output.call_id, _parts(output.output, f"{place.path}.output"))
+                self._add_output(output.call_id, _parts(output.output, f"{place.path}.output"), place.path)
             case CarriedItem() as carried:
                 self._add_carried(carried, place)
 
@@ -145,8 +145,9 @@ class _Turns:
         calls.append(call)
         self._names[call.id] = call.name
 
-    def _add_output(self, call_id: str, content: tuple[ContentPart, ...]) -> None:
-        self._append(ChatMessage("tool", content, tool_call_id=call_id, name=self._names.get(call_id)))
+    def _add_output(self, call_id: str, content: tuple[ContentPart, ...], path: str) -> None:
+        name, param = self._names.get(call_id), f"{path}.call_id"
+        self._append(ChatMessage("tool", content, tool_call_id=call_id, name=name, param=param))
 
     def _add_carried(self, carried: CarriedItem, place: _Place) -> None:
         call_id = carried.call_id or carried.id
@@ -156,7 +157,7 @@ class _Turns:
             call = ToolCall(call_id, CARRIED_CALLS[carried.type], carried_arguments(place.item))
             self._add_call(call, place.path)
         else:
-            self._add_output(call_id, _text(carried_output(place.item)))
+            self._add_output(call_id, _text(carried_output(place.item)), place.path)
 
     def _append(self, turn: ChatMessage) -> None:
         self._close()

@@ -219,8 +219,8 @@ class PromptAnswers:
         """Whether the engine has ended every choice by itself, too."""
         return self._num_open_in_engine == 0
 
-    def push(self, output: TokenOutput, everything: Sequence[PromptAnswers]) -> list[Event]:
-        """Events of one output of the engine. `everything`: all prompts of the request, for the usage told at an end.
+    def push(self, output: TokenOutput) -> list[Event]:
+        """Events of one output of the engine; the usage in them is this prompt's.
 
         Outputs of a choice that has ended already (a stop string is not known to the engine) say nothing.
         """
@@ -234,7 +234,7 @@ class PromptAnswers:
         if choice.reason is None:
             events += choice.push(output)
             if choice.reason is not None:
-                events.append(self._finished(choice, everything))
+                events.append(self._finished(choice))
         return events
 
     def _begin(self, output: TokenOutput) -> list[Event]:
@@ -252,10 +252,10 @@ class PromptAnswers:
                 events += choice.say_prompt(self._echo, told)
         return events
 
-    def _finished(self, choice: ChoiceAnswer, everything: Sequence[PromptAnswers]) -> Finished:
+    def _finished(self, choice: ChoiceAnswer) -> Finished:
         assert choice.reason is not None
         self._num_open -= 1
-        return Finished(choice.reason, usage_of(everything), choice.choice, choice.rest_of_scores(), choice.stop_string)
+        return Finished(choice.reason, usage_of((self,)), choice.choice, choice.rest_of_scores(), choice.stop_string)
 
 
 def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:

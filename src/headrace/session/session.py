@@ -48,7 +48,7 @@ from headrace.text.stream_parser import StreamParser, visible_tokens
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
-from headrace.types.events import Event, Started, TokenOutput
+from headrace.types.events import Event, Finished, Started, TokenOutput
 from headrace.types.hold import OutputHold
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
@@ -213,12 +213,13 @@ class Session:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
             prompts = await prepare()
             outputs = await self._submit(prompts, open_streams)
-            streams = [self._events(prompt, each, prompts) for prompt, each in zip(prompts, outputs, strict=True)]
+            streams = [self._events(prompt, each) for prompt, each in zip(prompts, outputs, strict=True)]
             usage = usage_of(prompts)
             yield Started(usage.num_prompt_tokens, usage.route)
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
-                    yield event
+                    # Events of several prompts wait for each other: what is counted is up to the one that goes out.
+                    yield replace(event, usage=usage_of(prompts)) if isinstance(event, Finished) else event
             note(prompts)
 
     def _note_chat(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:
@@ -261,13 +262,11 @@ class Session:
                     open_streams.push_async_callback(each.aclose)
         return [task.result() for task in submitting]
 
-    async def _events(
-        self, prompt: PromptAnswers, outputs: TokenStream, everything: Sequence[PromptAnswers]
-    ) -> AsyncGenerator[Event, None]:
+    async def _events(self, prompt: PromptAnswers, outputs: TokenStream) -> AsyncGenerator[Event, None]:
         async for output in outputs:
             if output.reuse is not None:
                 log.info("%s: %s", output.request_id, output.reuse)
-            events = prompt.push(output, everything)
+            events = prompt.push(output)
             self._log_call_faults(output, prompt)
             if prompt.is_over and not prompt.is_over_in_engine:
                 reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
@@ -311,7 +310,9 @@ class Session:
             # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
             return await asyncio.to_thread(self._render, request, max_model_len), None
         render = partial(self._render, max_model_len=max_model_len)
-        return await self._media.prompt(request, render, self.model.max_model_len)
+        # Media are told apart by their order in the prompt.
+        ordered = self._template.with_matched_results(request)
+        return await self._media.prompt(ordered, render, self.model.max_model_len)
 
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._generations.check(request)

@@ -22,7 +22,7 @@ from headrace.text.memo import Memo, TextDigest, digest_of_variables
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
-from headrace.text.tool_turns import tools_note
+from headrace.text.tool_turns import matched_results, tools_note
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import Boundary, BoundaryKind
 
@@ -140,6 +140,12 @@ class ChatTemplate:
             thinking_open=self._is_thinking_open(rendered, renderer, settled),
             text=text,
         )
+
+    def with_matched_results(self, request: ChatRequest) -> ChatRequest:
+        """The request with its tool results in the order in which the prompt shows them. Raises InvalidRequest."""
+        if self._source is None:
+            return request
+        return replace(request, messages=matched_results(request.messages, self._source.traits.tools))
 
     def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
         """How a request and its answer will begin the next prompt; empty if that can't be known.

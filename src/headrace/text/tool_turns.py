@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from headrace.text.tool_results import in_call_order, paired_results
 from headrace.text.written_numbers import parse_written
 from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
@@ -59,6 +60,7 @@ class ToolTraits:
     shows_tools, shows_calls, shows_results: it renders them at all. arguments: the form in which it wants them.
     takes_broken: arguments that are no JSON object are shown as text. takes_several: several calls in one turn.
     takes_lone_results: a result without a call. ids: the form that ids must have.
+    shows_ids: calls and results have their ids in the prompt.
     takes_thoughts: a call may have thoughts and content beside it. joins_results: results are looked for in the turn of
     their calls, as `tool_responses`.
     """
@@ -71,6 +73,7 @@ class ToolTraits:
     takes_several: bool = True
     takes_lone_results: bool = True
     ids: IdForm = "any"
+    shows_ids: bool = False
     takes_thoughts: bool = True
     joins_results: bool = False
 
@@ -93,6 +96,8 @@ def find_tool_traits(attempt: Try, *, source: str, counts_ids: bool, reasoning_k
             takes_several=_VALUES[1] in (attempt(_conversation(ids, arguments)) or ""),
             takes_lone_results=shows_lone_results,
             ids="counted" if counts_ids else form,
+            # Once for the call and once for its result.
+            shows_ids=((mapping or text or "").count(ids[0])) > 1,
             joins_results="tool_responses" in source and _TOOL_ROLE.search(source) is None,
             takes_thoughts=attempt(_conversation(ids, arguments[:1], reasoning_keys)) is not None,
         )
@@ -106,13 +111,21 @@ def find_tool_traits(attempt: Try, *, source: str, counts_ids: bool, reasoning_k
 
 def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tuple[ChatMessage, ...]:
     """The conversation with its calls and results as the template takes them. Every content is one text or empty."""
-    fitted = _with_ids(_paired(messages), traits.ids)
+    fitted = _with_ids(matched_results(messages, traits), traits.ids)
     if not traits.takes_thoughts:
         fitted = tuple(_with_thoughts_joined(message) for message in fitted)
     if not traits.shows_calls:
         fitted = tuple(_with_calls_as_text(message) for message in fitted)
     fitted = _with_results_as_text(fitted, traits)
     return fitted if traits.takes_several else tuple(_one_call_a_turn(fitted))
+
+
+def matched_results(messages: Sequence[ChatMessage], traits: ToolTraits) -> tuple[ChatMessage, ...]:
+    """The conversation with results that have the ids and names of their calls, in the order of the calls where the
+    prompt does not show ids. Raises InvalidRequest.
+    """
+    paired = paired_results(messages)
+    return paired if traits.shows_ids and traits.takes_several else in_call_order(paired)
 
 
 def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,23 +173,6 @@ def _conversation(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequen
 def _lone_result(ids: Sequence[str]) -> list[dict[str, Any]]:
     result = {"role": "tool", "content": _ANSWER, "tool_call_id": ids[0], "name": _NAMES[0]}
     return [_QUESTION, {"role": "assistant", "content": "?"}, result]
-
-
-def _paired(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """Results with the id and the name of their calls; one without an id answers the next open call."""
-    paired: list[ChatMessage] = []
-    names: dict[str, str] = {}
-    open_ids: list[str] = []
-    for message in messages:
-        if message.tool_calls:
-            names.update((call.id, call.name) for call in message.tool_calls)
-            open_ids = [call.id for call in message.tool_calls]
-        elif message.role == "tool":
-            call_id = message.tool_call_id or (open_ids[0] if open_ids else None)
-            open_ids = [each for each in open_ids if each != call_id]
-            message = replace(message, tool_call_id=call_id, name=names.get(call_id or "", message.name))
-        paired.append(message)
-    return tuple(paired)
 
 
 def _with_ids(messages: tuple[ChatMessage, ...], form: IdForm) -> tuple[ChatMessage, ...]:

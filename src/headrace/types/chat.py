@@ -87,7 +87,10 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `developer` arrives here as `system`; absent content is an empty tuple."""
+    """One turn. `developer` arrives here as `system`; absent content is an empty tuple.
+
+    param: the field that the id of a tool's result came in, for errors.
+    """
 
     role: Role
     content: tuple[ContentPart, ...] = ()
@@ -95,6 +98,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    param: str = field(default="messages", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
