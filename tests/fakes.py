@@ -50,6 +50,7 @@ class ByteTokenizer:
     special_ids = frozenset(_SPECIAL)
     added_tokens = MappingProxyType({text: token_id for token_id, text in _SPECIAL.items()})
     chat_template = THINKING_TEMPLATE
+    template_variables = MappingProxyType({"bos_token": "<begin>", "eos_token": "<end>"})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

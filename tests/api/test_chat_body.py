@@ -313,8 +313,18 @@ def test_usage_is_asked_for_in_stream_options_only() -> None:
     assert read(stream=True, stream_options={"include_usage": None}).include_usage is False
     assert read(stream=True).include_usage is False
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"
-    continuous = {"include_usage": True, "continuous_usage_stats": True}
-    assert refusal(stream=True, stream_options=continuous).param == "stream_options.continuous_usage_stats"
+    assert read(stream=True, stream_options={"include_usage": True}).request.answers.counts_progress is False
+    continuous = read(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (continuous.include_usage, continuous.request.answers.counts_progress) == (False, True)
+
+
+@pytest.mark.parametrize("name", list(CHAT_FIELDS.neutral_values))
+def test_a_refusal_says_what_would_be_accepted_or_that_nothing_is(name: str) -> None:
+    neutrals = CHAT_FIELDS.neutral_values[name]
+    message = refusal(**{name: {"no such": "value"}}).message
+    said = message.partition(": only ")[2].removesuffix(" is accepted")
+    assert [json.loads(each) for each in said.split(" or ") if each] == list(neutrals)
+    assert message.startswith(f"{name} is not supported") and "this value" not in message
 
 
 def test_thinking_is_switched_by_any_of_its_names() -> None:

@@ -105,6 +105,35 @@ def test_other_forms_are_refused_by_name(fields: dict[str, Any], param: str) -> 
     assert caught.value.param == param
 
 
+LARK = 'start: "yes"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"guided_grammar": LARK, "structured_outputs": {"grammar": LARK}}, Structure("grammar", LARK)),
+        ({"guided_json": SCHEMA, "structured_outputs": {"json": json.dumps(SCHEMA)}}, Structure("json_schema", SCHEMA)),
+        ({"response_format": NAMED, "guided_json": SCHEMA}, Structure("json_schema", SCHEMA)),
+        ({"guided_choice": ["a", "b"], "structured_outputs": {"choice": ["a", "b"]}}, Structure("choice", ("a", "b"))),
+    ],
+)
+def test_the_same_form_in_several_fields_is_one_form(fields: dict[str, Any], expected: Structure) -> None:
+    assert read(**fields).structure == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"const": 1}, {"const": True}),
+        ({"properties": {"a": True, "b": True}}, {"properties": {"b": True, "a": True}}),
+    ],
+)
+def test_forms_that_only_python_takes_for_equal_are_refused(first: Any, second: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(guided_json=second, structured_outputs={"json": first})
+    assert refused.value.param == "guided_json"
+
+
 def test_a_budget_for_thinking_is_read() -> None:
     assert read(thinking_token_budget=0).thinking_budget == 0
     assert read().thinking_budget is None

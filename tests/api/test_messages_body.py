@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.api.anthropic_body import MESSAGES_FIELDS
+from headrace.api.anthropic_errors import error_body
 from headrace.api.anthropic_request import Thinker, read_messages
 from headrace.api.openai_sampling import Call
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
@@ -367,9 +368,23 @@ def test_what_would_change_the_answer_and_is_not_built_is_refused_by_name(fields
     assert error.param == param
 
 
-def test_two_forms_of_one_answer_are_refused() -> None:
-    form = {"type": "json_schema", "schema": SCHEMA}
-    assert refusal(output_config={"format": form}, output_format=form).param == "output_format"
+def test_two_forms_of_one_answer_are_refused_unless_they_are_equal() -> None:
+    form, other = ({"type": "json_schema", "schema": schema} for schema in (SCHEMA, True))
+    assert refusal(output_config={"format": form}, output_format=other).param == "output_format"
+    once, twice = read(output_format=form), read(output_config={"format": form}, output_format=form)
+    assert twice.request.structure == once.request.structure is not None
+
+
+def test_a_thread_is_refused_with_the_details_that_the_sdk_looks_for() -> None:
+    details = error_body(refusal(thread={"type": "new"}))["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "details" not in error_body(refusal(container="c"))["error"]
+
+
+def test_a_cache_salt_is_kept() -> None:
+    assert read(cache_salt="mine").request.cache_salt == "mine"
+    assert read().request.cache_salt == ""
+    assert refusal(cache_salt="").param == "cache_salt"
 
 
 def test_unknown_fields_are_named_and_those_without_effect_are_not() -> None:

@@ -241,17 +241,51 @@ def test_a_sign_of_life_is_an_event_of_the_api_with_the_next_number() -> None:
         (RequestCancelled("somebody ended it"), "cancelled", "request_cancelled"),
     ],
 )
-def test_a_failure_ends_the_stream_with_what_was_done_until_then(error: Any, status: str, code: str) -> None:
+def test_a_failure_ends_the_stream_with_what_was_made_until_then(error: Any, status: str, code: str) -> None:
     ended: list[dict[str, Any]] = []
     form = ResponsesAnswer(HEADING, read(), ended.append)
     stream([Started(7), Reasoning("hm"), Text("a")], form)
-    (failed,) = bodies(form.failure(error))
+    *closing, failed = bodies(form.failure(error))
+    assert [event["type"] for event in closing] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    assert closing[-1]["item"]["status"] == "incomplete"
     assert failed["type"] == "response.failed"
     assert failed["response"]["status"] == status
     assert failed["response"]["error"] == {"code": code, "message": error.message}
-    assert [item["type"] for item in failed["response"]["output"]] == ["reasoning"]
+    assert [(item["type"], item["status"]) for item in failed["response"]["output"]] == [
+        ("reasoning", "completed"),
+        ("message", "incomplete"),
+    ]
+    assert failed["response"]["output"][-1]["content"][0]["text"] == "a"
     assert ended == [failed["response"]]
     assert not form.is_open
+
+
+@pytest.mark.parametrize("asked", [{"summary": "auto"}, {"generate_summary": "concise"}])
+def test_thinking_comes_as_a_summary_too_where_one_is_asked_for(asked: dict[str, str]) -> None:
+    events = stream([Started(7), Reasoning("h"), Reasoning("m"), Text("a"), STOP], reasoning=asked)
+    told = [event for event in events if "summary" in event["type"]]
+    assert [event["type"].removeprefix("response.reasoning_summary_") for event in told] == [
+        "part.added", "text.delta", "text.delta", "text.done", "part.done",
+    ]  # fmt: skip
+    texts = [event.get("delta") or event.get("text") or event["part"]["text"] for event in told]
+    assert texts == ["", "h", "m", "hm", "hm"]
+    item = events[-1]["response"]["output"][0]
+    assert item["summary"] == [{"type": "summary_text", "text": "hm"}]
+    assert item["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    # Sent back, it is not thought twice.
+    sent = {"role": "user", "content": "?"}, item, {"role": "assistant", "content": "a"}
+    assert read(input=list(sent)).request.messages[1].reasoning == "hm"
+
+
+@pytest.mark.parametrize("asked", [None, {}, {"summary": None}, {"summary": "none"}])
+def test_without_being_asked_for_there_is_no_summary(asked: dict[str, Any] | None) -> None:
+    events = stream([Started(7), Reasoning("hm"), STOP], reasoning=asked)
+    assert not [event for event in events if "summary" in event["type"]]
+    assert events[-1]["response"]["output"][0]["summary"] == []
 
 
 def test_the_whole_answer_is_what_the_stream_ends_with() -> None:

@@ -103,6 +103,23 @@ def test_a_scored_echo_without_new_tokens_is_the_prompts_own_likelihood() -> Non
     assert (engine.requests[0].max_tokens, engine.aborted) == (0, [])
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_chunk_counts_the_tokens_so_far_if_that_is_asked_for(path: str) -> None:
+    prompt = HELLO if path == CHAT else {"prompt": "x"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    engine = FakeEngine("ab", "c", (END,))
+    *chunks, _ = stream_data(post(path, engine, **prompt, stream=True, stream_options=options))
+    parsed = [json.loads(chunk) for chunk in chunks]
+    counted = [chunk["usage"]["completion_tokens"] for chunk in parsed]
+    assert counted == ([0, 2, 3, 4, 4] if path == CHAT else [2, 3, 4, 4])
+    assert {chunk["usage"]["prompt_tokens"] for chunk in parsed} == {len(engine.requests[0].prompt)}
+    assert parsed[-1]["choices"] == []
+    *chunks, _ = stream_data(
+        post(path, FakeEngine("ab"), **prompt, stream=True, stream_options={"include_usage": True})
+    )
+    assert ["usage" in json.loads(chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
 @pytest.mark.parametrize("steps", [((END,),), ("z",)], ids=["the end at once", "a token"])
 def test_an_evaluation_gets_the_scores_of_all_of_its_tokens_whatever_comes_behind_them(steps: tuple[Any, ...]) -> None:
     """lm_eval asks for one token behind the text and takes `token_logprobs[len(context):-1]`."""

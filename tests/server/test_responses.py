@@ -208,8 +208,10 @@ def test_a_response_in_the_making_is_seen_and_cancelled() -> None:
                 seen.append(await anext(stream))
             response_id = seen[0].response.id
             found = await sdk.responses.retrieve(response_id)
-            assert (found.status, [item.type for item in found.output]) == ("in_progress", ["reasoning"])
-            assert (await sdk.responses.cancel(response_id)).status == "cancelled"
+            assert (found.status, [item.type for item in found.output]) == ("in_progress", ["reasoning", "message"])
+            assert found.output_text == "some"
+            cancelled = await sdk.responses.cancel(response_id)
+            assert (cancelled.status, cancelled.output_text) == ("cancelled", "some")
             last = [event async for event in stream][-1]
             assert (last.type, last.response.status) == ("response.failed", "cancelled")
             assert last.response.error.code == "request_cancelled"
@@ -220,6 +222,39 @@ def test_a_response_in_the_making_is_seen_and_cancelled() -> None:
 
     run(scenario)
     assert engine.cancelled == [engine.requests[0].request_id]
+
+
+def test_a_failed_response_keeps_its_partial_text_and_every_item_that_was_begun_is_done() -> None:
+    async def scenario() -> None:
+        async with connected(FakeEngine("<think>hm</think>", "some", GenerationFailed("it broke"))) as (sdk, _):
+            events = [event async for event in await sdk.responses.create(**BODY, stream=True)]
+            last = events[-1]
+            assert (last.type, last.response.output_text) == ("response.failed", "some")
+            begun, done = (
+                [event.output_index for event in events if event.type == f"response.output_item.{name}"]
+                for name in ("added", "done")
+            )
+            assert begun == done == [0, 1]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            stored = await sdk.responses.retrieve(last.response.id)
+            assert (stored.status, stored.output_text) == ("failed", "some")
+            assert [item.status for item in stored.output] == ["completed", "incomplete"]
+
+    run(scenario)
+
+
+def test_the_official_sdk_puts_a_summary_of_thinking_together() -> None:
+    async def scenario() -> None:
+        async with (
+            connected(FakeEngine("<think>h", "m</think>", "yes", (END,))) as (sdk, _),
+            sdk.responses.stream(**BODY, reasoning={"summary": "auto"}) as stream,
+        ):
+            deltas = [event.delta async for event in stream if event.type == "response.reasoning_summary_text.delta"]
+            final = await stream.get_final_response()
+            assert ("".join(deltas), final.output[0].summary[0].text) == ("hm", "hm")
+            assert final.output_text == "yes"
+
+    run(scenario)
 
 
 def test_a_finished_response_cannot_be_cancelled() -> None:

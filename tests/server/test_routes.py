@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
+from fakes import END, THINKING_TEMPLATE, FakeEngine, PlainTemplate, describe, fake_session
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, GenerationFailed, Overloaded
@@ -252,7 +252,13 @@ def test_without_the_key_nothing_but_health_is_answered() -> None:
         ({"authorization": "Bearer schlüssel-1".encode()}, 200),
         ({"authorization": "bearer  schlüssel-1".encode()}, 200),
         ({"x-api-key": "schlüssel-1".encode()}, 200),
-        ({"authorization": b"Bearer wrong", "x-api-key": "schlüssel-1".encode()}, 200),
+        ([("authorization", "Bearer schlüssel-1".encode()), ("x-api-key", "schlüssel-1".encode())], 200),
+        ([("authorization", b"Bearer wrong"), ("x-api-key", "schlüssel-1".encode())], 401),
+        ([("x-api-key", b"wrong"), ("authorization", "Bearer schlüssel-1".encode())], 401),
+        ([("x-api-key", "schlüssel-1".encode()), ("x-api-key", b"wrong")], 401),
+        ([("authorization", "Bearer schlüssel-1".encode()), ("authorization", b"Bearer wrong")], 401),
+        ([("authorization", b"Basic dTpw"), ("x-api-key", "schlüssel-1".encode())], 401),
+        ([("x-api-key", "schlüssel-1".encode())] * 3, 200),
         ({"authorization": "Basic schlüssel-1".encode()}, 401),
         ({"authorization": "schlüssel-1".encode()}, 401),
         ({"authorization": b"Bearer "}, 401),
@@ -260,8 +266,50 @@ def test_without_the_key_nothing_but_health_is_answered() -> None:
         ({"x-api-key": b""}, 401),
     ],
 )
-def test_the_key_may_come_as_bearer_or_as_x_api_key(headers: dict[str, bytes], status: int) -> None:
+def test_the_key_may_come_as_bearer_or_as_x_api_key_and_whatever_is_sent_is_right(headers: Any, status: int) -> None:
     assert send("GET", "/v1/models", config=KEY, headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/v1/messages", "/v1/messages"),
+        ("/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/models", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/health", "/health"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/chat", None),
+        ("/v1", None),
+        ("/v1/", None),
+        ("/", None),
+        ("/v2/chat/completions", None),
+    ],
+)
+def test_a_path_with_its_prefix_missing_or_doubled_is_answered_with_the_one_that_exists(
+    path: str, meant: str | None
+) -> None:
+    response = send("POST", path, json=BODY)
+    assert response.status_code == 404
+    message = response.json()["error"]["message"]
+    assert (f" {meant} is probably meant" in message) if meant else ("meant" not in message)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_no_chat_completion_is_stored(method: str) -> None:
+    response = send(method, f"{CHAT}/chatcmpl-1")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    assert "not stored" in response.json()["error"]["message"]
+    assert send("GET", f"{CHAT}/chatcmpl-1/messages").json() == response.json()
+
+
+def test_what_a_tokenizer_is_can_be_asked() -> None:
+    told = send("GET", "/tokenizer_info").json()
+    assert (told["bos_token"], told["eos_token"]) == ("<begin>", "<end>")
+    assert told["chat_template"] == THINKING_TEMPLATE
+    assert told["model_max_length"] == 1000
 
 
 ORIGIN = ServerConfig(allowed_origin=("https://app.example/",))

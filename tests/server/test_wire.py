@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -265,6 +266,27 @@ def test_the_official_sdk_puts_a_stream_of_choices_and_log_probabilities_togethe
             for choice in answer.choices:
                 assert choice.message.content == "aé"
                 assert b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content) == "aé".encode()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_the_tool_runner_of_anthropics_sdk_goes_on_without_threads() -> None:
+    engine = FakeEngine("hi", (END,))
+
+    @anthropic.beta_async_tool
+    async def now() -> str:
+        """The time."""
+        return "noon"
+
+    async def scenario() -> None:
+        async with (
+            serving(fake_session(engine)) as url,
+            anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as sdk,
+        ):
+            asked: Any = [{"role": "user", "content": "?"}]
+            runner = sdk.beta.messages.tool_runner(model="any", max_tokens=9, messages=asked, tools=[now])
+            message = await runner.until_done()
+            assert [block.text for block in message.content if block.type == "text"] == ["hi"]
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from headrace.api.json_body import StrictBody
 from headrace.api.openai_fields import FieldRules, unknown_inner_fields
-from headrace.api.openai_sampling import SparseBody, StopText
+from headrace.api.openai_sampling import CacheSalt, SparseBody, StopText
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -120,6 +120,7 @@ class MessagesBody(SparseBody):
     output_config: OutputBody | None = None
     output_format: FormatBody | None = None
     metadata: MetadataBody | None = None
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.errors import ContextTooLong, HeadraceError
+from headrace.errors import ContextTooLong, HeadraceError, UnsupportedField
 
 _TYPES = {
     401: "authentication_error",
@@ -14,10 +14,16 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
+# By these the SDK's tool runner knows that it can go on without the field.
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+
 
 def error_body(error: HeadraceError) -> dict[str, Any]:
     """`{"type": "error", "error": {type, message}}`, as the body of a response or as the data of an `error` event."""
-    return {"type": "error", "error": {"type": _error_type(error), "message": _message(error)}}
+    told: dict[str, Any] = {"type": _error_type(error), "message": _message(error)}
+    if isinstance(error, UnsupportedField) and error.param in _DETAILS:
+        told["details"] = _DETAILS[error.param]
+    return {"type": "error", "error": told}
 
 
 def _error_type(error: HeadraceError) -> str:

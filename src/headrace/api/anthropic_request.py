@@ -20,6 +20,7 @@ from headrace.api.json_body import check, read_object
 from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, requested_sparse
+from headrace.api.openai_structure import agreed_form
 from headrace.api.openai_tools import refuse_large_arguments, unknown_tool_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, Structure
@@ -70,6 +71,7 @@ def _request(parsed: MessagesBody, thinker: Thinker) -> ChatRequest:
         stop=RequestedStop(max_tokens=parsed.max_tokens, strings=tuple(parsed.stop_sequences or ())),
         sparse=requested_sparse(parsed),
         session=(parsed.metadata.user_id if parsed.metadata is not None else None) or "",
+        cache_salt=parsed.cache_salt or "",
         enable_thinking=thinks if thinker.is_switchable else None,
         reasoning_effort=None if parsed.output_config is None else parsed.output_config.effort,
         thinking_budget=parsed.thinking.budget_tokens if parsed.thinking is not None and thinks else None,
@@ -93,11 +95,8 @@ def _is_to_think(thinking: ThinkingBody | None) -> bool:
 
 def _structure(parsed: MessagesBody) -> Structure | None:
     newer = parsed.output_config.format if parsed.output_config is not None else None
-    if newer is not None and parsed.output_format is not None:
-        raise InvalidRequest("output_config.format and output_format exclude each other", param="output_format")
-    if newer is not None:
-        return _json_structure(newer, "output_config.format")
-    return None if parsed.output_format is None else _json_structure(parsed.output_format, "output_format")
+    forms = ((newer, "output_config.format"), (parsed.output_format, "output_format"))
+    return agreed_form([_json_structure(form, path) for form, path in forms if form is not None])
 
 
 def _json_structure(form: FormatBody, path: str) -> Structure:

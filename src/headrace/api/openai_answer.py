@@ -1,9 +1,9 @@
 """What the answers of chats and completions have in common.
 
 A stream is: chunks with text, for each choice a chunk with its finish reason, a usage chunk if it was asked for,
-`[DONE]`. Usage stands in no other chunk (one client drops the text next to it). A stream that fails ends with an error
-event and without `[DONE]`: the openai SDK raises APIError on the first, and the second would tell other clients that
-the answer is whole.
+`[DONE]`. Usage is in no other chunk unless it was asked for (one client drops the text next to it). A stream that fails
+ends with an error event and without `[DONE]`: the openai SDK raises APIError on the first, and the second would tell
+other clients that the answer is whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from headrace.api.answer_form import server_sent, sparse_detail
 from headrace.api.openai_errors import error_body
 from headrace.errors import HeadraceError
-from headrace.types.events import Event, Finished, TokenScore, Usage
+from headrace.types.events import Event, Finished, Progress, Started, TokenScore, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -39,21 +39,31 @@ class ChunkWriter(Protocol):
 
 
 class ChunkedAnswer:
-    """An AnswerForm: chunks as a stream. include_usage: whether it ends with a chunk of token counts."""
+    """An AnswerForm: chunks as a stream.
 
-    def __init__(self, writer: ChunkWriter, *, include_usage: bool = False) -> None:
+    include_usage: it ends with a chunk of token counts. counts_progress: every chunk has those of the request so far.
+    """
+
+    def __init__(self, writer: ChunkWriter, *, include_usage: bool = False, counts_progress: bool = False) -> None:
         self._writer = writer
         self._include_usage = include_usage
+        self._counts_progress = counts_progress
         self._usage: Usage | None = None
 
     def pieces(self, event: Event) -> Iterator[bytes]:
-        if isinstance(event, Finished):
-            self._usage = event.usage
+        match event:
+            case Started(num_prompt_tokens, route):
+                self._usage = Usage(num_prompt_tokens, 0, route=route)
+            case Progress(usage):
+                self._usage = usage
+                return
+            case Finished():
+                self._usage = event.usage
         for chunk in self._writer.chunks(event):
-            yield server_sent(chunk)
+            yield self._sent(chunk)
 
     def ping(self) -> bytes:
-        return server_sent(self._writer.ping())
+        return self._sent(self._writer.ping())
 
     def end(self) -> bytes:
         if self._usage is None or not self._include_usage:
@@ -62,6 +72,11 @@ class ChunkedAnswer:
 
     def failure(self, error: HeadraceError) -> bytes:
         return server_sent(error_body(error))
+
+    def _sent(self, chunk: dict[str, Any]) -> bytes:
+        if self._counts_progress and self._usage is not None:
+            chunk = {**chunk, "usage": usage_body(self._usage)}
+        return server_sent(chunk)
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         return self._writer.whole(events)

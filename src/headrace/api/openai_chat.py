@@ -22,6 +22,7 @@ from headrace.api.openai_sampling import (
     SamplingBody,
     StreamOptionsBody,
     check_stream,
+    counts_progress,
     includes_usage,
     requested_sampling,
     requested_session,
@@ -89,7 +90,9 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
         thinking_budget=parsed.thinking_token_budget,
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, _max_tokens(parsed)),
-        answers=RequestedAnswers(parsed.n or 1, _num_logprobs(parsed), parsed.prompt_logprobs, parsed.draft_tokens),
+        answers=RequestedAnswers(
+            parsed.n or 1, _num_logprobs(parsed), parsed.prompt_logprobs, parsed.draft_tokens, counts_progress(parsed)
+        ),
         sparse=requested_sparse(parsed),
         session=requested_session(parsed),
         priority=parsed.priority or 0,

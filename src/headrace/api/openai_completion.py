@@ -14,6 +14,7 @@ from headrace.api.openai_sampling import (
     Call,
     SamplingBody,
     check_stream,
+    counts_progress,
     includes_usage,
     requested_sampling,
     requested_session,
@@ -64,7 +65,9 @@ def read_completion(body: bytes) -> Call[CompletionRequest]:
         prompts=prompts,
         sampling=requested_sampling(parsed),
         stop=requested_stop(parsed, max_tokens),
-        answers=RequestedAnswers(num_choices, parsed.logprobs, parsed.prompt_logprobs, parsed.draft_tokens),
+        answers=RequestedAnswers(
+            num_choices, parsed.logprobs, parsed.prompt_logprobs, parsed.draft_tokens, counts_progress(parsed)
+        ),
         sparse=requested_sparse(parsed),
         session=requested_session(parsed),
         priority=parsed.priority or 0,

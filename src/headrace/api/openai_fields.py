@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from headrace.errors import UnsupportedField
 
@@ -108,7 +109,9 @@ def refuse_unbuilt(body: Mapping[str, Any], rules: FieldRules) -> None:
     for name, neutrals in rules.neutral_values.items():
         value = body.get(name)
         if value is not None and not any(_same(value, neutral) for neutral in neutrals):
-            raise UnsupportedField(f"{name} is not supported with this value", param=name)
+            accepted = " or ".join(to_json(neutral).decode() for neutral in neutrals)
+            rest = f": only {accepted} is accepted" if neutrals else ""
+            raise UnsupportedField(f"{name} is not supported{rest}", param=name)
 
 
 def unknown_fields(body: Mapping[str, Any], declared: Mapping[str, Any], rules: FieldRules) -> tuple[str, ...]:

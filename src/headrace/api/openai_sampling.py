@@ -23,6 +23,7 @@ MAX_DRAFT_TOKENS = 16
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 _MAX_BIAS = 100
@@ -75,7 +76,7 @@ class SamplingBody(SparseBody):
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = None
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    cache_salt: CacheSalt | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
 
@@ -138,18 +139,18 @@ def includes_usage(parsed: SamplingBody) -> bool:
     return bool(parsed.stream_options and parsed.stream_options.include_usage)
 
 
+def counts_progress(parsed: SamplingBody) -> bool:
+    """Whether each chunk of a stream has token counts."""
+    return bool(parsed.stream_options and parsed.stream_options.continuous_usage_stats)
+
+
 def check_stream(parsed: SamplingBody) -> None:
     """Raises InvalidRequest and UnsupportedField for what doesn't go with a stream, or without one."""
     if parsed.stream and parsed.prompt_logprobs is not None:
         message = "prompt_logprobs is not supported when stream is true"
         raise UnsupportedField(message, param="prompt_logprobs")
-    if parsed.stream_options is None:
-        return
-    if not parsed.stream:
+    if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
-    if parsed.stream_options.continuous_usage_stats:
-        name = "stream_options.continuous_usage_stats"
-        raise UnsupportedField(f"{name} is not supported: usage comes once, in the last chunk", param=name)
 
 
 def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...]:

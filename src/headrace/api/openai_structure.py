@@ -1,12 +1,13 @@
 """The form that an answer must have: OpenAI's `response_format`, and vLLM's two ways of saying more.
 
-A body says it once. Schemas, expressions and grammars are kept as they came; whether they can be enforced is found out
-by the session.
+A body says it once, or the same in several fields. Schemas, expressions and grammars are kept as they came; whether
+they can be enforced is found out by the session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -59,10 +60,18 @@ class StructureBody(StrictBody):
 
 def answer_structure(parsed: StructureBody) -> Structure | None:
     """The form, None for plain text. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
-    found = [*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)]
-    if len(found) > 1:
-        first, second = found[0].path, found[1].path
-        raise InvalidRequest(f"{first} and {second} exclude each other", param=second)
+    return agreed_form([*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)])
+
+
+def agreed_form(found: Sequence[Structure]) -> Structure | None:
+    """The one form that all fields give. Raises InvalidRequest, naming the first field that gives another.
+
+    Compared as JSON text: in Python `true` equals 1, and the order of properties is that of the answer.
+    """
+    for other in found[1:]:
+        if (other.kind, json.dumps(other.value)) != (found[0].kind, json.dumps(found[0].value)):
+            message = f"{found[0].path} and {other.path} exclude each other unless they are equal"
+            raise InvalidRequest(message, param=other.path)
     return found[0] if found else None
 
 

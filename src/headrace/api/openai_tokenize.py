@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,3 +100,15 @@ def tokenize_answer(token_ids: tuple[int, ...], max_model_len: int) -> dict[str,
 
 def detokenize_answer(text: str) -> dict[str, Any]:
     return {"prompt": text}
+
+
+def tokenizer_info_answer(
+    special_tokens: Mapping[str, str], chat_template: str | None, max_model_len: int
+) -> dict[str, Any]:
+    """vLLM's shape: what a tokenizer's configuration says."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_model_len,
+        **special_tokens,
+        "chat_template": chat_template,
+    }

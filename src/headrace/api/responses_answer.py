@@ -78,7 +78,8 @@ class ResponsesAnswer:
 
     def ping(self) -> bytes:
         """See AnswerForm. The event that tells that work goes on resets the timers of all clients."""
-        return self._sent("response.in_progress", response=self.response())
+        body = self._event("response.in_progress", response=self.response())
+        return server_sent(body, body["type"])
 
     def end(self) -> bytes:
         """See AnswerForm. The event of the last pieces has ended the stream."""
@@ -88,8 +89,12 @@ class ResponsesAnswer:
         self._status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
         is_refused = isinstance(error, RequestError)
         self._error = {"code": error.code if is_refused else "server_error", "message": error.message}
-        self._on_end(self.response())
-        return self._sent("response.failed", response=self.response())
+        # What has been made of an item stays in the response.
+        events = [*self._end_item("incomplete")]
+        response = self.response()
+        self._on_end(response)
+        events.append(self._event("response.failed", response=response))
+        return b"".join(server_sent(body, body["type"]) for body in events)
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """See AnswerForm. Raises ValueError if the answer has not finished."""
@@ -100,8 +105,14 @@ class ResponsesAnswer:
             raise ValueError("the events of an answer end with Finished")
         return self.response()
 
+    def so_far(self, status: str = "in_progress") -> dict[str, Any]:
+        """The response under this status, with what there is of an item that is not done."""
+        item_status = "in_progress" if status == "in_progress" else "incomplete"
+        unfinished = [] if self._open is None else [self._open.body(item_status)]
+        return {**self.response(), "status": status, "output": [*self._done, *unfinished]}
+
     def response(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+        """The response as far as its items are done."""
         sent = self._call.body
         text, reasoning = sent.get("text") or {}, sent.get("reasoning") or {}
         return {
@@ -142,7 +153,9 @@ class ResponsesAnswer:
                 yield from self._add(text, scores)
             case Reasoning(text):
                 if not isinstance(self._open, ReasoningOutput):
-                    yield from self._begin(ReasoningOutput(is_sealed=self._call.tells_encrypted))
+                    call = self._call
+                    item = ReasoningOutput(is_sealed=call.tells_encrypted, has_summary=call.tells_summary)
+                    yield from self._begin(item)
                 yield from self._add(text)
             case HiddenScores():
                 pass  # the API has a place for scores of text only
@@ -201,9 +214,6 @@ class ResponsesAnswer:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
-
-    def _sent(self, kind: str, **fields: Any) -> bytes:
-        return server_sent(self._event(kind, **fields), kind)
 
 
 def _usage_body(usage: Usage) -> dict[str, Any]:

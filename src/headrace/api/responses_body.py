@@ -27,7 +27,7 @@ from headrace.api.openai_sampling import (
 from headrace.api.openai_tools import refuse_large_arguments
 from headrace.api.responses_fields import RESPONSES_FIELDS
 from headrace.api.responses_items import Item, ReferenceItem, input_items, item_type, unknown_item_fields
-from headrace.api.responses_text import ReasoningBody, TextBody, requested_structure
+from headrace.api.responses_text import ReasoningBody, TextBody, requested_structure, wants_summary
 from headrace.api.responses_tools import DeclaredTools, declared_tools, tool_choice
 from headrace.api.responses_turns import chat_turns
 from headrace.errors import ContextTooLong, InvalidRequest
@@ -86,6 +86,7 @@ class ResponseCall(Call[ChatRequest]):
 
     body: as it came, for the fields that an answer repeats. items: the request's own input.
     tells_encrypted: whether thinking is told in a second form, for clients that keep no other.
+    tells_summary: whether thinking also comes as a summary, for clients that show nothing else.
     """
 
     body: Mapping[str, Any]
@@ -94,6 +95,7 @@ class ResponseCall(Call[ChatRequest]):
     store: bool
     tells_logprobs: bool
     tells_encrypted: bool
+    tells_summary: bool
 
 
 def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = None) -> ResponseCall:
@@ -122,6 +124,7 @@ def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = Non
         tells_logprobs=num_logprobs is not None,
         # A client whose responses aren't kept has nothing else to send back: AI SDK's keeps no thinking without it.
         tells_encrypted=parsed.store is False or _ENCRYPTED in (parsed.include or ()),
+        tells_summary=wants_summary(parsed.reasoning),
     )
 
 

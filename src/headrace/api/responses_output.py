@@ -73,12 +73,13 @@ class MessageOutput:
 
 
 class ReasoningOutput:
-    """Thinking. is_sealed: whether it is told in a second form, as `encrypted_content`."""
+    """Thinking. is_sealed: it comes once more as `encrypted_content`. has_summary: and once more as a summary."""
 
-    def __init__(self, *, is_sealed: bool) -> None:
+    def __init__(self, *, is_sealed: bool, has_summary: bool) -> None:
         self.id = new_id("reasoning")
         self._text: list[str] = []
         self._is_sealed = is_sealed
+        self._has_summary = has_summary
 
     def body(self, status: str) -> dict[str, Any]:
         text = "".join(self._text)
@@ -86,26 +87,35 @@ class ReasoningOutput:
             "id": self.id,
             "type": "reasoning",
             "status": status,
-            "summary": [],
+            "summary": [self._part("summary_text")] if self._has_summary and text else [],
             "content": [self._part()] if text else [],
             "encrypted_content": sealed(text) if self._is_sealed and text else None,
         }
 
     def begin(self) -> Iterator[Said]:
         yield "response.content_part.added", {"content_index": 0, "part": self._part()}
+        if self._has_summary:
+            part = self._part("summary_text")
+            yield "response.reasoning_summary_part.added", {"summary_index": 0, "part": part}
 
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
         """See OutputItem. Scores of thinking are not told: this API has no place for them."""
         self._text.append(text)
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": text}
+        if self._has_summary:
+            yield "response.reasoning_summary_text.delta", {"summary_index": 0, "delta": text}
 
     def end(self) -> Iterator[Said]:
         part = self._part()
         yield "response.reasoning_text.done", {"content_index": 0, "text": part["text"]}
         yield "response.content_part.done", {"content_index": 0, "part": part}
+        if self._has_summary:
+            part = self._part("summary_text")
+            yield "response.reasoning_summary_text.done", {"summary_index": 0, "text": part["text"]}
+            yield "response.reasoning_summary_part.done", {"summary_index": 0, "part": part}
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": "".join(self._text)}
+    def _part(self, kind: str = "reasoning_text") -> dict[str, Any]:
+        return {"type": kind, "text": "".join(self._text)}
 
 
 class FunctionCallOutput:

@@ -39,13 +39,19 @@ class TextBody(StrictBody):
 
 
 class ReasoningBody(StrictBody):
-    """`reasoning`. Only the effort changes anything: what is thought is told as it is, without a summary."""
+    """`reasoning`. A summary of whatever kind is the whole thinking: nothing here shortens it."""
 
     effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
     context: str | None = None
     mode: str | None = None
+
+
+def wants_summary(reasoning: ReasoningBody | None) -> bool:
+    """Whether thinking is to come as a summary too."""
+    asked = None if reasoning is None else reasoning.summary or reasoning.generate_summary
+    return asked not in (None, "", "none")
 
 
 def requested_structure(text: TextBody | None) -> Structure | None:

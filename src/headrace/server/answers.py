@@ -72,7 +72,7 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
             tells_logprobs=asked.num_logprobs is not None,
             reasoning_field=config.reasoning_field,
         )
-        return ChunkedAnswer(writer, include_usage=call.include_usage)
+        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=asked.counts_progress)
 
     read = partial(read_chat_completion, max_model_len=session.model.max_model_len)
     return Dialect(read, session.chat, form)
@@ -94,7 +94,8 @@ def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
         writer = CompletionAnswer(
             heading, len(request.prompts), request.answers.num_choices, tells_logprobs=tells_logprobs
         )
-        return ChunkedAnswer(writer, include_usage=call.include_usage)
+        counts_progress = request.answers.counts_progress
+        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=counts_progress)
 
     return Dialect(read_completion, session.complete, form)
 

@@ -41,6 +41,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat.answer, methods=["POST"]),
+            Route("/v1/chat/completions/{id}", _no_stored_chat, methods=["GET", "POST", "DELETE"]),
+            Route("/v1/chat/completions/{id}/messages", _no_stored_chat),
             Route("/v1/completions", completion.answer, methods=["POST"]),
             Route("/v1/responses", response.answer, methods=["POST"]),
             Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
@@ -52,6 +54,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
             *_model_routes(session, names),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/tokenizer_info", tokens.tokenizer_info),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/requests/{id}/cancel", operations.cancel, methods=["POST"]),
             Route("/v1/status", operations.status),
@@ -82,6 +85,10 @@ def _model_routes(session: Session, names: tuple[str, ...]) -> list[Route]:
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
 
 
+async def _no_stored_chat(request: Request) -> Response:
+    raise NotFound("chat completions are not stored; responses of /v1/responses are", param="completion_id")
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
     return error_response(error, request.url.path, request.headers)
@@ -94,9 +101,21 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return response
 
 
+def _meant_path(request: Request) -> str | None:
+    """A path that exists and differs by its prefix `/v1`, missing, repeated or superfluous, or by a last slash."""
+    rest = request.url.path.rstrip("/")
+    while rest.startswith("/v1/"):
+        rest = rest.removeprefix("/v1")
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    candidates = (f"/v1{rest}", rest)
+    return next((path for path in candidates if any(route.path_regex.match(path) for route in routes)), None)
+
+
 def _translated(request: Request, error: HTTPException) -> HeadraceError:
     if error.status_code == 404:
-        return NotFound(f"there is no route {request.url.path}")
+        meant = _meant_path(request)
+        hint = "" if meant is None else f"; {meant} is probably meant: check the client's base URL"
+        return NotFound(f"there is no route {request.url.path}{hint}")
     if error.status_code == 405:
         return MethodNotAllowed(f"{request.url.path} does not take {request.method}")
     return InvalidRequest(error.detail)

@@ -108,14 +108,18 @@ class Guard:
         return origin if listed else None
 
     def _has_key(self, headers: Headers) -> bool:
+        """Whether credentials were sent and all of them are right."""
         if self._key is None:
             return True
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        sent = [_bearer(value) for value in headers.getlist("authorization")] + headers.getlist("x-api-key")
         # Headers are latin-1 on the wire; a key is whatever bytes its client sent.
-        by_bearer = hmac.compare_digest(bearer.encode("latin-1"), self._key)
-        by_header = hmac.compare_digest(headers.get("x-api-key", "").encode("latin-1"), self._key)
-        return by_bearer or by_header
+        return bool(sent) and all(hmac.compare_digest(each.encode("latin-1"), self._key) for each in sent)
+
+
+def _bearer(authorization: str) -> str:
+    """The key in an Authorization header; empty for another scheme."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _refusal(scope: Scope, headers: Headers, error: HeadraceError) -> Response:

@@ -69,7 +69,7 @@ class ResponseRoutes:
         response_id = request.path_params["id"]
         answer = self._open.get(response_id)
         if answer is not None and answer.is_stored and answer.is_open:
-            return JSONResponse(answer.response())
+            return JSONResponse(answer.so_far())
         return JSONResponse(self._store.get(response_id).response)
 
     async def delete(self, request: Request) -> Response:
@@ -93,7 +93,7 @@ class ResponseRoutes:
                 raise InvalidRequest(f"Cannot cancel a {stored['status']} response.", param="response_id")
             return JSONResponse(stored)
         await asyncio.gather(*(self._session.abort(each) for each in self._live.work_of(response_id)))
-        return JSONResponse({**answer.response(), "status": "cancelled"})
+        return JSONResponse(answer.so_far("cancelled"))
 
     def _read(self, body: bytes) -> ResponseCall:
         return read_response(body, self._store, self._session.model.max_model_len)

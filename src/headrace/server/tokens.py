@@ -12,7 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.api.anthropic_request import Thinker, count_answer, read_messages
 from headrace.api.openai_models import answer_name
-from headrace.api.openai_tokenize import detokenize_answer, read_detokenize, read_tokenize, tokenize_answer
+from headrace.api.openai_tokenize import (
+    detokenize_answer,
+    read_detokenize,
+    read_tokenize,
+    tokenize_answer,
+    tokenizer_info_answer,
+)
 from headrace.config import ServerConfig
 from headrace.server.ignored import IgnoredFields
 from headrace.server.responses import ignored_headers, read_body
@@ -45,6 +51,12 @@ class TokenRoutes:
         self._check(call.model, call.ignored)
         text = await self._session.detokenize(call.token_ids)
         return JSONResponse(detokenize_answer(text), headers=ignored_headers(call.ignored))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: special tokens and the chat template, for clients that render prompts themselves."""
+        session = self._session
+        answer = tokenizer_info_answer(session.special_tokens, session.chat_template, session.model.max_model_len)
+        return JSONResponse(answer)
 
     async def count_message_tokens(self, request: Request) -> Response:
         thinker = Thinker(self._session.thinks, self._session.switches_thinking)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ from headrace.text.stream_parser import StreamParser, visible_tokens
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
-from headrace.types.events import Event, Finished, Started, TokenOutput
+from headrace.types.events import Event, Finished, Progress, Started, TokenOutput
 from headrace.types.hold import OutputHold
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
@@ -137,6 +137,16 @@ class Session:
         return self._template.exists
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the model's chat template."""
+        return self._tokenizer.chat_template
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of the named special tokens (`bos_token`, ...)."""
+        return self._tokenizer.template_variables
+
+    @property
     def thinks(self) -> bool:
         """Whether the model thinks before it answers, unless it is told not to."""
         return self._family.think_close is not None
@@ -174,11 +184,11 @@ class Session:
         and a Finished for each choice. Closing the generator aborts the request in the engine. Raises RequestError
         before Started when the request can't be served, EngineDead, GenerationFailed, and RequestCancelled.
         """
-        return self._answer(partial(self._chat_prompts, request), partial(self._note_chat, request))
+        return self._answer(request, partial(self._chat_prompts, request), partial(self._note_chat, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
         """Events of a completion's answers, as for a chat. Prompts are worked on side by side."""
-        return self._answer(partial(self._completion_prompts, request))
+        return self._answer(request, partial(self._completion_prompts, request))
 
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """The prompt that a chat comes to, also one that leaves no room for an answer. Raises InvalidRequest.
@@ -204,6 +214,7 @@ class Session:
 
     async def _answer(
         self,
+        request: ChatRequest | CompletionRequest,
         prepare: Callable[[], Awaitable[Sequence[PromptAnswers]]],
         note: Callable[[Sequence[PromptAnswers]], None] = lambda prompts: None,
     ) -> AsyncGenerator[Event, None]:
@@ -219,7 +230,11 @@ class Session:
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
                     # Events of several prompts wait for each other: what is counted is up to the one that goes out.
-                    yield replace(event, usage=usage_of(prompts)) if isinstance(event, Finished) else event
+                    if isinstance(event, Finished):
+                        event = replace(event, usage=usage_of(prompts))
+                    elif request.answers.counts_progress:
+                        yield Progress(usage_of(prompts))
+                    yield event
             note(prompts)
 
     def _note_chat(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:

@@ -131,12 +131,16 @@ class RequestedStop:
 
 @dataclass(frozen=True, slots=True)
 class RequestedAnswers:
-    """How many answers, what is told about their tokens, and how far ahead they are guessed; see GenerationRequest."""
+    """How many answers, what is told about their tokens, and how far ahead they are guessed; see GenerationRequest.
+
+    counts_progress: token counts come with every event, not only at the end.
+    """
 
     num_choices: int = 1
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None
+    counts_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,13 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Token counts of the request so far, before each event of an answer, if they were asked for."""
+
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a choice; that of the last choice ends every session that ended well.
 
@@ -203,4 +210,4 @@ class Finished:
     stop_string: str | None = None
 
 
-Event = Started | PromptScores | Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments | Finished
+Event = Started | PromptScores | Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments | Progress | Finished
