@@ -19,6 +19,8 @@ from headrace.models.seams import Undo, give_forward
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SlabPool
 
+pytestmark = pytest.mark.gpu
+
 IDS = (3, 1, 4, 1, 5)
 TOLERANCE = 3e-4 if tiny_fused.DTYPE == "float32" else 0.5
 

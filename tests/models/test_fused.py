@@ -34,6 +34,8 @@ from headrace.perf.operations import operations
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SlabPool
 
+pytestmark = pytest.mark.gpu
+
 HYBRIDS = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen3", "qwen3_moe", *HYBRIDS]
 PLAIN = ["gemma", "llama", "phi3", "qwen2", "qwen3_yarn", "smollm3"]

@@ -10,6 +10,8 @@ from headrace.models.fused import FusedLinear
 from headrace.perf.operations import operations
 from headrace.perf.references import double
 
+pytestmark = pytest.mark.gpu
+
 DTYPE = mx.bfloat16 if mx.cuda.is_available() else mx.float32
 NUM_TOKENS = (1, 16, 17, 96, 97, 255, 256)
 

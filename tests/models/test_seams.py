@@ -78,6 +78,7 @@ def test_packed_positions_turn_each_token_as_a_scalar_offset_does(kind: str) -> 
     assert not mx.array_equal(packed[:, :, 3], x[:, :, 3])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [1, 16, 300])
 def test_few_dimensions_turn_for_many_tokens_and_heads(num_heads: int) -> None:
     """Which a launch of CUDA's kernel would not take at once."""

@@ -9,6 +9,8 @@ from headrace.backend.cuda.activations import swiglu
 from headrace.perf.layer_references import silu
 from headrace.perf.references import double
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 3, 96), (2, 5, 1600), (1, 1, 1), (1, 3, 51), (2, 5, 1601)])

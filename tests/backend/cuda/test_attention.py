@@ -14,6 +14,8 @@ from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads, Projec
 from headrace.perf import layer_references
 from headrace.perf.references import Float64, double
 
+pytestmark = pytest.mark.gpu
+
 SLABS = ((4, 256), (1, 1024), (1, 2048), (1, 512))
 """Slots and capacity of each."""
 PLAN = (

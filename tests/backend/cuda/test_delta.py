@@ -13,6 +13,8 @@ from headrace.backend.gated_delta import scan, scan_chunks
 from headrace.perf import layer_references
 from headrace.perf.references import double
 
+pytestmark = pytest.mark.gpu
+
 HEADS = [(1, 1, 64, 16), (2, 4, 128, 128), (2, 6, 64, 48), (1, 2, 256, 32), (1, 1, 256, 256), (1, 2, 64, 208)]
 """Key heads, value heads, and their dimensions."""
 SORTS = [

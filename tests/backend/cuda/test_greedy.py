@@ -9,6 +9,8 @@ import pytest
 from headrace.backend.cuda.greedy import most_likely
 from headrace.perf.references import Float64, double
 
+pytestmark = pytest.mark.gpu
+
 OTHERWISE = -7
 NAN, INF = float("nan"), float("inf")
 

@@ -10,6 +10,8 @@ import pytest
 from headrace.backend.cuda import nvrtc
 from headrace.backend.cuda.kernel import CudaKernel
 
+pytestmark = pytest.mark.gpu
+
 only_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="NVRTC comes with MLX's CUDA build")
 SCALED = CudaKernel(
     "scaled",

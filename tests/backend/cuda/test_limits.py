@@ -9,6 +9,8 @@ from headrace.backend.cuda import attention, limits, matmul, moe
 from headrace.backend.cuda.matmul import Weights
 from headrace.backend.cuda.shapes import HeadShape
 
+pytestmark = pytest.mark.gpu
+
 DESKTOP, DATA_CENTRE = 99 << 10, 227 << 10
 """Of compute capabilities 8.6, 8.9 and 12.0, and of 9.0 and 10.0, by CUDA's programming guide."""
 FORMS = [(16, 1), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]

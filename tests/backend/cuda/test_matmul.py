@@ -15,6 +15,8 @@ from headrace.backend.cuda.matmul import Weights
 from headrace.perf.layer_references import Matrices, mixture, silu
 from headrace.perf.references import double
 
+pytestmark = pytest.mark.gpu
+
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
 WIDTHS = [203, pytest.param(8500, marks=needs_gpu)]
 """Features of blocks of either width."""

@@ -10,6 +10,8 @@ import pytest
 from headrace import config
 from headrace.backend.cuda import named
 
+pytestmark = pytest.mark.gpu
+
 CODE = bytes(range(256)) * 40
 
 

@@ -11,6 +11,8 @@ from headrace.backend.cuda.norm import sum_norm
 from headrace.perf.layer_references import rms_norm
 from headrace.perf.references import double
 
+pytestmark = pytest.mark.gpu
+
 WIDTHS = (1, 96, 1001, 1028, 2560, 5120, 8192, 16384, 32768)
 """Of odd ones a thread reads a number at a time; of the widest it keeps more than one vector."""
 RANDOM = tuple(int(width) for width in np.random.default_rng(0).integers(1, 12_000, 4))
