@@ -230,9 +230,11 @@ def fragments(tool_format: str) -> st.SearchStrategy[str]:
         encode([("store", {"text": "x"}), ("now", {})]) for name, encode in ENCODERS.values() if name == tool_format
     ]
     written += [encode([("other", {"a": 1})]) for name, encode in ENCODERS.values() if name == tool_format]
+    written += [encode([("now", {}), ("other", {"a": 1})]) for name, encode in ENCODERS.values() if name == tool_format]
+    written += [text.replace("{}", nothing) for text in written for nothing in ("null", "") if "{}" in text]
     pieces = [piece for text in written for piece in re.findall(r"<[^<>]*>|\w+|\s+|[^\w\s]", text)]
     markers = [*FORMATS[tool_format].openers, *FORMATS[tool_format].markers, "<think>", "</think>"]
-    others = ["`", "```\n", "\n\n", " ", "word", "x" * (MAX_HELD - 20), '"', "{", "}", "[", "]"]
+    others = ["`", "```\n", "\n\n", "\n", "\n</think>\n\n", " ", "word", "x" * (MAX_HELD - 20), '"', "{", "}", "[", "]"]
     whole = st.sampled_from(written)
     cut = st.tuples(whole, st.integers(0, 80)).map(lambda pair: pair[0][: pair[1]])
     return st.one_of(whole, cut, st.sampled_from(pieces), st.sampled_from([*markers, *others]))
