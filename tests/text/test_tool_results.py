@@ -95,6 +95,36 @@ def test_made_up_ids_do_not_change_when_the_conversation_goes_on() -> None:
     assert len({call.id for message in longer for call in message.tool_calls}) == 4
 
 
+def test_a_late_result_answers_the_call_of_an_earlier_turn() -> None:
+    paired = paired_results((CITIES, COLD, called(("c", "{}")), said("tool", "3", tool_call_id="c"), WARM))
+    assert [message.name for message in paired if message.role == "tool"] == ["add"] * 3
+    with pytest.raises(InvalidRequest, match="already has a result"):
+        paired_results((CITIES, COLD, called(("c", "{}")), COLD))
+
+
+def test_many_calls_of_one_id_and_their_results_take_no_more_than_linear_work() -> None:
+    """Twice as many compare no more than about twice as often."""
+
+    def num_comparisons(number: int) -> int:
+        count = 0
+
+        class Id(str):
+            __slots__ = ()
+
+            def __eq__(self, other: object) -> bool:
+                nonlocal count
+                count += 1
+                return str.__eq__(self, other)
+
+            __hash__ = str.__hash__
+
+        turn = called(*((Id("same"), "{}") for _ in range(number)))
+        paired_results((turn, *(said("tool", "x", tool_call_id=Id("same")) for _ in range(number))))
+        return count
+
+    assert num_comparisons(400) < 3 * num_comparisons(200)
+
+
 CHAT_CALLS = [{"id": None, "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": CHAT_CALLS}]
 NULL = {"role": "tool", "content": "1", "tool_call_id": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     it is. Raises InvalidRequest, naming the field, for a second result of one call and if no call is left.
     """
     paired = list(messages)
-    earlier: list[_Call] = []
+    open_calls: dict[str, deque[_Call]] = {}
     starts = [index for index, message in enumerate(messages) if message.tool_calls]
     num_calls = 0
     for start, end in zip((-1, *starts), (*starts, len(messages)), strict=True):
@@ -35,11 +36,17 @@ def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
             turn = _with_unique_ids(messages[start].tool_calls, num_calls)
             num_calls += len(turn)
             paired[start] = replace(messages[start], tool_calls=tuple(each.call for each in turn))
+        for each in reversed(turn):
+            open_calls.setdefault(each.sent_id, deque()).appendleft(each)
+        left = deque(turn)
         results = [index for index in range(start + 1, end) if messages[index].role == "tool"]
         # Those that name their call first, so that none without an id takes it.
         for index in sorted(results, key=lambda index: not messages[index].tool_call_id):
-            paired[index] = _answering(messages[index], turn, earlier)
-        earlier = [*turn, *earlier]
+            sent_id = messages[index].tool_call_id
+            if not sent_id:
+                paired[index] = _answering(messages[index], left)
+            elif sent_id in open_calls:
+                paired[index] = _answering(messages[index], open_calls[sent_id])
     return tuple(paired)
 
 
@@ -83,18 +90,12 @@ def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_Call]
     return unique
 
 
-def _answering(result: ChatMessage, turn: Sequence[_Call], earlier: Sequence[_Call]) -> ChatMessage:
-    """The result with the id and the name of its call, one of those of its turn or of an earlier one, latest first."""
-    if result.tool_call_id:
-        meant = [each for each in (*turn, *earlier) if each.sent_id == result.tool_call_id]
-        if not meant:
-            return result
-        fault = "the call already has a result"
-    else:
-        meant = list(turn)
-        fault = "no call is left that this result could answer; give it the id of its call"
-    found = next((each for each in meant if not each.is_answered), None)
-    if found is None:
-        raise InvalidRequest(f"{result.param}: {fault}", param=result.param)
-    found.is_answered = True
-    return replace(result, tool_call_id=found.call.id, name=found.call.name)
+def _answering(result: ChatMessage, candidates: deque[_Call]) -> ChatMessage:
+    """The result with the id and the name of the first of these calls that has none; drops those that have."""
+    while candidates:
+        found = candidates.popleft()
+        if not found.is_answered:
+            found.is_answered = True
+            return replace(result, tool_call_id=found.call.id, name=found.call.name)
+    fault = "the call already has a result" if result.tool_call_id else "there is no call without a result"
+    raise InvalidRequest(f"{result.param}: {fault}", param=result.param)
