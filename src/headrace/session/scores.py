@@ -59,7 +59,7 @@ class ScoreQueue:
         """The scores of each piece. num_held: characters at the end that the parser has not decided yet."""
         queued = "".join(text for _, text in self._queue)
         starts: list[int] = []
-        end = len(queued) - num_held
+        end = max(len(queued) - num_held, 0)
         for text in reversed(texts):
             end = queued.rfind(text, 0, end)
             if end < 0:  # no piece of what was queued: better early than lost
