@@ -87,6 +87,10 @@ def test_a_prompt_without_its_own_boundary_is_marked_before_its_last_token() -> 
     assert plan(match_of((KEY[:983], [983])), ()).marks == (999,)
     assert plan(match_of((KEY[:984], [984])), ()).marks == ()
     assert plan(match_of(prompt=KEY[:1]), ()).marks == ()
+    # one that is made ready to go on ends with a message, from which the next one starts
+    for end in (984, 1000):
+        assert plan(match_of(), (Boundary(end, MESSAGE),)).marks == (end,)
+    assert plan(match_of(), (Boundary(983, MESSAGE),)).marks == (983, 999)
 
 
 def test_a_prompt_of_a_model_with_sliceable_layers_only_has_no_marks() -> None:

@@ -15,7 +15,7 @@ JUNCTION_TOKENS = 16
 """A junction that lies fewer tokens behind a boundary counts as that boundary: prompts often agree by chance in the
 first words after one."""
 REPEAT_TOKENS = 16
-"""A prompt with fewer new tokens gets no snapshot for the case that it comes again."""
+"""A snapshot before a prompt's last token is taken if it spares the same prompt at least so many tokens."""
 
 _REASONS = {
     Parting.WHOLE: "the prompt ends there",
@@ -86,25 +86,25 @@ def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tu
 def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
     """Lengths worth a snapshot, the best first.
 
-    The next turn starts from the prompt boundary, a prompt without one that comes again from before its last token,
-    whose logits are needed; a junction has proved that prompts branch there; every new
-    conversation starts from the system prompt; an edited turn, from a message, late ones first.
+    The next turn starts from the prompt boundary, and a prompt without one, if it comes again, before its last token;
+    a junction has proved that prompts branch there; every new conversation starts from the system prompt; an edited
+    turn, from a message, late ones first.
     """
     lengths: dict[BoundaryKind, list[int]] = {kind: [] for kind in BoundaryKind}
     for boundary in reversed(boundaries):
         lengths[boundary.kind].append(boundary.num_tokens)
     places = [match.num_tokens, *(boundary.num_tokens for boundary in boundaries)]
     return [
-        *(lengths[BoundaryKind.PROMPT] or _before_last_token(match)),
+        *(lengths[BoundaryKind.PROMPT] or _before_last_token(match, places)),
         *_junction(match, places),
         *lengths[BoundaryKind.SYSTEM],
         *lengths[BoundaryKind.MESSAGE],
     ]
 
 
-def _before_last_token(match: Match) -> list[int]:
+def _before_last_token(match: Match, places: list[int]) -> list[int]:
     mark = match.num_prompt_tokens - 1
-    return [mark] if mark - match.num_tokens >= REPEAT_TOKENS else []
+    return [mark] if mark - max(places) >= REPEAT_TOKENS else []
 
 
 def _junction(match: Match, places: list[int]) -> list[int]:
