@@ -82,6 +82,9 @@ class ByteDetokenizer:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def follow(self, token_ids: Sequence[int]) -> None:
+        self.push(token_ids)
+
     def push(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(bytes(token_id for token_id in token_ids if token_id < END))
 

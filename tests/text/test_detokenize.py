@@ -135,3 +135,26 @@ def test_a_window_agrees_with_the_library_where_no_form_of_ours_fits() -> None:
     assert isinstance(tokenizer.detokenizer()._decoder, WindowDecoder)
     ids = backend.encode("👩‍👧 naïve 你好").ids
     assert streamed(tokenizer, [[token_id] for token_id in ids]) == "👩‍👧 naïve 你好"
+
+
+@pytest.mark.parametrize("backend", [byte_fallback(), metaspace(), metaspace("first"), word_piece()])
+def test_the_first_space_behind_a_prompt_is_kept(backend: Backend) -> None:
+    tokenizer = Tokenizer(backend)
+    prompt, token_ids = tokenizer.encode("the dog"), tokenizer.encode("the cat")
+    following = tokenizer.detokenizer()
+    following.follow(prompt)
+    assert following.push(token_ids) + following.finish() == " the cat"
+    assert tokenizer.decode(token_ids) == "the cat"
+
+
+def test_a_newline_of_the_prompt_that_is_a_byte_token_does_not_come_out() -> None:
+    backend = byte_fallback()
+    newline, part = backend.token_to_id("<0x0A>"), backend.token_to_id("<0xC3>")
+    rest = backend.token_to_id("<0xA9>")
+    tokenizer = Tokenizer(backend)
+    following = tokenizer.detokenizer()
+    following.follow([*tokenizer.encode("the cat"), newline])
+    assert following.push(tokenizer.encode("the dog")) == " the dog"
+    unfinished = tokenizer.detokenizer()
+    unfinished.follow([*tokenizer.encode("the cat"), part])
+    assert unfinished.push([rest]) + unfinished.finish() == "é"

@@ -59,10 +59,12 @@ def test_ids_beyond_the_vocabulary_are_nothing() -> None:
         assert (tokenizer.token_bytes(token_id), tokenizer.token_text(token_id)) == (None, "")
 
 
-def test_a_decoder_without_a_form_of_its_own_gives_the_librarys_text_of_the_token() -> None:
+def test_a_word_piece_has_the_bytes_that_the_library_adds_for_it_in_mid_text() -> None:
     backend = word_piece()
-    token_id = backend.token_to_id("cat")
-    assert Tokenizer(backend).token_bytes(token_id) == b"cat"
+    assert backend.decode([backend.token_to_id(each) for each in ("the", "cat", "##s")]) == "the cats"
+    expected = {"the": b" the", "cat": b" cat", "##s": b"s"}
+    tokenizer = Tokenizer(backend)
+    assert {piece: tokenizer.token_bytes(backend.token_to_id(piece)) for piece in expected} == expected
 
 
 def test_a_document_has_the_tokens_that_the_tokenizer_puts_around_it() -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from headrace.grammar.spelling import Spelling
 from headrace.types.model import TokenIds
 
 _END_NAME = b"<end of the answer>"
@@ -71,6 +72,15 @@ class Vocabulary:
         special = self.tokenizer.special_ids
         return {text: token_id for text, token_id in self.tokenizer.added_tokens.items() if token_id in special}
 
+    @cached_property
+    def spelling(self) -> Spelling:
+        """Spells texts in tokens."""
+        return Spelling(self._token_bytes, self.tokenizer.special_ids, self.tokenizer.encode)
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        return list(map(self.bytes_of, range(self.size)))
+
     @property
     def compiled(self) -> LLTokenizer:
         """The tokenizer in llguidance's form. May be asked for by several threads."""
@@ -88,10 +98,10 @@ class _Tokens(TokenizerWrapper):
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.is_tokenizer_wrapper = True
         self.bos_token_id = None
-        self.tokens = [*map(vocabulary.bytes_of, range(vocabulary.size)), _END_NAME]
+        self.tokens = [*vocabulary._token_bytes, _END_NAME]
         self.eos_token_id = vocabulary.end_id
         self.special_token_ids = [*sorted(vocabulary.tokenizer.special_ids), vocabulary.end_id]
-        self._encode = vocabulary.tokenizer.encode
+        self._spelling = vocabulary.spelling
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+        return self._spelling(text if isinstance(text, str) else text.decode())

@@ -19,10 +19,6 @@ from headrace.types.chat import CompletionRequest
 # A completion is text as the model wrote it: no thinking, no frames.
 _PLAIN_TEXT = ModelFamily("plain text")
 
-# The end of a prompt that a completion's text may depend on: a character that it leaves unfinished, and whether the
-# next token begins the text (some tokenizers drop a space there). More than the longest run of tokens that is held.
-_NUM_CONTEXT_TOKENS = 16
-
 
 class CompletionPrompts:
     """Makes the prompts of completions."""
@@ -52,7 +48,7 @@ class CompletionPrompts:
         choices = []
         for choice in range(first_choice, first_choice + request.answers.num_choices):
             detokenizer = self._tokenizer.detokenizer()
-            detokenizer.push(token_ids[-_NUM_CONTEXT_TOKENS:])
+            detokenizer.follow(token_ids)
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
             choices.append(ChoiceAnswer(choice, detokenizer, parser, scorer))
         generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")

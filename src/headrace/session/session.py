@@ -41,6 +41,7 @@ from headrace.session.settings import (
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.sparse import chat_thinning
 from headrace.session.words import Words, load_words
+from headrace.text.detokenize import Detokenizer
 from headrace.text.fences import LineTracker
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
@@ -340,7 +341,7 @@ class Session:
         choices = [
             ChoiceAnswer(
                 choice,
-                self._tokenizer.detokenizer(visible_tokens(self._family)),
+                self._detokenizer(request, prompt),
                 self._parser(request, prompt, hold),
                 scorer,
             )
@@ -348,6 +349,14 @@ class Session:
         ]
         told = request.answers.num_prompt_logprobs
         return (PromptAnswers(generation, choices, self._scorer, num_prompt_logprobs=told),)
+
+    def _detokenizer(self, request: ChatRequest, prompt: RenderedPrompt) -> Detokenizer:
+        detokenizer = self._tokenizer.detokenizer(visible_tokens(self._family))
+        # A form has to be met byte for byte, also where the tokenizer would drop the first space of a text.
+        begins_with_form = request.structure is not None and not prompt.thinking_open
+        if begins_with_form or request.continue_final_message:
+            detokenizer.follow(prompt.token_ids)
+        return detokenizer
 
     def _parser(self, request: ChatRequest, prompt: RenderedPrompt, hold: OutputHold | None) -> StreamParser:
         return StreamParser(

@@ -22,6 +22,9 @@ MAX_HELD_BYTES = 64
 # Tokens whose text ends in half a character are held, this many at most: four are enough for any character.
 _MAX_HELD_TOKENS = 8
 
+# Every vocabulary has it.
+_ANY_TOKEN = 0
+
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -251,8 +254,9 @@ class WindowDecoder:
         self._pending: list[int] = []
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """The library's text of the lone token; half a character is a replacement character here."""
-        return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+        """The text that the library adds for it behind another token; half a character is a replacement character."""
+        before = str(self._backend.decode([_ANY_TOKEN], skip_special_tokens=False))
+        return str(self._backend.decode([_ANY_TOKEN, token_id], skip_special_tokens=False))[len(before) :].encode()
 
     def push(self, token_id: int, piece: str) -> str:
         """Take a token; held while the text ends in half a character, for a few tokens at most."""
