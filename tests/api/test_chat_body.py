@@ -228,7 +228,7 @@ def test_other_media_parts_are_refused_by_path(kind: str) -> None:
         ("stop_token_ids", 3), ("ignore_eos", 1), ("stream", "yes"), ("stream", 1),
         ("model", 5), ("enable_thinking", "no"), ("reasoning_effort", "enormous"),
         ("chat_template_kwargs", [1]), ("stream_options", True),
-        ("repetition_penalty", 0), ("repetition_penalty", True), ("repetition_penalty", 101),
+        ("repetition_penalty", 0), ("repetition_penalty", 1e-300), ("repetition_penalty", True), ("repetition_penalty", 101),
         ("frequency_penalty", 2.1), ("frequency_penalty", False), ("presence_penalty", "1"),
         ("logit_bias", [5]), ("logit_bias", {"five": 1}), ("logit_bias", {"-5": 1}), ("logit_bias", {"5": 1, "05": 2}),
         ("allowed_token_ids", []), ("allowed_token_ids", 5), ("bad_words", "no"),

@@ -16,6 +16,7 @@ from sampling.distributions import distribution
 
 from headrace.sampling import sampler, truncation
 from headrace.sampling.draw import NO_TOKEN, draw
+from headrace.sampling.history import History
 from headrace.sampling.random_stream import uniform, uniforms
 from headrace.sampling.sampler import SamplingRow, sample
 from headrace.types.request import SamplingParams
@@ -275,6 +276,30 @@ def test_half_precision_logits_with_a_large_sum_are_healthy() -> None:
 def test_a_vocabulary_of_one_token_leaves_no_choice() -> None:
     rows = [row(**kind) for kind in EVERY_KIND]
     assert sample(mx.zeros((len(rows), 1)), rows).tolist() == [0] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (0.0, 5e-324, 1e-300, 1e-40, 1e-6, 1e-5, 2.0)),
+        ("top_p", (5e-324, 1e-300, 1e-40, 1e-8, 1.0)),
+        ("min_p", (0.0, 5e-324, 1e-300, 1e-40, 1.0)),
+        ("top_k", (0, 1, 2**31 - 1)),
+        ("seed", (-(2**63), 2**63 - 1)),
+        ("repetition_penalty", (0.01, 100.0)),
+        ("frequency_penalty", (-2.0, -5e-324, 1e-300, 2.0)),
+        ("presence_penalty", (-2.0, -5e-324, 1e-300, 2.0)),
+        ("logit_bias", (((0, -100.0),), ((0, 1e-300), (1, -5e-324)), ((0, 100.0),))),
+    ],
+)
+def test_every_value_that_a_request_may_have_draws_a_token(name: str, values: tuple[Any, ...]) -> None:
+    logits = mx.array([[40.0, -40.0, 0.0, 1e-30, -1e4], [1e4, 9e3, -1e4, 0.0, 0.0]])
+    history = History((0, 1, 2), 5)
+    history.append((0, 1))
+    for value in values:
+        params = replace(PLAIN, **{name: value})
+        drawn = sample(logits, [SamplingRow(params, 3, history), SamplingRow(params, 3, history)])
+        assert NO_TOKEN not in np.array(drawn), (name, value)
 
 
 def test_no_rows_give_no_tokens() -> None:

@@ -148,6 +148,8 @@ def test_bad_words_are_forbidden_at_the_start_and_after_a_space() -> None:
     ("sampling", "param"),
     [
         (RequestedSampling(repetition_penalty=0.0), "repetition_penalty"),
+        (RequestedSampling(repetition_penalty=1e-300), "repetition_penalty"),
+        (RequestedSampling(repetition_penalty=1e-40), "repetition_penalty"),
         (RequestedSampling(repetition_penalty=float("inf")), "repetition_penalty"),
         (RequestedSampling(frequency_penalty=2.1), "frequency_penalty"),
         (RequestedSampling(presence_penalty=-2.1), "presence_penalty"),

@@ -56,7 +56,7 @@ class SamplingBody(SparseBody):
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100, allow_inf_nan=False)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, allow_inf_nan=False)] = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
     # Read by hand: every wrong entry would be an error of its own.

@@ -23,8 +23,8 @@ _DEFAULTED = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
-# A bound that no use of the penalty comes near; a logit of 0 times infinity would be no number.
-_LARGEST_REPETITION_PENALTY = 100.0
+# Bounds that no use of the penalty comes near: a logit divided by less could be infinite, and 0 times more no number.
+_REPETITION_PENALTIES = (0.01, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,7 @@ def check_sampling(sampling: RequestedSampling, tokens: TokenIds) -> None:
         raise InvalidRequest("top_p must be in (0, 1], not 0; a temperature of 0 is greedy", param="top_p")
     _check("top_k", sampling.top_k, -1, 2**31 - 1)
     _check("min_p", sampling.min_p, 0.0, 1.0)
-    _check("repetition_penalty", sampling.repetition_penalty, 0.0, _LARGEST_REPETITION_PENALTY)
-    if sampling.repetition_penalty == 0:
-        raise InvalidRequest("repetition_penalty must be over 0; 1 is off", param="repetition_penalty")
+    _check("repetition_penalty", sampling.repetition_penalty, *_REPETITION_PENALTIES)
     _check("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     _check("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _check_token_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias), tokens)
