@@ -26,7 +26,7 @@ RULES: dict[str, set[str]] = {
     "metrics": {"types"},
     "scheduler": {"types", "prefix", "errors"},
     "api": {"types", "errors"},
-    "grammar": {"types", "errors", "sandbox"},
+    "grammar": {"types", "errors", "sandbox", "cancellation"},
     "text": {"types", "families", "errors", "sandbox", "cancellation"},
     "media": {"types", "families", "errors", "sandbox"},
     "backend": {"config"},

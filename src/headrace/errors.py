@@ -4,7 +4,8 @@ HeadraceError
 ├── RequestError              the request can't be served as it stands
 │   ├── InvalidRequest        400  a field is wrong; `param` names it
 │   │   ├── UnsupportedField  400  a known field that can't be honoured
-│   │   └── ContextTooLong    400  prompt and answer don't fit the context
+│   │   ├── ContextTooLong    400  prompt and answer don't fit the context
+│   │   └── GrammarFailed     400  an answer's grammar can't be followed any further
 │   ├── AuthenticationFailed  401
 │   ├── OriginRefused         403  a browser page that was not allowed
 │   ├── HostRefused           403  a name that is not the server's own
@@ -85,6 +86,12 @@ class ContextTooLong(InvalidRequest):
             num_tokens=num_tokens,
             max_model_len=max_model_len,
         )
+
+
+class GrammarFailed(InvalidRequest):
+    """An answer can't go on in the form that its request demands: that became too complex, or has no tokens."""
+
+    code = "grammar_failed"
 
 
 class AuthenticationFailed(RequestError):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from headrace.cancellation import WorkCancelled, check_cancelled, interrupted_by
@@ -46,6 +47,15 @@ class LimitExceeded(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A call that another one needs to have been made in its process."""
+
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    timeout_s: float
+
+
 class Sandbox:
     """A pool of helper processes, started when first needed and kept for the next call. Thread-safe."""
 
@@ -58,17 +68,28 @@ class Sandbox:
         self._running: set[_HelperProcess] = set()
         self._is_closed = False
 
-    def run(self, function: Callable[..., Result], /, *args: object, timeout_s: float) -> Result:
+    def run(
+        self,
+        function: Callable[..., Result],
+        /,
+        *args: object,
+        timeout_s: float,
+        preparation: Preparation | None = None,
+    ) -> Result:
         """The function's result. Function, arguments and result must be picklable; waits for a free process first.
 
-        Raises LimitExceeded, and what the function raises. A caller that is cancelled ends the process (WorkCancelled).
+        preparation: called first, in the same process. Raises LimitExceeded, and what the function raises. A caller
+        that is cancelled ends the process (WorkCancelled).
         """
         process = self._wait_for_process()
         try:
             if process is None or not process.is_alive:
                 process = self._start()
             with interrupted_by(process.interrupt):
-                succeeded, result = process.call(function, args, timeout_s)
+                if preparation is not None:
+                    succeeded, result = process.call(preparation.function, preparation.args, preparation.timeout_s)
+                if preparation is None or succeeded:
+                    succeeded, result = process.call(function, args, timeout_s)
         except (LimitExceeded, WorkCancelled):
             if process is not None:
                 self._discard(process)

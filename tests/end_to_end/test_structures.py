@@ -14,7 +14,7 @@ import pytest
 
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
-from headrace.errors import InvalidRequest
+from headrace.errors import GrammarFailed, InvalidRequest
 from headrace.session.session import Session
 from headrace.session.words import load_words
 from headrace.types.chat import (
@@ -95,6 +95,48 @@ async def test_an_answer_fits_its_schema_with_and_without_thinking(session: Sess
     jsonschema.validate(json.loads(text), SMALL)
     assert bool(thinking) == thinks
     assert (await session.status()).num_misfits == 0
+
+
+@pytest.mark.parametrize("text", ["e\u0301", "\u212b\u2126", "\u1100\u1161\u11a8", "  indented\n", "<|im_end|>"])
+async def test_a_form_is_met_to_the_letter_where_the_tokenizer_would_write_other_letters(
+    session: Session, text: str
+) -> None:
+    ((_, said, reason),) = await answers(session, ask("choice", Structure("choice", (text,)), max_tokens=40))
+    assert (said, reason) == (text, FinishReason.STOP)
+    listed = {"type": "object", "properties": {text: {"enum": [text]}}, "required": [text]}
+    schema = Structure("json_schema", {**listed, "additionalProperties": False})
+    ((_, said, _),) = await answers(session, ask("enum", schema, max_tokens=80))
+    assert json.loads(said) == {text: text}
+
+
+async def test_a_schema_that_crashes_or_hangs_the_library_is_refused_and_answers_beside_it_go_on(
+    session: Session,
+) -> None:
+    expected = await answers(session, ask("alone", SCHEMA, max_tokens=12))
+    links: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1000)}
+    crash = {"$defs": links | {"a1000": {"type": "string"}}, "$ref": "#/$defs/a0"}
+    hang = {"properties": {str(i): {"type": "integer"} for i in range(20_000)}}
+    refused = [
+        answers(session, ask(name, Structure("json_schema", each))) for name, each in (("crash", crash), ("hang", hang))
+    ]
+    beside = [answers(session, ask(f"beside-{i}", SCHEMA, max_tokens=12)) for i in range(3)]
+    *failed, first, second, third = await asyncio.gather(*refused, *beside, return_exceptions=True)
+    assert [type(each) for each in failed] == [InvalidRequest, InvalidRequest]
+    assert [each.param for each in failed if isinstance(each, InvalidRequest)] == ["response_format"] * 2
+    assert [first, second, third] == [expected] * 3
+
+
+async def test_an_answer_whose_grammar_becomes_too_complex_fails_alone(session: Session) -> None:
+    # The library takes 2,000 alternatives of a rule at once, which come only behind some text here.
+    grammar = 'start: "What a long beginning there is" x\nx: ' + " | ".join(f'"{i} and"' for i in range(3000))
+    failing = answers(session, ask("complex", Structure("grammar", grammar), max_tokens=60))
+    expected = await answers(session, ask("alone", SCHEMA, max_tokens=24))
+    failed, beside = await asyncio.gather(
+        failing, answers(session, ask("beside", SCHEMA, max_tokens=24)), return_exceptions=True
+    )
+    assert isinstance(failed, GrammarFailed), failed
+    assert "too complex" in failed.message
+    assert beside == expected
 
 
 @pytest.mark.slow

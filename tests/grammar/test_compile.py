@@ -106,7 +106,7 @@ def test_each_form_of_an_answer(structure: Structure, good: tuple[str, ...], bad
     [
         (Structure("regex", "(a", "guided_regex"), "guided_regex", "regular expression"),
         (Structure("regex", r"\bword\b", "guided_regex"), "guided_regex", "regular expression"),
-        (Structure("grammar", "start: nothing", "guided_grammar"), "guided_grammar", "nothing"),
+        (Structure("grammar", "start: nothing", "guided_grammar"), "guided_grammar", "does not exist"),
         (Structure("grammar", "root ::= (", "guided_grammar"), "guided_grammar", "grammar"),
         (Structure("choice", (), "guided_choice"), "guided_choice", "at least one"),
         (Structure("json_schema", {"not": {}}, "text.format"), "text.format", "not"),

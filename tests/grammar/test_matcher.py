@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import pytest
+from grammar.call_answers import ByteTokenizer
 from grammar.small import END, MARK, NAMES, TEXTS, UNUSED, SmallTokenizer, allowed, factory, ids, matcher
 from hypothesis import given
 from hypothesis import strategies as st
@@ -210,8 +211,12 @@ def form_with(value: object) -> OutputForm:
     return OutputForm(None, CallsForm(tools, is_required=True, is_parallel=True), "hermes", None)
 
 
+def byte_factory() -> ConstraintFactory:
+    return ConstraintFactory(Vocabulary(ByteTokenizer(())), LineTracker)
+
+
 def test_the_same_tools_are_not_compiled_again_and_others_are() -> None:
-    made = factory()
+    made = byte_factory()
     first = made.output(form_with(1))
     assert made.output(form_with(1)) is first
     others = [made.output(form_with(value)).grammar for value in (True, "1", 1.5)]
@@ -219,7 +224,7 @@ def test_the_same_tools_are_not_compiled_again_and_others_are() -> None:
 
 
 def test_the_outputs_asked_for_last_are_kept_and_no_more() -> None:
-    made = factory()
+    made = byte_factory()
     first, second = made.output(form_with(0)), made.output(form_with(1))
     for value in range(2, NUM_KEPT):
         made.output(form_with(value))

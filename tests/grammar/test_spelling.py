@@ -17,6 +17,7 @@ from headrace.engine.engine import MINIATURE
 from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.text.fences import LineTracker
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import Structure
 from headrace.types.request import ConstraintSpec
@@ -43,12 +44,12 @@ NORMALISED = ("e\u0301", "\u212b", "\u2126", "\u1100\u1161\u11a8", "a\u0323\u030
 @cache
 def factory(name: str) -> ConstraintFactory:
     made: Backend = {**ALL_BYTES, **SOME_TEXTS}[name]()
-    return ConstraintFactory(Vocabulary(Tokenizer(made)))
+    return ConstraintFactory(Vocabulary(Tokenizer(made)), LineTracker)
 
 
 @cache
 def miniature() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(Tokenizer.load(MINIATURE)))
+    return ConstraintFactory(Vocabulary(Tokenizer.load(MINIATURE)), LineTracker)
 
 
 def made(name: str) -> ConstraintFactory:
@@ -75,7 +76,9 @@ def test_tokens_decode_to_the_text_that_they_spell(name: str, text: str) -> None
 
 
 @pytest.mark.parametrize("name", [*ALL_BYTES, "miniature"])
-@given(data=st.binary().map(lambda data: data.replace(b"\xff", b"\xfe")) | ANY_TEXT.map(lambda text: text.encode()[:-1]))
+@given(
+    data=st.binary().map(lambda data: data.replace(b"\xff", b"\xfe")) | ANY_TEXT.map(lambda text: text.encode()[:-1])
+)
 @settings(max_examples=100, deadline=None)
 def test_the_tokens_that_a_grammar_uses_have_the_bytes_that_they_spell(name: str, data: bytes) -> None:
     compiled = made(name).vocabulary.compiled

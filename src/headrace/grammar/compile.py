@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments
 from headrace.grammar.call_syntaxes import CALL_SYNTAXES, HARMONY_CALL
+from headrace.grammar.faults import in_words
 from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_value, literal, regex
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
@@ -63,13 +64,22 @@ class OutputForm:
     syntax: str | None
     thinking: ThinkingForm | None
 
+    @property
+    def path(self) -> str:
+        """The field of the request that an error names if it can't tell more."""
+        return "tools" if self.structure is None else self.structure.path
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledOutput:
-    """The grammar of an output, in llguidance's syntax, and what a reader of the output has to know of it."""
+    """The grammar of an output, in llguidance's syntax, and what a reader of the output has to know of it.
+
+    path: the field of the request that it comes from.
+    """
 
     grammar: str
     hold: OutputHold
+    path: str
 
 
 def can_enforce_calls(syntax: str | None) -> bool:
@@ -99,7 +109,7 @@ def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
     grammar = rules.text_of(whole)
     if others:
         grammar = json.dumps({"grammars": [{"name": "output", "lark_grammar": grammar}, *others]})
-    return CompiledOutput(grammar, _hold(form, rules))
+    return CompiledOutput(grammar, _hold(form, rules), form.path)
 
 
 def _hold(form: OutputForm, rules: Rules) -> OutputHold:
@@ -195,7 +205,7 @@ def answer_rule(
         case "json_object":
             return rules.rule(json_value(compiled_schema({"type": "object"}, param)))
         case "choice":
-            return rules.rule(_choice(structure.value, param))
+            return _choice(rules, structure.value, param)
         case "regex":
             pattern = regex(structure.value)
             _check(f"start: {pattern}", "the regular expression", param, vocabulary)
@@ -205,25 +215,30 @@ def answer_rule(
             return "@answer"
 
 
-def _choice(texts: Sequence[str], param: str) -> str:
+def _choice(rules: Rules, texts: Sequence[str], param: str) -> str:
     if not texts:
         raise InvalidRequest("a choice needs at least one text", param=param)
-    return " | ".join(map(literal, texts))
+    written = [literal(text) for text in texts if text]
+    # One lexeme: as alternatives of a rule, llguidance takes 2,000 at most.
+    choice = rules.terminal(" | ".join(written)) if written else '""'
+    return rules.rule(f'{choice} | ""' if "" in texts else choice)
 
 
 def _grammar(text: str, param: str, vocabulary: Vocabulary) -> str:
     """The grammar in Lark's syntax; GBNF, in which rules are written with `::=`, is translated."""
-    if "::=" in text and not is_lark_syntax(text):
+    is_translated = "::=" in text and not is_lark_syntax(text)
+    if is_translated:
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # the translator raises whatever comes up
-            raise InvalidRequest(f"the grammar can't be read: {error}", param=param) from error
-    _check(text, "the grammar", param, vocabulary)
+        except Exception as error:  # the translator raises whatever comes up, and quotes the grammar
+            raise InvalidRequest("the grammar can't be read as GBNF", param=param) from error
+    _check(text, "the grammar", param, vocabulary, has_lines=not is_translated)
     return text
 
 
-def _check(lark: str, what: str, param: str, vocabulary: Vocabulary) -> None:
+def _check(lark: str, what: str, param: str, vocabulary: Vocabulary, *, has_lines: bool = False) -> None:
     grammar = LLMatcher.grammar_from_lark(lark)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.compiled)
     if is_error:
-        raise InvalidRequest(f"{what} can't be compiled: {messages[0]}", param=param)
+        fault = in_words(messages[0], has_lines=has_lines)
+        raise InvalidRequest(f"{what} can't be compiled: {fault}", param=param)

@@ -27,7 +27,7 @@ class Window:
 
 
 class Constraint(Protocol):
-    """State of one sequence. Raises GenerationFailed when it becomes too complex to go on."""
+    """State of one sequence. Raises GrammarFailed when it becomes too complex to go on."""
 
     @property
     def is_over(self) -> bool:

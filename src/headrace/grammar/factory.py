@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from llguidance import LLMatcher
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.all_of import AllOf
-from headrace.grammar.compile import CompiledOutput, OutputForm, compile_output
+from headrace.grammar.compile import CompiledOutput, OutputForm
+from headrace.grammar.compiler import Compiler
 from headrace.grammar.constraint import Constraint
-from headrace.grammar.matcher import Matcher
+from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.thinking import Lines, ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.types.request import ConstraintSpec
+from headrace.types.request import ConstraintSpec, ThinkingLimit
 
-NUM_KEPT = 64
+MAX_CHARACTERS = 1_000_000
+"""Of all schemas and grammars of a request, with a value counted like a character."""
+
+NUM_KEPT = 32
 """Grammars that are kept compiled, those asked for last, and forms of outputs beside them. What the masks of a grammar
 have cost is kept with it."""
 
@@ -31,22 +36,36 @@ class ConstraintFactory:
         """lines: makes those of an answer that has no text yet."""
         self.vocabulary = vocabulary
         self._lines = lines
+        self._compiler = Compiler(vocabulary)
         self._grammars: _Kept[LLMatcher] = _Kept()
         self._outputs: _Kept[CompiledOutput] = _Kept()
 
     def warm_up(self) -> None:
         """Do what is needed once for all grammars: no thread makes headway while llguidance takes in a vocabulary."""
         _ = self.vocabulary.compiled
+        self._compiler.warm_up()
+
+    def known(self, form: OutputForm) -> CompiledOutput | None:
+        """An output's grammar if it has been compiled already. Raises InvalidRequest for a form that is too large."""
+        output = self._outputs.get(_key(form))
+        return output if output is not None and self._grammars.get(output.grammar) is not None else None
 
     def output(self, form: OutputForm) -> CompiledOutput:
         """An output's grammar, compiled already so that `begin` need not. Raises InvalidRequest.
 
         It may take long the first time. In the next turn of a conversation nothing is compiled again.
         """
-        content = sha256(repr(form).encode()).hexdigest()
-        output = self._outputs.find(content, lambda: compile_output(form, self.vocabulary))
+        output = self._outputs.find(_key(form), lambda: self._compiler.output(form))
         self._find(output.grammar)
         return output
+
+    def spec(self, output: CompiledOutput, thinking: ThinkingLimit | None) -> ConstraintSpec:
+        """What an engine is given, with the grammar compiled: forms asked for meanwhile may take its place here."""
+        return ConstraintSpec(output.grammar, thinking, output.path, self._find(output.grammar))
+
+    def misfit(self, schema: Any, text: str) -> str | None:
+        """Why a text is no JSON value that fits the schema; None if it is one, or if that can't be found out."""
+        return self._compiler.misfit(schema, text)
 
     def begin(self, spec: ConstraintSpec, stop_token_ids: frozenset[int]) -> Constraint:
         """The constraint of a sequence that has said nothing yet. Raises InvalidRequest if it can't be compiled."""
@@ -54,17 +73,41 @@ class ConstraintFactory:
         if spec.thinking is not None:
             parts.append(ThinkingBudget(spec.thinking, self.vocabulary, self._lines))
         if spec.grammar is not None:
-            parts.append(Matcher(self._find(spec.grammar).deep_copy(), self.vocabulary, stop_token_ids))
+            # What its masks have cost may be all that made it fail: it is compiled again then.
+            drop = partial(self._grammars.drop, spec.grammar)
+            compiled = spec.compiled if isinstance(spec.compiled, LLMatcher) else self._find(spec.grammar)
+            begun = compiled.deep_copy()
+            parts.append(Matcher(begun, self.vocabulary, stop_token_ids, path=spec.path, on_failure=drop))
         return parts[0] if len(parts) == 1 else AllOf(parts)
 
     def _find(self, grammar: str) -> LLMatcher:
-        return self._grammars.find(grammar, lambda: self._compiled(grammar))
+        return self._grammars.find(grammar, lambda: compiled_grammar(grammar, self.vocabulary))
 
-    def _compiled(self, grammar: str) -> LLMatcher:
-        made = LLMatcher(self.vocabulary.compiled, grammar, log_level=0)
-        if made.is_error():
-            raise InvalidRequest(f"the grammar can't be compiled: {made.get_error()}")
-        return made
+
+def _key(form: OutputForm) -> str:
+    """Names a form by its content."""
+    values = [] if form.structure is None else [form.structure.value]
+    values += [] if form.calls is None else [tool.parameters for tool in form.calls.tools]
+    if _is_larger(values, MAX_CHARACTERS):
+        message = f"schemas and grammars may have {MAX_CHARACTERS:,} characters and values in all"
+        raise InvalidRequest(message, param=form.path)
+    try:
+        return sha256(repr(form).encode("utf-8", "surrogatepass")).hexdigest()
+    except RecursionError as error:
+        raise InvalidRequest("the JSON schema is nested too deeply", param=form.path) from error
+
+
+def _is_larger(values: Sequence[Any], most: int) -> bool:
+    """Whether JSON values have more characters and parts than that, found out without going through all of them."""
+    waiting, size = list(values), 0
+    while waiting and size <= most:
+        value = waiting.pop()
+        size += 1 + (len(value) if isinstance(value, str | list | tuple | Mapping) else 0)
+        if isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()] if size <= most else []
+        elif isinstance(value, list | tuple):
+            waiting += value if size <= most else []
+    return size > most
 
 
 T = TypeVar("T")
@@ -77,14 +120,23 @@ class _Kept(Generic[T]):
         self._made: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, source: str, make: Callable[[], T]) -> T:
+    def get(self, source: str) -> T | None:
         with self._lock:
             if (found := self._made.get(source)) is not None:
                 self._made.move_to_end(source)
-                return found
+            return found
+
+    def find(self, source: str, make: Callable[[], T]) -> T:
+        if (found := self.get(source)) is not None:
+            return found
         made = make()
         with self._lock:
             self._made[source] = made
             while len(self._made) > NUM_KEPT:
                 self._made.popitem(last=False)
         return made
+
+    def drop(self, source: str) -> None:
+        """Forget what was made of this, if it is kept."""
+        with self._lock:
+            self._made.pop(source, None)

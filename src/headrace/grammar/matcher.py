@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
 
-from headrace.errors import GenerationFailed
+from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
+from headrace.grammar.border import LIMITS, translated
 from headrace.grammar.constraint import Mask, Window, mask_of, num_words
+from headrace.grammar.faults import in_words
 from headrace.grammar.vocabulary import Vocabulary
+
+_FAILURES = (
+    ("too many", "it is too complex at this place of the text"),
+    ("max is", "it is too complex at this place of the text"),
+    ("TooComplex", "it is too complex at this place of the text"),
+    ("NoExtension", "the model has no token for what has to come"),
+    ("forced bytes", "the model has no token for what has to come"),
+)
+"""What errors of llguidance are that a grammar is to blame for, by a part of their texts."""
+
+
+def compiled_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
+    """A grammar in llguidance's syntax that nothing has come of yet. Raises InvalidRequest."""
+    compiled = translated(LLMatcher)(vocabulary.compiled, grammar, log_level=0, limits=LIMITS)
+    if compiled.is_error():
+        raise InvalidRequest(f"the grammar can't be compiled: {in_words(compiled.get_error())}")
+    return compiled
 
 
 class Matcher:
@@ -20,9 +39,22 @@ class Matcher:
     one text may come, only the tokens may that it is usually written in.
     """
 
-    def __init__(self, grammar: LLMatcher, vocabulary: Vocabulary, stop_token_ids: frozenset[int]) -> None:
-        """grammar: not yet begun, and nobody else's."""
+    def __init__(
+        self,
+        grammar: LLMatcher,
+        vocabulary: Vocabulary,
+        stop_token_ids: frozenset[int],
+        *,
+        path: str | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """grammar: not yet begun, and not shared. path: the field of the request that an error names.
+
+        on_failure: called when the grammar can't go on.
+        """
         self._grammar = grammar
+        self._path = path
+        self._on_failure = on_failure
         self._vocabulary = vocabulary
         self._stop_token_ids = stop_token_ids
         self._stops = mask_of(stop_token_ids, vocabulary.size)
@@ -33,6 +65,7 @@ class Matcher:
         """Whether nothing but a stop token may come."""
         return self._has_stopped or self._grammar.is_stopped()
 
+    @translated
     def num_legal(self, drafts: Sequence[int]) -> int:
         if self.is_over:
             return int(bool(drafts) and drafts[0] in self._stop_token_ids)
@@ -53,6 +86,7 @@ class Matcher:
             raise self._failure()
         return may_end
 
+    @translated
     def window(self, drafts: Sequence[int]) -> Window:
         masks: list[Mask | None] = []
         num_legal = num_consumed = 0
@@ -72,6 +106,7 @@ class Matcher:
         masks += [None] * (len(drafts) + 1 - len(masks))
         return Window(tuple(masks), num_legal)
 
+    @translated
     def accept(self, token_ids: Sequence[int]) -> None:
         """See Constraint. Raises GenerationFailed for a token that may not come."""
         for token_id in token_ids:
@@ -82,11 +117,19 @@ class Matcher:
             elif not self._grammar.consume_token(token_id):
                 raise self._failure()
 
+    @translated
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         return () if self.is_over else tuple(self._grammar.compute_ff_tokens()[:limit])
 
+    @translated
     def copy(self) -> Matcher:
-        copy = Matcher(self._grammar.deep_copy(), self._vocabulary, self._stop_token_ids)
+        copy = Matcher(
+            self._grammar.deep_copy(),
+            self._vocabulary,
+            self._stop_token_ids,
+            path=self._path,
+            on_failure=self._on_failure,
+        )
         copy._has_stopped = self._has_stopped
         return copy
 
@@ -100,8 +143,13 @@ class Matcher:
         _forbid(mask, self._vocabulary.end_id)
         return mask | self._stops if may_end else mask & ~self._stops
 
-    def _failure(self) -> GenerationFailed:
-        return GenerationFailed(f"the grammar can't go on: {self._grammar.get_error()}")
+    def _failure(self) -> GrammarFailed | GenerationFailed:
+        self._on_failure()
+        error = f"{self._grammar.get_error()} {self._grammar.stop_reason()}"
+        for part, reason in _FAILURES:
+            if part in error:
+                return GrammarFailed(f"the answer's grammar can't go on: {reason}", param=self._path)
+        return GenerationFailed("the answer's grammar can't go on with this token")
 
 
 def _allows(mask: Mask, token_id: int) -> bool:

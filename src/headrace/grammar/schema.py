@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import jsonschema
+from jsonschema_specifications import REGISTRY
 from llguidance import LLMatcher
 
 from headrace.errors import InvalidRequest
+from headrace.grammar.faults import in_words
+from headrace.grammar.patterns import is_found
 
 WHITE_SPACE = r" |\r?\n[ \t]{0,20}"
 """Between the parts of a JSON text: a space, or a new line and its indentation.
@@ -28,8 +33,8 @@ _SINGLES = (
 )
 _DEFINITIONS = ("$schema", "$id", "$defs", "definitions")
 
-_MOST_PLACES = 2000
-"""Parts of a schema that are looked at to say where it is at fault."""
+_LOCATING_S = 0.5
+"""How long a fault is searched for in the parts of a schema, each of which is compiled by itself."""
 
 
 def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any:
@@ -52,31 +57,79 @@ def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any
 
 
 def misfit(schema: Any, text: str) -> str | None:
-    """Why a text is no JSON value that fits the schema; None if it is one."""
+    """Why a text is no JSON value that fits the schema, without quoting either; None if it is one.
+
+    It may take time exponential in the schema, and recurse deeply.
+    """
     try:
         value = json.loads(text)
-    except ValueError as error:
-        return f"it is no JSON: {error}"
-    found = jsonschema.exceptions.best_match(_validator(schema)(_normalised(schema)).iter_errors(value))
-    return None if found is None else f"{found.message} (at {found.json_path})"
+    except ValueError:
+        return "it is no JSON"
+    validator = _bounded(_dialect(schema))(_normalised(schema), registry=REGISTRY)
+    found = jsonschema.exceptions.best_match(validator.iter_errors(value))
+    return None if found is None else f"it breaks the schema's `{found.validator}`"
 
 
-def _validator(schema: Any) -> Any:
+@cache
+def _bounded(dialect: Any) -> Any:
+    """A validator class whose regular expressions can't run for long, and whose schemas can't make it fetch others."""
+    changed = {
+        "pattern": _check_pattern,
+        "patternProperties": _check_pattern_properties,
+        "additionalProperties": _check_additional_properties,
+    }
+    return jsonschema.validators.extend(dialect, changed)
+
+
+def _check_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(value, str) and is_found(pattern, value) is False:
+        yield jsonschema.ValidationError("the pattern is not found")
+
+
+def _check_pattern_properties(
+    validator: Any, patterns: Mapping[str, Any], value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(value, Mapping):
+        for pattern, part in patterns.items():
+            for name, each in value.items():
+                if is_found(pattern, name):
+                    yield from validator.descend(each, part, path=name, schema_path=pattern)
+
+
+def _check_additional_properties(
+    validator: Any, part: Any, value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(value, Mapping):
+        listed, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        for name, each in value.items():
+            if name in listed or any(is_found(pattern, name) for pattern in patterns):
+                continue
+            if part is False:
+                yield jsonschema.ValidationError("a property that the schema does not list")
+            else:
+                yield from validator.descend(each, part, path=name)
+
+
+def _dialect(schema: Any) -> Any:
     if isinstance(schema, Mapping) and "$schema" in schema:
         return jsonschema.validators.validator_for(schema, default=_DIALECTS[0])
-    for dialect in _DIALECTS:
-        if dialect(dialect.META_SCHEMA).is_valid(schema):
-            return dialect
-    return _DIALECTS[0]
+    return next((dialect for dialect in _DIALECTS if _language_errors(dialect, schema) is None), _DIALECTS[0])
+
+
+def _language_errors(dialect: Any, schema: Any) -> jsonschema.ValidationError | None:
+    """What is most wrong with a schema in the words of its language; None if nothing is."""
+    language = dialect(dialect.META_SCHEMA, registry=REGISTRY)
+    return jsonschema.exceptions.best_match(language.iter_errors(schema))
 
 
 def check_schema(schema: Any, param: str) -> None:
     """Raises InvalidRequest if it is no schema."""
-    try:
-        _validator(schema).check_schema(schema)
-    except jsonschema.SchemaError as error:
+    if (error := _language_errors(_dialect(schema), schema)) is not None:
+        rule = f"{error.validator} {json.dumps(error.validator_value)}"
+        if len(rule) > 100:
+            rule = str(error.validator)
         where = _pointer(error.absolute_path)
-        raise InvalidRequest(f"not a JSON schema: at {where}: {error.message}", param=param) from error
+        raise InvalidRequest(f"not a JSON schema: at {where}: it breaks the language's rule `{rule}`", param=param)
 
 
 def _normalised(schema: Any) -> Any:
@@ -121,15 +174,16 @@ def _fault(schema: Any) -> str | None:
 def _located(schema: Any, fault: str) -> str:
     """The fault, and the innermost part of the schema that has it by itself; `false` is no fault of its own."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema} if schema else {}
-    for place, (path, part) in enumerate(_parts(schema, ())):
-        if place == _MOST_PLACES:
+    deadline = time.monotonic() + _LOCATING_S
+    for path, part in _parts(schema, ()):
+        if time.monotonic() > deadline:
             break
         if part is False and path:
             continue
         alone = {**definitions, **part} if isinstance(part, Mapping) and path else part
         if (inner := _fault(alone)) is not None:
-            return f"the JSON schema can't be enforced: at {_pointer(path)}: {_in_words(inner)}"
-    return f"the JSON schema can't be enforced: {_in_words(fault)}"
+            return f"the JSON schema can't be enforced: at {_pointer(path)}: {in_words(inner)}"
+    return f"the JSON schema can't be enforced: {in_words(fault)}"
 
 
 def _parts(schema: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -145,13 +199,6 @@ def _parts(schema: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
             elif name in _SINGLES:
                 yield from _parts(value, (*path, name))
     yield path, schema
-
-
-def _in_words(fault: str) -> str:
-    prefix = "Unimplemented keys: "
-    if fault.startswith(prefix):
-        return f"the keyword {', '.join(json.loads(fault.removeprefix(prefix)))} is not supported"
-    return " ".join(fault.split())
 
 
 def _pointer(path: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Protocol
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -38,6 +41,37 @@ class TokenText(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """A TokenText that knows what its tokens are, but not how the tokenizer cuts a text into them.
+
+    texts: the bytes of each id, of a special token its name, none of an id that is no token.
+    """
+
+    texts: tuple[bytes, ...]
+    special_ids: frozenset[int]
+    added_tokens: Mapping[str, int]
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return TokenIds(len(self.texts), frozenset(each for each, text in enumerate(self.texts) if not text))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return self.texts[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self.texts[token_id].decode(errors="replace")
+
+    def encode(self, text: str) -> list[int]:
+        """None: a spelling then takes the longest token at each place."""
+        return []
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells tables apart."""
+        return sha256(pickle.dumps((self.texts, sorted(self.special_ids), sorted(self.added_tokens)))).hexdigest()
 
 
 class Vocabulary:
@@ -80,6 +114,11 @@ class Vocabulary:
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         return list(map(self.bytes_of, range(self.size)))
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """The tokens without the tokenizer, to be sent to another process."""
+        return TokenTable(tuple(self._token_bytes), self.tokenizer.special_ids, self.special_tokens)
 
     @property
     def compiled(self) -> LLTokenizer:

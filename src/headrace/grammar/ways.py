@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+from headrace.grammar.patterns import is_found
 
 Way = tuple[Mapping[str, Any], ...]
 """Parts without references and combinations, all of which hold."""
@@ -144,16 +145,9 @@ def _types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
 def _schemas_of(part: Mapping[str, Any], name: str) -> Iterator[Any]:
     """What one part says of a property."""
     listed = part.get("properties") or {}
-    patterns = [each for pattern, each in (part.get("patternProperties") or {}).items() if _matches(pattern, name)]
+    patterns = [each for pattern, each in (part.get("patternProperties") or {}).items() if is_found(pattern, name)]
     if name in listed:
         yield listed[name]
     yield from patterns
     if name not in listed and not patterns:
         yield part.get("additionalProperties", True)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
@@ -15,9 +18,10 @@ from headrace.grammar.compile import (
     ThinkingForm,
     can_enforce_calls,
 )
+from headrace.grammar.compiler import NUM_PROCESSES
 from headrace.grammar.factory import ConstraintFactory
-from headrace.grammar.schema import misfit
 from headrace.session.answer import ChoiceAnswer
+from headrace.session.bounded_work import BoundedWork
 from headrace.text.formats.registry import FORMATS
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.template import ChatTemplate, RenderedPrompt
@@ -50,32 +54,44 @@ class ChatConstraints:
         self._family = family
         self._template = template
         self._factory = factory
+        self._work = BoundedWork(NUM_PROCESSES)
+        self._lock = threading.Lock()
         self.num_misfits = 0
 
-    def spec(self, request: ChatRequest, prompt: RenderedPrompt) -> tuple[ConstraintSpec | None, OutputHold | None]:
+    async def spec(
+        self, request: ChatRequest, prompt: RenderedPrompt
+    ) -> tuple[ConstraintSpec | None, OutputHold | None]:
         """What the engine has to hold the output to, compiled already, and what its reader has to know of the grammar.
 
-        None for nothing, and for no grammar. Raises InvalidRequest. It may take long: a schema is worth milliseconds, a
-        large one seconds.
+        None for nothing, and for no grammar. Raises InvalidRequest, and Overloaded if too many forms wait to be
+        compiled. It may take long: a schema takes milliseconds, a large one seconds.
         """
+        form, limit, output = await asyncio.to_thread(self._prepared, request, prompt)
+        if form is None:
+            return (None if limit is None else ConstraintSpec(None, limit)), None
+        if output is None:
+            output = await self._work.run(self._factory.output, form)
+        return self._factory.spec(output, limit), output.hold
+
+    def _prepared(
+        self, request: ChatRequest, prompt: RenderedPrompt
+    ) -> tuple[OutputForm | None, ThinkingLimit | None, CompiledOutput | None]:
+        """What is to be compiled, if anything, and that compiled if it is known already."""
         thinking = _thinking_form(request, prompt, self._family)
-        output = self._output(request, thinking)
-        is_held = output is not None
+        form = self._form(request, thinking)
+        is_held = form is not None
         has_limit = thinking is not None or not is_held
         limit = self._limit(request, is_open=prompt.thinking_open, is_held=is_held) if has_limit else None
-        if output is None:
-            return (None if limit is None else ConstraintSpec(None, limit)), None
-        return ConstraintSpec(output.grammar, limit), output.hold
+        return form, limit, None if form is None else self._factory.known(form)
 
-    def _output(self, request: ChatRequest, thinking: ThinkingForm | None) -> CompiledOutput | None:
+    def _form(self, request: ChatRequest, thinking: ThinkingForm | None) -> OutputForm | None:
         calls = self._calls(request)
         if request.structure is None and calls is None:
             return None
         if request.stop.ignore_eos:
             message = "ignore_eos and a form of the answer exclude each other: an answer that is complete has to end"
             raise InvalidRequest(message, param="ignore_eos")
-        form = OutputForm(request.structure, calls, self._family.tool_format, thinking)
-        return self._factory.output(form)
+        return OutputForm(request.structure, calls, self._family.tool_format, thinking)
 
     def _calls(self, request: ChatRequest) -> CallsForm | None:
         """Calls that have to be held to something; None if there may be none, or any."""
@@ -126,17 +142,23 @@ class ChatConstraints:
         return _between(self._template, self._family.think_close or "")
 
     def check_answers(self, request: ChatRequest, choices: Sequence[ChoiceAnswer]) -> None:
-        """Looks whether JSON answers fit their schema. What is said can't be taken back: it is logged and counted."""
+        """Checks in the background whether JSON answers fit their schema.
+
+        They have been delivered by then, so a misfit is only logged and counted.
+        """
         if request.structure is None or request.structure.kind not in ("json_schema", "json_object"):
             return
         schema = _ANY_OBJECT if request.structure.kind == "json_object" else request.structure.value
         for choice in choices:
             has_ended = choice.reason is FinishReason.STOP and choice.stop_string is None
-            if not has_ended or request.tool_choice.mode == "required":
-                continue
-            if (reason := misfit(schema, choice.text)) is not None:
+            if has_ended and request.tool_choice.mode != "required":
+                self._work.start(self._check, f"{request.request_id}: answer {choice.choice}", schema, choice.text)
+
+    def _check(self, name: str, schema: Any, text: str) -> None:
+        if (reason := self._factory.misfit(schema, text)) is not None:
+            with self._lock:
                 self.num_misfits += 1
-                log.error("%s: answer %d does not fit its schema: %s", request.request_id, choice.choice, reason)
+            log.error("%s does not fit its schema: %s", name, reason)
 
 
 def callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:

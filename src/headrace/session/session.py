@@ -333,7 +333,7 @@ class Session:
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._generations.check(request)
         prompt, media = await self._prompt(request, self.model.max_model_len)
-        constraint, hold = await asyncio.to_thread(self._constraints.spec, request, prompt)
+        constraint, hold = await self._constraints.spec(request, prompt)
         generation = self._generations.make(request, request.request_id, prompt, "messages", media)
         thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
         generation = replace(generation, constraint=constraint, thinning=thinning)

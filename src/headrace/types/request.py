@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.types.media import PromptMedia, Route
@@ -97,11 +97,15 @@ class ThinkingLimit:
 class ConstraintSpec:
     """What an output may be, as data by which an engine finds what follows it.
 
-    grammar: of the whole output, in llguidance's syntax; None for any. thinking: None for no limit.
+    grammar: of the whole output, in llguidance's syntax; None for any. thinking: None for no limit. path: the field of
+    the request that the grammar comes from, which an error names. compiled: the grammar as its factory has compiled it,
+    None if it has not.
     """
 
     grammar: str | None = None
     thinking: ThinkingLimit | None = None
+    path: str | None = None
+    compiled: object = field(default=None, compare=False, repr=False)
 
 
 class Bypass(StrEnum):

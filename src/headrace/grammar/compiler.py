@@ -1,0 +1,92 @@
+"""Compiles what clients send, and checks answers, in helper processes that may fail without harm."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+from headrace.cancellation import WorkCancelled
+from headrace.errors import HeadraceError, InvalidRequest
+from headrace.grammar.compile import CompiledOutput, OutputForm
+from headrace.grammar.trial import UnknownVocabulary, compile_on_trial, misfit_on_trial, take_vocabulary
+from headrace.grammar.vocabulary import Vocabulary
+from headrace.sandbox import LimitExceeded, Preparation, Sandbox
+
+log = logging.getLogger("headrace.grammar")
+
+Result = TypeVar("Result")
+
+NUM_PROCESSES = 2
+"""Grammars are compiled side by side at most, for all models of the server."""
+
+MAX_BYTES = 1 << 30
+"""Of private memory in each process, of which a vocabulary of 250,000 tokens takes 150 MB."""
+
+COMPILE_S = 5.0
+CHECK_S = 2.0
+
+_VOCABULARY_S = 60.0
+
+_LIMITS = {
+    "time": f"it takes longer than {COMPILE_S:.0f} s to compile",
+    "memory": "it takes too much memory to compile",
+    "crash": "it is nested too deeply, or its rules refer to each other in too long a row",
+}
+
+
+@cache
+def _sandbox() -> Sandbox:
+    """One for the whole process: a server has one model, and a helper is large."""
+    sandbox = Sandbox(num_processes=NUM_PROCESSES, max_bytes=MAX_BYTES)
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+class Compiler:
+    """For one vocabulary. Thread-safe; calls wait for a free process."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def warm_up(self) -> None:
+        """Start a process in the background, and have it take in the vocabulary."""
+        _sandbox().warm(take_vocabulary, self._vocabulary.table, timeout_s=_VOCABULARY_S)
+
+    def output(self, form: OutputForm) -> CompiledOutput:
+        """An output's grammar, which has been tried out. Raises InvalidRequest."""
+        try:
+            return self._in_process(compile_on_trial, form)
+        except LimitExceeded as error:
+            what = "the form of the answer" if form.structure is not None else "a tool's schema"
+            raise InvalidRequest(f"{what} can't be compiled: {_LIMITS[error.reason]}", param=form.path) from error
+        except (HeadraceError, WorkCancelled):
+            raise
+        except RecursionError as error:
+            raise InvalidRequest("the JSON schema is nested too deeply", param=form.path) from error
+        except UnicodeError as error:
+            raise InvalidRequest("half of a surrogate pair is no text", param=form.path) from error
+        except Exception as error:
+            log.warning("a grammar could not be compiled: %s", type(error).__name__)
+            raise InvalidRequest("the form of the answer can't be compiled", param=form.path) from error
+
+    def misfit(self, schema: Any, text: str) -> str | None:
+        """Why a text is no JSON value that fits the schema; None if it is one, or if that can't be found out."""
+        try:
+            return _sandbox().run(misfit_on_trial, schema, text, timeout_s=CHECK_S)
+        except WorkCancelled:
+            raise
+        except Exception as error:
+            reason = error.reason if isinstance(error, LimitExceeded) else type(error).__name__
+            log.warning("an answer could not be checked against its schema: %s", reason)
+            return None
+
+    def _in_process(self, function: Callable[..., Result], *args: object) -> Result:
+        table = self._vocabulary.table
+        try:
+            return _sandbox().run(function, table.digest, *args, timeout_s=COMPILE_S)
+        except UnknownVocabulary:
+            preparation = Preparation(take_vocabulary, (table,), _VOCABULARY_S)
+            return _sandbox().run(function, table.digest, *args, timeout_s=COMPILE_S, preparation=preparation)
