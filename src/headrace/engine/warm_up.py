@@ -28,6 +28,7 @@ def warm_up(model: PackedModel, num_tokens: int, memory: MemoryBudget, max_num_s
     """
     started = time.monotonic()
     sizes = sorted({padded_rows(number) for number in range(1, min(max_num_seqs, _MOST_ROWS) + 1)})
+    logger.info("warming up steps of up to %d rows; the first time on a machine kernels are built", sizes[-1])
     for size in sizes:
         try:
             _answer(model, num_tokens, memory, min(size, max_num_seqs), chunk_tokens)
