@@ -79,18 +79,19 @@ def test_a_budget_under_the_grid_still_makes_progress() -> None:
 
 
 def test_a_rest_of_the_budget_that_reaches_no_grid_line_is_left_and_made_up_for() -> None:
-    scheduler = scheduler_of(4, 40, 1000)
-    scheduler.add(request("long", 100), 0.0)
-    scheduler.add(request("short", 20, max_tokens=20), 0.0)
+    scheduler = scheduler_of(4, 264, 1000)
+    scheduler.add(request("long", 600), 0.0)
+    scheduler.add(request("short", 240, max_tokens=20), 0.0)
     plan = scheduler.schedule()
-    assert lengths(plan) == {"short": 20}
+    assert lengths(plan) == {"short": 240}
     take(scheduler, answer(plan))
     measure_plain_steps(scheduler)
     scheduler.add(request("newcomer", 20), 0.0)
     plan = scheduler.schedule()
-    assert lengths(plan) == {"short": 1, "long": 32}
+    assert lengths(plan) == {"short": 1, "long": 256}
     take(scheduler, answer(plan))
-    assert lengths(scheduler.schedule()) == {"short": 1, "newcomer": 20}
+    # half of the budget, to learn what a piece costs apart from its tokens
+    assert lengths(scheduler.schedule()) == {"short": 1, "newcomer": 20, "long": 96}
 
 
 def test_prefill_shares_the_step_with_every_decode_row() -> None:
@@ -100,9 +101,9 @@ def test_prefill_shares_the_step_with_every_decode_row() -> None:
     take(scheduler, answer(scheduler.schedule()))
     measure_plain_steps(scheduler)
     scheduler.add(request("long", 200), 0.0)
-    for _ in range(3):
+    for num_tokens in (32, 32, 64, 64):
         plan = scheduler.schedule()
-        assert lengths(plan) == {"a": 1, "b": 1, "c": 1, "long": 64}
+        assert lengths(plan) == {"a": 1, "b": 1, "c": 1, "long": num_tokens}
         take(scheduler, answer(plan))
     assert lengths(scheduler.schedule()) == {"a": 1, "b": 1, "c": 1, "long": 8}
 
@@ -302,7 +303,7 @@ def test_a_step_with_a_failure_is_not_measured() -> None:
     kept = tuple(result for result in answer(plan).results if result.sequence_id != "c")
     scheduler.update(StepResult(kept, (ChunkFailure("c", ValueError()),)), 0.0, 0.0)
     measure_plain_steps(scheduler)
-    assert lengths(scheduler.schedule()) == {"a": 1, "b": 1, "long": 64}
+    assert lengths(scheduler.schedule()) == {"a": 1, "b": 1, "long": 32}
 
 
 def test_the_output_of_a_session_counts_in_its_share_of_the_queue() -> None:

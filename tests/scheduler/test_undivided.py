@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scheduler.made_up import AMPLE, answer, lengths, request
 
 from headrace.scheduler.pace import MEDIA_SLOWDOWN, SLOWDOWN
-from headrace.scheduler.prefill import PREFILL_GRID
 from headrace.scheduler.scheduler import Scheduler
 from headrace.types.media import MediaInput, PromptMedia, TwoWay
 from headrace.types.request import GenerationRequest
@@ -107,7 +106,6 @@ def test_streams_wait_less_for_a_prompt_with_a_picture(has_picture: bool, slowdo
         plan = scheduler.schedule()
         found.append(lengths(plan).get("late", 0))
         scheduler.update(answer(plan), plain_s + token_s * plan.num_prompt_tokens, 1.0)
-    # by hand: the tokens that a step may take besides, down to a multiple of the grid
-    expected = int((slowdown - 1) * plain_s / token_s) // PREFILL_GRID * PREFILL_GRID
-    assert expected > PREFILL_GRID and {length for length in found if length} >= {expected}
-    assert max(found) == expected
+    # by hand: the tokens that a step may take besides, and an eighth less
+    most = (slowdown - 1) * plain_s / token_s
+    assert 7 / 8 * most <= max(found) <= most

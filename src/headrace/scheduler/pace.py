@@ -1,19 +1,19 @@
-"""What steps cost, as measured, and how many prompt tokens running streams can bear."""
+"""How many prompt tokens a step may compute beside running streams, learned from what steps have taken."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from statistics import median_low
 
 from headrace.scheduler.prefill import PREFILL_GRID
 
-SLOWDOWN = 4.0
-"""A step that also computes prompts is planned to take this many times a plain decode step.
+SLOWDOWN = 3.0
+"""A step that also computes prompts is planned to take this many times a slow one of those that only decode.
 
-So streams that run keep a quarter of their speed while others' prompts are computed, for as long as the rest is
-enough for the least chunk, one block of the grid. A smaller number holds newcomers back, and steps with a few rows cost
-nearly what steps with all of them do.
+So a stream's longer gaps grow to three times while others' prompts are computed, and these get two thirds of the time.
+A smaller number delays newcomers, and steps with a few rows cost nearly what steps with all of them do.
 """
 
 MEDIA_SLOWDOWN = 1.75
@@ -23,92 +23,151 @@ Its tower has taken its time before, in slices, and what is left of the prompt i
 """
 
 REMEASURE_EVERY = 16
-"""After this many steps in a row with prompts, one goes without: a plain step is what all is measured by."""
+"""After this many steps in a row with prompts one goes without, and one before has half as many prompt tokens.
+
+All is measured by steps without prompts, and pieces of two sizes tell what a piece costs from what its tokens cost;
+until that is known every second one is of half the size.
+"""
+
+_NUM_KEPT = 5
+"""Measurements of each kind. Their median is used, so that a step that was held up by something else counts little."""
 
 _TRUSTED = 2
 """Measurements before a number is relied on: the lower of two is no first step that waited for a compiler."""
 
-
-@dataclass(slots=True)
-class _PlainSteps:
-    """Latest decode-only steps with about the same number of rows; num_mixed: steps with prompts since the last."""
-
-    durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
-    num_mixed: int = 0
+_SHALLOW = 1024
+"""Tokens of a prompt that precede others without making them much dearer."""
 
 
 class Pace:
-    """Learns from the duration of steps; takes a step as a plain one for its rows plus an amount per prompt token.
+    """A step takes what it takes without prompts, an amount for the piece of a prompt, and one for each of its tokens.
 
-    Medians of the latest measurements, so that a step that was held up by something else counts for nothing.
-    Plain steps are kept apart by the power of two of their rows. The same durations give the same plans.
+    The first is kept by the number of decoding rows, the last by the depth: the number of tokens that precede one in
+    its prompt, which attention reads. The same durations give the same plans.
     """
 
     def __init__(self) -> None:
-        self._plain: dict[int, _PlainSteps] = {}
-        self._prompt_token_s: deque[float] = deque(maxlen=9)
+        self._plain_s = _Latest()
+        self._token_s = _Latest()
+        self._piece_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._pieces: deque[_Piece] = deque(maxlen=_NUM_KEPT)
+        self._num_mixed = 0
+        """Steps with prompts since the last one without."""
 
-    def observe(self, num_rows: int, num_prompt_tokens: int, duration_s: float) -> None:
-        """A step with this many decoding rows and prompt tokens has taken `duration_s`."""
-        plain = self._plain_steps(num_rows)
+    def observe(self, num_rows: int, num_prompt_tokens: int, duration_s: float, depth: int = 0) -> None:
+        """A step with this many decoding rows and prompt tokens, which had this depth on average, took `duration_s`."""
         if num_prompt_tokens == 0:
-            plain.durations_s.append(duration_s)
-            plain.num_mixed = 0
+            self._plain_s.add(num_rows, duration_s)
+            self._num_mixed = 0
             return
-        plain.num_mixed += 1
-        # fewer tokens than a block cost what a step costs at least, and say nothing about long prompts
-        if num_prompt_tokens >= PREFILL_GRID:
-            of_prompts = duration_s - self.plain_step_s(num_rows)
-            self._prompt_token_s.append(max(0.0, of_prompts) / num_prompt_tokens)
+        self._num_mixed += 1
+        depth += _SHALLOW
+        piece = _Piece(num_prompt_tokens, depth, max(0.0, duration_s - self.plain_step_s(num_rows)))
+        if self._pieces and (found := piece.price_without_tokens(self._pieces[-1])) is not None:
+            self._piece_s.append(found)
+        self._pieces.append(piece)
+        self._token_s.add(depth, max(0.0, piece.seconds - self.piece_s) / num_prompt_tokens)
 
     def plain_step_s(self, num_rows: int) -> float:
-        """Seconds of a step that computes one token in each of `num_rows` rows; 0 if no plain step was measured.
-
-        Until such a step has been measured, the one with the nearest number of rows stands in for it.
-        """
-        kind = num_rows.bit_length()
-        measured = [other for other, plain in self._plain.items() if len(plain.durations_s) >= _TRUSTED]
-        if kind not in measured and measured:
-            kind = min(measured, key=lambda other: (abs(other - kind), other))
-        durations = self._plain[kind].durations_s if kind in self._plain else ()
-        return median_low(durations) if durations else 0.0
+        """Seconds of a step that only decodes `num_rows` rows; 0 if no such step was measured."""
+        return self._plain_s.median(num_rows)
 
     @property
-    def prompt_token_s(self) -> float:
-        """Seconds that a prompt token adds to a step; 0 if that was never measured."""
-        return median_low(self._prompt_token_s) if self._prompt_token_s else 0.0
+    def piece_s(self) -> float:
+        """Seconds that a piece of a prompt adds to a step, however few its tokens; 0 if that was never measured."""
+        return median_low(self._piece_s) if self._knows_pieces else 0.0
+
+    @property
+    def _knows_pieces(self) -> bool:
+        return len(self._piece_s) >= _TRUSTED
+
+    def prompt_token_s(self, depth: int = 0) -> float:
+        """Seconds that each prompt token adds to that; 0 if that was never measured."""
+        return self._token_s.median(depth + _SHALLOW)
 
     def spare_s(self, num_rows: int, slowdown: float = SLOWDOWN) -> float:
         """Seconds that a step beside `num_rows` decoding rows may spend on others' prompts; 0 if nothing is known."""
-        return (slowdown - 1) * self.plain_step_s(num_rows) if self._is_known else 0.0
+        if not self._plain_s.is_trusted:
+            return 0.0
+        return slowdown * self._plain_s.slow(num_rows) - self.plain_step_s(num_rows)
 
-    def prompt_budget(self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN) -> int:
+    def prompt_budget(self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN, depth: int = 0) -> int:
         """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a plain step.
 
-        Without rows it is all of `chunk_tokens`; else a multiple of PREFILL_GRID, at least one if that fits.
+        Without rows it is all of `chunk_tokens`.
         """
         if num_rows == 0:
             return chunk_tokens
-        if not self._is_known or self._plain_steps(num_rows).num_mixed >= REMEASURE_EVERY:
+        if not self._plain_s.is_trusted or self._num_mixed >= REMEASURE_EVERY:
             return 0
-        return self._tokens_within(self.spare_s(num_rows, slowdown), chunk_tokens)
+        budget = self._tokens_within(self.spare_s(num_rows, slowdown), chunk_tokens, depth)
+        is_half = self._num_mixed % 2 if not self._knows_pieces else self._num_mixed == REMEASURE_EVERY - 1
+        return -(-budget // 2) if is_half else budget
 
-    def budget_within(self, limit_s: float, chunk_tokens: int) -> int:
-        """Prompt tokens for a step that may spend `limit_s` on them; one block as long as nothing was measured."""
-        if limit_s <= 0:
-            return 0
-        return self._tokens_within(limit_s, chunk_tokens if self._prompt_token_s else min(chunk_tokens, PREFILL_GRID))
+    def budget_within(self, limit_s: float, chunk_tokens: int, depth: int = 0) -> int:
+        """Prompt tokens for a step that may spend `limit_s` on them; 0 for no time."""
+        return self._tokens_within(limit_s, chunk_tokens, depth) if limit_s > 0 else 0
+
+    def _tokens_within(self, limit_s: float, chunk_tokens: int, depth: int) -> int:
+        """At least 1, and more where most of the time would be the price of the piece: its tokens may take as much.
+
+        At most four times as many as in the latest pieces, for what is unknown may be dear. At least a block of the
+        grid as long as the price of a piece is unknown.
+        """
+        tokens_s, token_s = max(limit_s - self.piece_s, self.piece_s), self.prompt_token_s(depth)
+        affordable = chunk_tokens if token_s * chunk_tokens <= tokens_s else int(tokens_s / token_s)
+        if not self._knows_pieces:
+            affordable = max(affordable, PREFILL_GRID)
+        largest = max((piece.num_tokens for piece in self._pieces), default=0)
+        return min(chunk_tokens, max(PREFILL_GRID, 4 * largest), max(1, affordable))
+
+
+class _Latest:
+    """The latest measurements for each power of two of a count."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[float]] = {}
+
+    def add(self, count: int, seconds: float) -> None:
+        self._kept.setdefault(count.bit_length(), deque(maxlen=_NUM_KEPT)).append(seconds)
 
     @property
-    def _is_known(self) -> bool:
-        return any(len(plain.durations_s) >= _TRUSTED for plain in self._plain.values())
+    def is_trusted(self) -> bool:
+        return any(len(kept) >= _TRUSTED for kept in self._kept.values())
 
-    def _tokens_within(self, spare_s: float, chunk_tokens: int) -> int:
-        """At least a block of the grid, so that prompts go on whatever they take."""
-        if self.prompt_token_s * chunk_tokens <= spare_s:
-            return chunk_tokens
-        num_blocks = int(spare_s / (self.prompt_token_s * PREFILL_GRID))
-        return min(chunk_tokens, max(1, num_blocks) * PREFILL_GRID)
+    def median(self, count: int) -> float:
+        """For the nearest count of which there are enough; 0 if nothing was measured."""
+        return median_low(self._nearest(count) or [0.0])
 
-    def _plain_steps(self, num_rows: int) -> _PlainSteps:
-        return self._plain.setdefault(num_rows.bit_length(), _PlainSteps())
+    def slow(self, count: int) -> float:
+        """The longest but one, or the median of a few."""
+        rising = sorted(self._nearest(count)) or [0.0]
+        return rising[max(len(rising) - 2, (len(rising) - 1) // 2)]
+
+    def _nearest(self, count: int) -> Collection[float]:
+        def distance(octave: int) -> tuple[bool, int, int]:
+            return len(self._kept[octave]) < _TRUSTED, abs(octave - count.bit_length()), octave
+
+        return self._kept[min(self._kept, key=distance)] if self._kept else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Prompt tokens of one step, and what they added to its duration."""
+
+    num_tokens: int
+    depth: int
+    seconds: float
+
+    def price_without_tokens(self, other: _Piece) -> float | None:
+        """What a line through this piece and another one gives for no tokens; None if they are too much alike.
+
+        Pieces at different depths differ in what their tokens cost, too.
+        """
+        if self.depth.bit_length() != other.depth.bit_length():
+            return None
+        small, large = sorted((self, other), key=lambda piece: piece.num_tokens)
+        if 3 * small.num_tokens > 2 * large.num_tokens:
+            return None
+        slope = (large.seconds - small.seconds) / (large.num_tokens - small.num_tokens)
+        return min(max(0.0, small.seconds - slope * small.num_tokens), small.seconds, large.seconds)

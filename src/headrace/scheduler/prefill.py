@@ -9,10 +9,10 @@ from headrace.types.media import TwoWay
 from headrace.types.step import Chunk
 
 PREFILL_GRID = 32
-"""A prompt is split at multiples of this many tokens wherever the budget allows.
+"""A prompt is split at multiples of this many tokens where that costs an eighth of a step's budget at most.
 
 Recurrent layers compute in blocks of this length, anchored at the sequence's start. A split inside a block
-rounds differently, and where it falls would depend on who else is running.
+rounds differently, and where it falls depends on who else is running.
 """
 
 
@@ -52,6 +52,11 @@ class PrefillTurns:
         return chunks
 
 
+def first_in_turn(prompts: Iterable[Sequence]) -> Sequence:
+    """The prompt that gets a step's first tokens, and mostly all of them."""
+    return min(prompts, key=_turn)
+
+
 def _turn(sequence: Sequence) -> tuple[bool, float, int]:
     return not sequence.is_passed_over, sequence.virtual_time, sequence.num_wanted
 
@@ -59,16 +64,16 @@ def _turn(sequence: Sequence) -> tuple[bool, float, int]:
 def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> int:
     """Tokens of the sequence's next prompt chunk: its whole rest, or up to a grid line; 0 to wait for the next step.
 
-    A budget that reaches no grid line is used only by the step's first prompt, so that every step makes progress.
+    Only the step's first prompt may leave the grid, so that every step makes progress.
     Tokens that see each other are never parted, be they more than the budget.
     """
     if sequence.num_wanted <= budget:
         return sequence.num_wanted
     stop = sequence.num_computed + budget
-    aligned = stop - stop % PREFILL_GRID
-    if aligned > sequence.num_computed:
-        stop = aligned
-    elif not may_leave_grid:
+    num_beyond = stop % PREFILL_GRID
+    if not may_leave_grid or 8 * num_beyond <= budget:
+        stop -= num_beyond
+    if stop <= sequence.num_computed:
         return 0
     return _outside_of_runs(sequence, stop, budget, may_exceed=may_leave_grid) - sequence.num_computed
 

@@ -10,7 +10,7 @@ from headrace.scheduler.admission import Admission, expected_output_tokens
 from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest
 from headrace.scheduler.pace import MEDIA_SLOWDOWN, SLOWDOWN, Pace
-from headrace.scheduler.prefill import PrefillTurns
+from headrace.scheduler.prefill import PrefillTurns, first_in_turn
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.rows import Rows
@@ -197,9 +197,11 @@ class Scheduler:
         check_answers(self._planned, result, {name: live.request for name, live in stepped.items()})
         chunks, self._planned = self._planned, ()
         if not result.failures:
-            num_rows = sum(chunk.output_index > 0 for chunk in chunks)
-            num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks if chunk.output_index == 0)
-            self._pace.observe(num_rows, num_prompt_tokens, duration_s)
+            prompts = [chunk for chunk in chunks if chunk.output_index == 0]
+            num_prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
+            num_before = sum(len(chunk.token_ids) * chunk.start for chunk in prompts)
+            depth = num_before // max(1, num_prompt_tokens)
+            self._pace.observe(len(chunks) - len(prompts), num_prompt_tokens, duration_s, depth)
         answers = {answer.sequence_id: answer for answer in result.results}
         errors = self._errors(result)
         outputs: list[TokenOutput] = []
@@ -241,12 +243,13 @@ class Scheduler:
         prompts = [each for each in running if not each.is_decoding and not each.awaits_fork]
         if not prompts:
             return []
+        depth = first_in_turn(prompts).num_computed
         if prompts_s is None:
             has_media = any(each.request.media is not None for each in prompts)
             slowdown = MEDIA_SLOWDOWN if has_media else SLOWDOWN
-            budget = self._pace.prompt_budget(num_rows, self._chunk_tokens, slowdown)
+            budget = self._pace.prompt_budget(num_rows, self._chunk_tokens, slowdown, depth)
         else:
-            budget = self._pace.budget_within(prompts_s, self._chunk_tokens)
+            budget = self._pace.budget_within(prompts_s, self._chunk_tokens, depth)
         return self._prefill.plan(prompts, budget) if budget > 0 else []
 
     def _is_queue_too_long(self) -> bool:
@@ -255,7 +258,7 @@ class Scheduler:
     def _retry_after_s(self) -> float:
         """Seconds until the next place is free, as a guess, at least 1: the work left, by number of requests."""
         num_rows = max(1, self.num_running)
-        prompts_s = sum(live.num_prompt_left for live in self._live.values()) * self._pace.prompt_token_s
+        prompts_s = sum(live.num_prompt_left for live in self._live.values()) * self._pace.prompt_token_s()
         outputs_s = sum(map(_expected_output_left, self._live.values())) / num_rows * self._pace.plain_step_s(num_rows)
         return max(1.0, (prompts_s + outputs_s) / max(1, len(self._live)))
 
