@@ -28,7 +28,7 @@ RULES: dict[str, set[str]] = {
     "api": {"types", "errors"},
     "grammar": {"types", "errors", "sandbox", "cancellation"},
     "text": {"types", "families", "errors", "sandbox", "cancellation"},
-    "media": {"types", "families", "errors", "sandbox"},
+    "media": {"types", "families", "errors", "sandbox", "cancellation"},
     "backend": {"config"},
     "state": {"types", "prefix", "backend"},
     "sampling": {"types", "backend"},

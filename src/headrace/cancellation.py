@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
-class WorkCancelled(Exception):
-    """The result of this work is not wanted any more."""
+class WorkCancelled(BaseException):
+    """The result of this work is not wanted any more. No Exception, so that nothing takes it for a failure."""
 
 
 class _Cancellation:

@@ -25,6 +25,8 @@ HeadraceError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HeadraceError(Exception):
     """Base of the tree. `status`, `code` and `param` are what an API shows."""
@@ -36,6 +38,14 @@ class HeadraceError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As it stands, from a helper process too: constructors further down want other arguments.
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[HeadraceError], args: tuple[Any, ...]) -> HeadraceError:
+    return kind.__new__(kind, *args)
 
 
 class RequestError(HeadraceError):

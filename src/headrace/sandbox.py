@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -66,6 +67,7 @@ class Sandbox:
         for _ in range(num_processes):
             self._idle.put(None)
         self._running: set[_HelperProcess] = set()
+        weakref.finalize(self, _kill_all, self._running)
         self._is_closed = False
 
     def run(
@@ -133,6 +135,11 @@ class Sandbox:
 
     def _discard(self, process: _HelperProcess) -> None:
         self._running.discard(process)
+        process.kill()
+
+
+def _kill_all(processes: set[_HelperProcess]) -> None:
+    for process in tuple(processes):
         process.kill()
 
 
@@ -224,6 +231,8 @@ def _call_in_thread(function: Callable[..., object], args: tuple[object, ...]) -
 
 def _send_answer(connection: socket.socket, answer: tuple[bool, object]) -> None:
     try:
+        if isinstance(answer[1], MemoryError):  # those of libraries are often of a class of their own
+            answer = (False, MemoryError())
         if not answer[0]:
             pickle.loads(pickle.dumps(answer))  # some errors pickle and cannot be read back
         message = _Message(answer)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import httpx
 import pytest
@@ -15,8 +17,10 @@ from media.test_image import saved
 from PIL import Image
 
 from headrace.errors import ConfigError, InvalidRequest
+from headrace.media import inline
 from headrace.media.addresses import is_public
 from headrace.media.fetch import MediaFetcher
+from headrace.media.inline import read_data_url, split_frames
 from headrace.media.remote import RemoteMedia
 from headrace.types.media import MediaPolicy
 
@@ -329,3 +333,18 @@ def test_a_host_that_fails_is_named_as_such() -> None:
     ):
         net = Net({"a.example": answer})
         assert words in refusal(lambda net=net: net.read("http://a.example/", "a.example"))
+
+
+def test_percent_encoded_bytes_are_those_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(8)
+    for length in (1, 2, 3, 5, 64 * 1024):
+        monkeypatch.setattr(inline, "_SLICE_CHARACTERS", length)
+        for _ in range(100):
+            data = "".join(draw.choices(["%41", "%e2", "%", "%4", "b", "é"], k=draw.randrange(30)))
+            assert read_data_url(f"data:,{data}", 1000, "image") == unquote_to_bytes(data)
+
+
+def test_more_frames_than_are_looked_at_are_refused_unseen() -> None:
+    with pytest.raises(InvalidRequest, match="video holds 1000001 frames, it must be 1 to 768"):
+        split_frames("data:video/jpeg;base64," + 1_000_000 * ",", 768, "video")
+    assert split_frames("data:video/jpeg;base64,a,b", 2, "video") == ("data:;base64,a", "data:;base64,b")

@@ -19,6 +19,7 @@ from session.test_media import MINIATURE, data_url, png
 
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.media import prepare
+from headrace.media.profile import read_profile
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart
 from headrace.types.media import MediaLimits, MediaOptions, MediaPolicy, TwoWay
@@ -147,17 +148,17 @@ def test_frames_that_don_t_fit_the_context_are_counted_before_they_are_read(
 ) -> None:
     frames = [np.full((48, 64, 3), number, np.uint8) for number in range(200)]
     options = MediaOptions(num_frames=200)
-    clip = MediaPart("video", data_url(video_file(200, 10, (48, 64), pictures=frames), "video/mp4"), options, "there")
-    session, _ = session_of(folder, max_model_len=3000)
+    clip = video_file(200, 10, (48, 64), pictures=frames)
+    profile = read_profile(folder, json.loads((folder / "config.json").read_text()))
+    assert profile is not None
     monkeypatch.setattr(prepare, "read_frames", lambda *arguments: pytest.fail("the frames were read"))
-
-    async def scenario() -> None:
-        async with aclosing(session.chat(ChatRequest("r", (ChatMessage("user", (clip,)),)))) as events:
-            async for _ in events:
-                pass
-
+    item = prepare.MediaFiles("video", (clip,), False, options, "there")
     with pytest.raises(ContextTooLong, match="3200"):
-        asyncio.run(scenario())
+        prepare.prepare(item, profile.vision, MediaLimits(tokens=3000))
+    part = MediaPart("video", data_url(clip, "video/mp4"), options, "there")
+    session, _ = session_of(folder, max_model_len=3000)
+    with pytest.raises(ContextTooLong, match="3200"):
+        asyncio.run(session.tokenize_chat(ChatRequest("r", (ChatMessage("user", (part,)),))))
 
 
 def test_a_video_that_is_none_is_named(folder: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,7 @@ from PIL import Image
 
 import headrace
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
-from headrace.media import prepare
-from headrace.media.prepared import PreparedImage
+from headrace.media.decoder import MediaDecoder
 from headrace.session import media as session_media
 from headrace.session import media_ways
 from headrace.session.session import Session
@@ -187,14 +188,21 @@ def test_more_media_than_fit_the_context_are_refused() -> None:
         asked(said(image(128, 128), image(128, 128, "hash"), image(128, 128), "x " * 8), fake=engine(max_model_len=60))
 
 
-def test_the_pictures_of_a_growing_chat_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[str] = []
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Places of the items that were prepared, in order."""
+    places: list[str] = []
+    run = MediaDecoder.run
 
-    def counted(*arguments: object, **options: object) -> PreparedImage:
-        prepared.append(str(arguments[3]))
-        return prepare.prepare_image(*arguments, **options)  # type: ignore[arg-type]
+    def noted(self: MediaDecoder, *arguments: Any, param: str, is_video: bool) -> Any:
+        places.append(param)
+        return run(self, *arguments, param=param, is_video=is_video)
 
-    monkeypatch.setattr(media_ways, "prepare_image", counted)
+    monkeypatch.setattr(MediaDecoder, "run", noted)
+    return places
+
+
+def test_the_pictures_of_a_growing_chat_are_prepared_once(prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session.over(engine())
     first, second = said(image(64, 96), "a"), said(image(96, 64), "b")
 
@@ -223,3 +231,35 @@ def test_pictures_in_tool_results_go_with_the_calls_that_they_answer() -> None:
     request = asked(said("look"), calls, high, wide)
     assert request.media is not None
     assert [each.grid for each in request.media.inputs] == [(1, 6, 8), (1, 8, 6)]
+
+
+def test_a_picture_that_several_requests_send_at_once_is_kept_once(
+    prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session.over(engine())
+    same = said(image(64, 96), "a")
+
+    async def ask() -> None:
+        await session.tokenize_chat(ChatRequest("r", (same,)))
+
+    async def scenario() -> None:
+        monkeypatch.setattr(session_media, "KEPT_BYTES", 2 * num_bytes - 1)
+        await asyncio.gather(*(ask() for _ in range(6)))
+        assert 1 <= len(prepared) <= session_media.MAX_DECODERS
+        num_prepared = len(prepared)
+        await ask()
+        assert len(prepared) == num_prepared, "it was dropped, as if it were there twice"
+
+    request = asked(same)
+    assert request.media is not None
+    num_bytes = request.media.inputs[0].pixels.nbytes
+    prepared.clear()
+    asyncio.run(scenario())
+
+
+def test_a_decoder_that_fails_is_the_request_s_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (os.abort, os.getpid):
+        monkeypatch.setattr(media_ways, "prepare", function)
+        with pytest.raises(InvalidRequest, match="decod") as refused:
+            asked(said(image(64, 96)))
+        assert refused.value.param == PLACE

@@ -62,6 +62,7 @@ def _serve(config: Config, engine: Engine, words: Words, listener: socket.socket
     )
     for line in (*engine.model.report, *session.notes):
         print(line, flush=True)
+    session.warm()
     ready = ready_text(config, base_url(listener), session)
     return serve(session, config.server, listener, lambda: print(ready, flush=True))
 

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from headrace.errors import InvalidRequest
+from headrace.media.headers import declared_sizes
 from headrace.media.patches import Pixels
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
@@ -15,19 +16,25 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO
 
 _MODES_16_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
 _MAX_16_BIT = 65_535
+_BAND_ROWS = 256
 
 
 def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
     """RGB pixels [height, width, 3] of an image file, upright; of an animation the first frame.
 
-    What is transparent shows white behind it, greyscale of 16 bits keeps its upper 8. The size is checked before
+    What is transparent shows white behind it, greyscale of 16 bits keeps its upper 8. The header is checked before
     anything is decoded. Raises InvalidRequest that names `param` for a file that is broken, cut short or too large.
     """
     try:
+        for size in declared_sizes(data):
+            _check_size(size, max_pixels, param)
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, max_pixels, param)
-            return np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
-    except InvalidRequest:
+            return _rgb_pixels(ImageOps.exif_transpose(image))
+    except (InvalidRequest, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidRequest(f"{param}: the image has more than {max_pixels} pixels", param=param) from error
@@ -40,6 +47,16 @@ def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
     if width * height > max_pixels:
         message = f"{param}: the image has {width} x {height} pixels, {max_pixels} in all are the most"
         raise InvalidRequest(message, param=param)
+
+
+def _rgb_pixels(image: Image.Image) -> Pixels:
+    """Band by band: colours on the way to RGB take several times the memory that the pixels do."""
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    for top in range(0, height, _BAND_ROWS):
+        bottom = min(height, top + _BAND_ROWS)
+        pixels[top:bottom] = np.asarray(_to_rgb(image.crop((0, top, width, bottom))))
+    return pixels
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -3,20 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
-from headrace.families.vision import FrameSampling, PatchVision, PixelRange
+from headrace.families.vision import GEMMA3_VISION, FrameSampling, PatchVision, PixelRange
 from headrace.media.image import decode_image
 from headrace.media.patches import Pixels, scaled, to_patches
-from headrace.media.prepared import PreparedImage, PreparedVideo
+from headrace.media.prepared import PreparedImage, PreparedMedia, PreparedVideo
 from headrace.media.prompt import num_media_tokens
 from headrace.media.sampling import FrameTimes, SampledFrames, group_times, num_sampled, sample
 from headrace.media.scaling import Size, image_size, size_within_tokens, video_size
 from headrace.media.video import read_frames, read_outline
 from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFiles:
+    """A picture or a video as it arrived.
+
+    files: one, or the pictures of a video that comes as such (is_frames). param: the field that it came in.
+    """
+
+    kind: Literal["image", "video"]
+    files: tuple[bytes, ...]
+    is_frames: bool
+    options: MediaOptions
+    param: str
+
+
+def prepare(item: MediaFiles, vision: PatchVision, limits: MediaLimits) -> tuple[PreparedMedia, ...]:
+    """The item as the model is shown it: a model that knows pictures only sees each frame of a video by itself.
+
+    Raises InvalidRequest that names the item's field, ContextTooLong.
+    """
+    files, param, options = item.files, item.param, item.options
+    if item.kind == "image":
+        return (prepare_image(files[0], vision, limits, param, options),)
+    if not vision.sees_videos:
+        if item.is_frames:
+            return prepare_frames_as_images(files, vision, limits, param, options)
+        return prepare_video_as_images(files[0], vision, limits, param, options)
+    if item.is_frames:
+        rate = options.fps or limits.fps or vision.sampling.fps
+        return (prepare_frames(files, rate, vision, limits, param, options),)
+    return (prepare_video(files[0], vision, limits, param, options),)
+
+
+def read_pictures(item: MediaFiles, limits: MediaLimits) -> list[Pixels]:
+    """The picture, or as many frames of a video as Gemma 3 is shown. Raises as `prepare`."""
+    if item.is_frames:
+        check_frames(item.files, limits, item.param)
+    if item.kind == "image" or item.is_frames:
+        return [decode_image(file, limits.image_pixels, item.param) for file in item.files]
+    outline = read_outline(item.files[0], limits, item.param)
+    samples = choose_frames(outline.frames, GEMMA3_VISION, limits, item.options)
+    return read_frames(item.files[0], outline, samples.indices, lambda picture: picture, limits, item.param)
 
 
 def prepare_image(

@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
+from headrace.cancellation import run_in_thread
 from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.media.decoder import MAX_DECODERS, MediaDecoder
 from headrace.media.fetch import MediaFetcher
 from headrace.media.inline import split_frames
+from headrace.media.prepare import MediaFiles
 from headrace.media.prompt import expanded_length
 from headrace.session.media_ways import MediaWay, ShownItem
 from headrace.text.normalise import media_parts
@@ -22,15 +25,12 @@ from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 KEPT_BYTES = 256 * 1024 * 1024
 """Of prepared media that are kept for the next turn of a chat, which sends all of its pictures again."""
 
-MAX_DECODERS = 2
-"""Items decoded at the same time: the engine needs the processor too."""
-
 log = logging.getLogger("headrace.session")
 
 Render = Callable[[ChatRequest], RenderedPrompt]
 """A chat's prompt, each image or video one placeholder."""
 
-_Key = tuple[bytes, str, object]
+_Key = tuple[bytes, str, bool, object]
 
 
 class MediaReader:
@@ -41,6 +41,7 @@ class MediaReader:
         self._way = way
         self._limits = limits
         self._fetcher = MediaFetcher(policy)
+        self._decoder = MediaDecoder(limits)
         self._decoders = asyncio.Semaphore(MAX_DECODERS)
         self._kept: OrderedDict[_Key, tuple[ShownItem, ...]] = OrderedDict()
         self._kept_bytes = 0
@@ -53,15 +54,15 @@ class MediaReader:
         parts = media_parts(request.messages)
         if self._way.sees_videos or all(part.kind == "image" for part in parts):
             # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
-            prompt = await asyncio.to_thread(render, request)
+            prompt = await run_in_thread(render, request)
             prepared = await self._read_all(parts, max_tokens)
         else:
             prepared = await self._read_all(parts, max_tokens)
             num_frames = {id(part): len(items) for part, items in zip(parts, prepared, strict=True)}
             videos = [num_frames[id(part)] for part in parts if part.kind == "video"]
             log.info("%s: the model knows no videos, it is shown %s frames as images", request.request_id, videos)
-            prompt = await asyncio.to_thread(render, _with_frames(request, num_frames))
-        return await asyncio.to_thread(self._place, prompt, [item for items in prepared for item in items])
+            prompt = await run_in_thread(render, _with_frames(request, num_frames))
+        return await run_in_thread(self._place, prompt, [item for items in prepared for item in items])
 
     async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ShownItem, ...]]:
         """What the model is shown of each part."""
@@ -88,19 +89,33 @@ class MediaReader:
         return replace(prompt, token_ids=expanded.token_ids, boundaries=boundaries), expanded.media
 
     async def _read(self, part: MediaPart, max_tokens: int) -> tuple[ShownItem, ...]:
-        frames = split_frames(part.source) if part.kind == "video" else None
+        frames = split_frames(part.source, self._limits.sampled_frames, part.param) if part.kind == "video" else None
         files = [await self._fetcher.read(source, part.param) for source in frames or (part.source,)]
-        key = (sha256(b"".join(sha256(file).digest() for file in files)).digest(), part.kind, part.options)
+        key = (
+            sha256(b"".join(sha256(file).digest() for file in files)).digest(),
+            part.kind,
+            frames is not None,
+            part.options,
+        )
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
+        item = MediaFiles(part.kind, tuple(files), frames is not None, part.options, part.param)
         async with self._decoders:
-            limits = replace(self._limits, tokens=max_tokens)
-            prepared = await asyncio.to_thread(self._way.prepare, part, files, frames is not None, limits)
-        self._keep(key, prepared)
-        return prepared
+            prepared = self._kept.get(key)  # another request may have sent the same one meanwhile
+            if prepared is None:
+                limits = replace(self._limits, tokens=max_tokens)
+                prepared = await run_in_thread(self._way.prepare, item, limits, self._decoder)
+                self._keep(key, prepared)
+            return prepared
+
+    def warm(self) -> None:
+        """Prepare in the background for the first item."""
+        self._decoder.warm()
 
     def _keep(self, key: _Key, prepared: tuple[ShownItem, ...]) -> None:
+        if key in self._kept:  # two requests have read the same one at the same time
+            return
         self._kept[key] = prepared
         self._kept_bytes += _num_bytes(prepared)
         while self._kept_bytes > KEPT_BYTES:

@@ -11,24 +11,12 @@ import numpy.typing as npt
 
 from headrace.engine.engine import load_processor
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.families.vision import GEMMA3_VISION
+from headrace.media.decoder import MediaDecoder
 from headrace.media.digest import pixel_digest
-from headrace.media.image import decode_image
 from headrace.media.patches import Pixels
-from headrace.media.prepare import (
-    check_frames,
-    choose_frames,
-    prepare_frames,
-    prepare_frames_as_images,
-    prepare_image,
-    prepare_video,
-    prepare_video_as_images,
-)
-from headrace.media.prepared import PreparedMedia
+from headrace.media.prepare import MediaFiles, prepare, read_pictures
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import EncodeText, ExpandedPrompt, expand, num_media_tokens
-from headrace.media.video import read_frames, read_outline
-from headrace.types.chat import MediaPart
 from headrace.types.media import MediaInput, MediaLimits, PromptMedia
 from headrace.types.model import ModelDescription
 
@@ -53,10 +41,8 @@ class MediaWay(Protocol):
 
     sees_videos: bool
 
-    def prepare(
-        self, part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits
-    ) -> tuple[ShownItem, ...]:
-        """What the model is shown of the file of an image or a video, or of the files of a video's frames.
+    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ShownItem, ...]:
+        """What the model is shown of an image or a video.
 
         May run in any thread. Raises InvalidRequest that names the part, ContextTooLong.
         """
@@ -74,29 +60,10 @@ class TowerWay:
         self._profile = profile
         self._encode = encode
 
-    def prepare(
-        self, part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits
-    ) -> tuple[ShownItem, ...]:
+    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ShownItem, ...]:
         vision = self._profile.vision
-        return tuple(
-            ShownItem(one, num_media_tokens(one.grid, vision), one.patches.nbytes)
-            for one in self._prepare(part, files, is_frames, limits)
-        )
-
-    def _prepare(
-        self, part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits
-    ) -> tuple[PreparedMedia, ...]:
-        vision = self._profile.vision
-        if part.kind == "image":
-            return (prepare_image(files[0], vision, limits, part.param, part.options),)
-        if not vision.sees_videos:
-            if is_frames:
-                return prepare_frames_as_images(files, vision, limits, part.param, part.options)
-            return prepare_video_as_images(files[0], vision, limits, part.param, part.options)
-        if is_frames:
-            rate = part.options.fps or limits.fps or vision.sampling.fps
-            return (prepare_frames(files, rate, vision, limits, part.param, part.options),)
-        return (prepare_video(files[0], vision, limits, part.param, part.options),)
+        prepared = decoder.run(prepare, item, vision, limits, param=item.param, is_video=item.kind == "video")
+        return tuple(ShownItem(one, num_media_tokens(one.grid, vision), one.patches.nbytes) for one in prepared)
 
     def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
         return expand(token_ids, [item.prepared for item in items], self._profile, self._encode)
@@ -112,13 +79,12 @@ class ProcessorWay:
         self._process = process
         self._mark_id = mark_id
 
-    def prepare(
-        self, part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits
-    ) -> tuple[ShownItem, ...]:
-        if part.options.min_pixels is not None or part.options.max_pixels is not None:
-            message = f"{part.param}: min_pixels and max_pixels: the model's processor decides how large pictures are"
-            raise UnsupportedField(message, param=part.param)
-        return tuple(self._shown(picture, part.param) for picture in _pictures(part, files, is_frames, limits))
+    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ShownItem, ...]:
+        if item.options.min_pixels is not None or item.options.max_pixels is not None:
+            message = f"{item.param}: min_pixels and max_pixels: the model's processor decides how large pictures are"
+            raise UnsupportedField(message, param=item.param)
+        pictures = decoder.run(read_pictures, item, limits, param=item.param, is_video=item.kind == "video")
+        return tuple(self._shown(picture, item.param) for picture in pictures)
 
     def _shown(self, picture: Pixels, param: str) -> ShownItem:
         try:
@@ -158,15 +124,3 @@ def find_way(model: ModelDescription, encode: EncodeText) -> MediaWay | None:
         return TowerWay(profile, encode)
     processor = load_processor(model)
     return ProcessorWay(processor, processor.mark_id)
-
-
-def _pictures(part: MediaPart, files: Sequence[bytes], is_frames: bool, limits: MediaLimits) -> Sequence[Pixels]:
-    """The picture, or the frames that are looked at of a video."""
-    if is_frames:
-        check_frames(files, limits, part.param)
-    if part.kind == "image" or is_frames:
-        return [decode_image(file, limits.image_pixels, part.param) for file in files]
-    outline = read_outline(files[0], limits, part.param)
-    # as many as of the other families that know no videos
-    samples = choose_frames(outline.frames, GEMMA3_VISION, limits, part.options)
-    return read_frames(files[0], outline, samples.indices, lambda picture: picture, limits, part.param)

@@ -157,6 +157,11 @@ class Session:
         """Whether a request can tell the model to think or not to."""
         return self._family.switches_thinking
 
+    def warm(self) -> None:
+        """Start in the background what the first requests would wait for."""
+        if self._media is not None:
+            self._media.warm()
+
     def health(self) -> str | None:
         return self._engine.health()
 

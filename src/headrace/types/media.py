@@ -40,7 +40,7 @@ class MediaLimits:
 
     image_pixels: of a picture as stored, and of one frame of a video. video_s: seconds of a video. video_frames: frames
     that it holds. sampled_frames: that are looked at. fps: of a video unless its request says; None is the model's own.
-    decode_s: seconds of work on one video.
+    image_decode_s, video_decode_s: seconds of work on one picture and on one video.
     tokens: placeholders of one item; None is no limit.
     """
 
@@ -49,7 +49,8 @@ class MediaLimits:
     video_frames: int = 108_000
     sampled_frames: int = 768
     fps: float | None = None
-    decode_s: float = 120.0
+    image_decode_s: float = 20.0
+    video_decode_s: float = 120.0
     tokens: int | None = None
 
 

@@ -1,0 +1,62 @@
+"""Decoding in helper processes: a file that is made to hang, crash or fill the memory costs its own request only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from headrace.cancellation import WorkCancelled
+from headrace.errors import HeadraceError, InvalidRequest
+from headrace.media import prepare
+from headrace.sandbox import LimitExceeded, Sandbox
+from headrace.types.media import MediaLimits
+
+Result = TypeVar("Result")
+
+MAX_DECODERS = 2
+"""Items decoded at the same time: the engine needs the processor too."""
+
+# A process with its libraries takes a quarter of it.
+_BASE_BYTES = 512 * 1024 * 1024
+
+# Of a picture or a frame as large as allowed. Pillow has 4, of WebP 16 for a moment, and the pixels for the model 3.
+_BYTES_PER_PIXEL = 24
+
+
+class MediaDecoder:
+    """Calls functions of this room in helper processes. All decoders with the same limits share these."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._sandbox = _sandbox(_BASE_BYTES + _BYTES_PER_PIXEL * limits.image_pixels)
+
+    def run(self, function: Callable[..., Result], /, *args: object, param: str, is_video: bool) -> Result:
+        """The function's result. Raises InvalidRequest that names `param`, beyond a limit too, and ContextTooLong."""
+        timeout_s = self._limits.video_decode_s if is_video else self._limits.image_decode_s
+        try:
+            return self._sandbox.run(function, *args, timeout_s=timeout_s)
+        except LimitExceeded as error:
+            reasons = {
+                "time": f"decoding it takes more than {timeout_s:g} s",
+                "memory": "decoding it takes more memory than the server's limit",
+                "crash": "decoding it has crashed the decoder",
+            }
+            raise InvalidRequest(f"{param}: {reasons[error.reason]}", param=param) from error
+        except (HeadraceError, WorkCancelled):
+            raise
+        except BaseException as error:  # a decoder's panic is no Exception
+            raise InvalidRequest(f"{param}: this can't be decoded", param=param) from error
+
+    def warm(self) -> None:
+        """Start a process in the background, so that the first item does not wait for its imports."""
+        self._sandbox.warm(_import_libraries, timeout_s=self._limits.image_decode_s)
+
+
+@functools.cache
+def _sandbox(max_bytes: int) -> Sandbox:
+    return Sandbox(num_processes=MAX_DECODERS, max_bytes=max_bytes)
+
+
+def _import_libraries() -> None:
+    assert prepare, "which imports them"
