@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, PlainTemplate, describe, fake_session
+from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, fake_session, thinking_family
 
+from headrace.cancellation import check_cancelled
 from headrace.config import ServerConfig
+from headrace.errors import InvalidRequest
 from headrace.server import answers
 from headrace.server.app import build_app
+from headrace.server.log_format import TEXT_FORMAT, TextLines
+from headrace.session import settings
 from headrace.session.session import Session
 
 CHAT = "/v1/chat/completions"
@@ -106,3 +111,94 @@ def test_bytes_that_are_no_utf_8_are_no_json() -> None:
             return await client.post(CHAT, content=body)
 
     assert asyncio.run(exchange()).status_code == 400
+
+
+def test_a_text_longer_than_any_context_wants_is_refused_unencoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "MAX_TEXT", 1000)
+    # Of a tokenizer that gives no bound, as those that are no BPE: 8 characters for each token of the context.
+    monkeypatch.setattr(ByteTokenizer, "least_num_tokens", lambda self, texts: 0)
+    monkeypatch.setattr(ByteTokenizer, "encode_document", lambda self, text: pytest.fail("encoded"))
+    for path, body, param in (
+        (CHAT, said("x" * 2001), "messages"),
+        ("/tokenize", said("x" * 2001), "messages"),
+        ("/tokenize", {"prompt": "x" * 2001}, "prompt"),
+        ("/v1/completions", {"prompt": "x" * 2001}, "prompt"),
+    ):
+        response = post(fake_session(FakeEngine("hi", model=describe(max_model_len=250))), path, body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert error["message"] == f"{param} must hold at most 2000 characters, not 2001"
+
+
+def test_what_a_tokenizer_fails_on_is_refused_by_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: ByteTokenizer, text: str) -> list[int]:
+        raise InvalidRequest("the text can't be split into tokens")
+
+    monkeypatch.setattr(ByteTokenizer, "encode_document", fail)
+    for path in ("/tokenize", "/v1/completions"):
+        response = post(fake_session(FakeEngine("hi")), path, {"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+class PanicException(BaseException):
+    """As pyo3's, which no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("path", ["/tokenize", CHAT])
+def test_a_panic_anywhere_is_an_error_without_content(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said_word = "marker"
+
+    def panic(*arguments: object, **options: object) -> None:
+        raise PanicException(f"it has read: {said_word}")
+
+    monkeypatch.setattr(Session, "tokenize_chat", panic)
+    monkeypatch.setattr(Session, "chat", panic)
+    response = post(fake_session(FakeEngine("hi")), path, said("marker"))
+    assert response.status_code == 500
+    written = "".join(TextLines(TEXT_FORMAT).format(record) for record in caplog.records)
+    assert "marker" not in response.text + written
+    assert "PanicException" in written
+
+
+def test_a_client_that_leaves_ends_the_work_on_its_text() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        class Endless(ByteTokenizer):
+            def encode_document(self, text: str) -> list[int]:
+                loop.call_soon_threadsafe(begun.set)
+                while True:
+                    check_cancelled()
+                    time.sleep(0.001)
+
+        messages = [{"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        statuses: list[int | None] = []
+        session = Session(FakeEngine("hi"), Endless(), PlainTemplate(), thinking_family())
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": "/tokenize",
+            "raw_path": b"/tokenize",
+            "query_string": b"",
+            "headers": [(b"host", b"127.0.0.1")],
+        }
+        await asyncio.wait_for(build_app(session, ServerConfig())(scope, receive, send), 60)
+        assert statuses[0] == 499
+        # Waits for the threads, of which one would never end.
+        await asyncio.wait_for(loop.shutdown_default_executor(), 60)
+
+    asyncio.run(scenario())

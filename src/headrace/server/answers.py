@@ -25,7 +25,7 @@ from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, HeadraceError, RequestCancelled, RequestError
-from headrace.server.connection import ClientGone, EventStream, while_connected
+from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
 from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.record import RequestRecord
@@ -41,9 +41,6 @@ Asked = TypeVar("Asked", bound=ChatRequest | CompletionRequest)
 
 # A larger body is parsed in a thread: half a second of parsing would hold up every stream.
 _INLINE_BODY_BYTES = 64 * 1024
-
-# Nobody reads it: the client is gone. The number is what logs of web servers use.
-_CLIENT_CLOSED_REQUEST = 499
 
 # Names under which clients tell a session, the first that is there counts.
 _SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
@@ -138,7 +135,7 @@ class AnswerRoute(Generic[Asked]):
             return await self._whole(request, answer)
         except (ClientGone, ClientDisconnect):
             record.end_answer("abort")
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except HeadraceError as error:
             record.end_answer(_end_of(error))
             raise
@@ -200,7 +197,9 @@ async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None
     except HeadraceError as error:
         answer.record.end_answer(_end_of(error))
         yield form.failure(error)
-    except Exception:
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException:  # a panic of a library in Rust is no Exception
         # An outer wall: the status is out already, only an event can still tell the client.
         log.exception("%s failed", answer.record.request_id)
         answer.record.end_answer("error")

@@ -7,7 +7,7 @@ import time
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -15,6 +15,7 @@ from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
+from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.guard import Guard
 from headrace.server.hosts import OwnNames
 from headrace.server.ignored import IgnoredFields
@@ -64,7 +65,12 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/health", operations.health),
         ],
         middleware=[Middleware(Guard, config, live, OwnNames(config.host, config.allowed_origin))],
-        exception_handlers={HeadraceError: _on_error, HTTPException: _on_http_error},
+        exception_handlers={
+            HeadraceError: _on_error,
+            HTTPException: _on_http_error,
+            ClientGone: _on_leaving,
+            ClientDisconnect: _on_leaving,
+        },
     )
     # A redirect to the path without its last slash would lose the body of a POST in some clients.
     app.router.redirect_slashes = False
@@ -92,6 +98,10 @@ async def _no_stored_chat(request: Request) -> Response:
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
     return error_response(error, request.url.path, request.headers)
+
+
+async def _on_leaving(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,10 @@ from starlette.types import Receive, Scope, Send
 Result = TypeVar("Result")
 
 
+CLIENT_CLOSED_REQUEST = 499
+"""The status of an answer that has no reader any more, as logs of web servers have it."""
+
+
 class ClientGone(Exception):
     """The client closed its connection before the answer was there."""
 

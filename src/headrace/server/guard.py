@@ -71,7 +71,9 @@ class Guard:
             record.end_answer("error")
             if record.status is None:
                 await _refusal(scope, headers, closing_error())(scope, exchange.receive, exchange.send)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             log.exception("request %s failed", record.request_id)
             record.end_answer("error")
             if record.status is not None:

@@ -23,6 +23,7 @@ from headrace.api.responses_stored import count_body, deleted_body, item_page
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect
+from headrace.server.connection import while_connected
 from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.response_store import ResponseStore, StoredResponse
@@ -58,7 +59,7 @@ class ResponseRoutes:
         answer_name(call.model, self._names, strict=self._config.strict_model_name)
         self._ignored.add(call.ignored)
         with _own_field_names():
-            token_ids = await self._session.tokenize_chat(call.request)
+            token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
         return JSONResponse(count_body(len(token_ids)), headers=ignored_headers(call.ignored))
 
     async def retrieve(self, request: Request) -> Response:

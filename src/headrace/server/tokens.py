@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,6 +21,7 @@ from headrace.api.openai_tokenize import (
     tokenizer_info_answer,
 )
 from headrace.config import ServerConfig
+from headrace.server.connection import while_connected
 from headrace.server.ignored import IgnoredFields
 from headrace.server.responses import ignored_headers, read_body
 from headrace.session.session import Session
@@ -40,16 +42,19 @@ class TokenRoutes:
         call = await self._read(request, partial(read_tokenize, max_model_len=self._session.model.max_model_len))
         self._check(call.model, call.ignored)
         if isinstance(call.prompt, str):
-            token_ids = await self._session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
+            work = self._session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
         else:
-            token_ids = await self._session.tokenize_chat(call.prompt)
+            work = self._session.tokenize_chat(call.prompt)
+        token_ids = await while_connected(request.receive, work)
         answer = tokenize_answer(token_ids, self._session.model.max_model_len)
-        return JSONResponse(answer, headers=ignored_headers(call.ignored))
+        # Of a long text it takes seconds to write by the standard library.
+        body = await asyncio.to_thread(to_json, answer)
+        return Response(body, media_type="application/json", headers=ignored_headers(call.ignored))
 
     async def detokenize(self, request: Request) -> Response:
         call = await self._read(request, read_detokenize)
         self._check(call.model, call.ignored)
-        text = await self._session.detokenize(call.token_ids)
+        text = await while_connected(request.receive, self._session.detokenize(call.token_ids))
         return JSONResponse(detokenize_answer(text), headers=ignored_headers(call.ignored))
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -63,7 +68,7 @@ class TokenRoutes:
         read = partial(read_messages, thinker=thinker, max_model_len=self._session.model.max_model_len)
         call = await self._read(request, read)
         self._check(call.model, call.ignored)
-        token_ids = await self._session.tokenize_chat(call.request)
+        token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
         return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))
 
     async def _read(self, request: Request, read: Callable[[bytes], Parsed]) -> Parsed:

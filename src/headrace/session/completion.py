@@ -9,7 +9,7 @@ from headrace.families.family import ModelFamily
 from headrace.session.answer import ChoiceAnswer, PromptAnswers
 from headrace.session.generation import Generations, generation_ids
 from headrace.session.scores import Scorer
-from headrace.session.settings import check_prompt_ids
+from headrace.session.settings import check_prompt_ids, naming
 from headrace.session.sparse import completion_thinning
 from headrace.text.stream_parser import StreamParser
 from headrace.text.template import RenderedPrompt
@@ -65,7 +65,7 @@ class CompletionPrompts:
     def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             self._generations.refuse_oversized((prompt,), "prompt")
-            token_ids = tuple(self._tokenizer.encode_document(prompt))
+            token_ids = tuple(naming("prompt", self._tokenizer.encode_document)(prompt))
         else:
             check_prompt_ids(prompt, self._generations.model.tokens, "prompt")
             token_ids = prompt

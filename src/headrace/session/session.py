@@ -15,7 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import ParamSpec, TypeVar
 
+from headrace.cancellation import run_in_thread
 from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
@@ -37,11 +39,13 @@ from headrace.session.settings import (
     explain_defaults,
     merge_defaults,
     model_defaults,
+    naming,
 )
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.sparse import chat_thinning
 from headrace.session.words import Words, load_words
 from headrace.text.detokenize import Detokenizer
+from headrace.text.encoder import LONG_TEXT
 from headrace.text.fences import LineTracker
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
@@ -56,6 +60,9 @@ from headrace.types.model import ModelDescription
 from headrace.types.status import EngineStatus
 
 log = logging.getLogger("headrace.session")
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class Session:
@@ -88,6 +95,7 @@ class Session:
         self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_broken_calls = 0
+        self._long_texts = asyncio.Semaphore(1)
         self._num_misfit_calls = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
@@ -206,13 +214,14 @@ class Session:
 
     async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
+        self._generations.refuse_oversized((text,), "prompt")
         encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
-        return tuple(await asyncio.to_thread(encode, text))
+        return tuple(await self._host_work((text,), naming("prompt", encode), text))
 
     async def detokenize(self, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises InvalidRequest for an id that is no token."""
         check_prompt_ids(token_ids, self.model.tokens, "tokens")
-        return await asyncio.to_thread(self._tokenizer.decode_all, token_ids)
+        return await run_in_thread(self._tokenizer.decode_all, token_ids)
 
     def _refuse_if_dead(self) -> None:
         if (reason := self._engine.health()) is not None:
@@ -329,17 +338,31 @@ class Session:
             raise UnsupportedField(message, param=parts[0].param)
         if self._media is None or not parts:
             # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
-            return await asyncio.to_thread(self._render, request, max_model_len), None
+            return await self._host_work(_texts(request), self._render, request, max_model_len), None
         render = partial(self._render, max_model_len=max_model_len)
         # Media are told apart by their order in the prompt.
         ordered = self._template.with_matched_results(request)
         return await self._media.prompt(ordered, render, self.model.max_model_len)
 
+    async def _host_work(
+        self,
+        texts: Sequence[str],
+        work: Callable[Arguments, Result],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Work on texts in a thread, which ends soon after the caller is cancelled; long texts wait for each other."""
+        async with self._long_texts if sum(map(len, texts)) > LONG_TEXT else nullcontext():
+            return await run_in_thread(work, *args, **kwargs)
+
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._generations.check(request)
         prompt, media = await self._prompt(request, self.model.max_model_len)
         constraint, hold = await self._constraints.spec(request, prompt)
-        generation = self._generations.make(request, request.request_id, prompt, "messages", media)
+        # In a thread: of bad words there may be many to encode.
+        make = partial(self._generations.make, request, request.request_id, prompt, "messages", media)
+        generation = await run_in_thread(make) if request.sampling.bad_words else make()
         thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
         generation = replace(generation, constraint=constraint, thinning=thinning)
         scorer = None if request.answers.num_logprobs is None else self._scorer
@@ -375,7 +398,18 @@ class Session:
 
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
         self._generations.check(request)
-        return await asyncio.to_thread(self._completions.make, request)
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        return await self._host_work(texts, self._completions.make, request)
+
+
+def _texts(request: ChatRequest) -> list[str]:
+    """Texts that the prompt of a chat is made from."""
+    parts = (part for message in request.messages for part in message.content)
+    return [
+        *(part.text for part in parts if isinstance(part, TextPart)),
+        *(message.reasoning or "" for message in request.messages),
+        *(call.arguments for message in request.messages for call in message.tool_calls),
+    ]
 
 
 def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:

@@ -195,6 +195,22 @@ def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len:
     return room if requested is None else min(requested, room)
 
 
+def naming(param: str, encode: Callable[[str], Sequence[int]]) -> Callable[[str], Sequence[int]]:
+    """A tokenizer's function whose InvalidRequest names the field that the text came in."""
+
+    def encode_named(text: str) -> Sequence[int]:
+        try:
+            return encode(text)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param}: {error.message}", param=param) from error
+
+    return encode_named
+
+
+MAX_TEXT = 8_000_000
+"""Characters that are taken for any context; a longer context takes 8 for each of its tokens."""
+
+
 def refuse_oversized(
     texts: Sequence[str], least_num_tokens: Callable[[Sequence[str]], int], max_model_len: int, param: str
 ) -> None:
@@ -202,6 +218,10 @@ def refuse_oversized(
 
     Asked before the prompt is made: rendering and encoding megabytes takes seconds. least_num_tokens: the tokenizer's.
     """
+    num_characters, most = sum(map(len, texts)), max(MAX_TEXT, 8 * max_model_len)
+    if num_characters > most:
+        message = f"{param} must hold at most {most} characters, not {num_characters}"
+        raise ContextTooLong(message, param=param, max_model_len=max_model_len)
     # A token for each character is more than any text comes to: a bound is only looked for where it can matter.
-    if sum(map(len, texts)) >= max_model_len and (num_tokens := least_num_tokens(texts)) >= max_model_len:
+    if num_characters >= max_model_len and (num_tokens := least_num_tokens(texts)) >= max_model_len:
         raise ContextTooLong.of_prompt(max_model_len, num_tokens, param, at_least=True)

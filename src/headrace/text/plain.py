@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
+from headrace.text.encoder import TextEncoder
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -36,25 +38,18 @@ class PlainTextEncoder:
         longest_first = sorted(texts, key=len, reverse=True)
         self._added_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         _rename(specification, self._names)
-        self._backend = Backend.from_str(json.dumps(specification))
-        self._original_ids = {self._backend.token_to_id(name): original_ids[text] for text, name in self._names.items()}
+        renamed = Backend.from_str(json.dumps(specification))
+        self._encoder = TextEncoder(renamed)
+        self._original_ids = {renamed.token_to_id(name): original_ids[text] for text, name in self._names.items()}
 
     def encode(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
         """Token ids of the runs as one text; in runs marked true the spelling of an added token is text."""
         text = "".join(run if is_plain else self._with_names(run) for run, is_plain in runs)
-        encoded = encode_alone(self._backend, text, frames=False)
+        encoded = self._encoder.encode(text, frames=False)
         return [self._original_ids.get(token_id, token_id) for token_id in encoded]
 
     def _with_names(self, text: str) -> str:
         return self._added_text.sub(lambda match: self._names[match[0]], text)
-
-
-def encode_alone(backend: Backend, text: str, *, frames: bool) -> list[int]:
-    """Token ids of one text. frames: with the tokens that the tokenizer puts around a document.
-
-    As a batch of one: the library's call for a single text keeps every other thread of the process waiting.
-    """
-    return list(backend.encode_batch_fast([text], add_special_tokens=frames)[0].ids)
 
 
 def _rename(specification: dict[str, Any], names: Mapping[str, str]) -> None:

@@ -224,10 +224,13 @@ class ChatTemplate:
             least = self._tokenizer.least_num_tokens((text,))
             if least >= max_model_len:
                 raise ContextTooLong.of_prompt(max_model_len, least, "messages", at_least=True)
-        if any(run.typed for run in runs):  # somebody typed the spelling of a control token
-            token_ids = self._tokenizer.encode_mixed((run.text, run.typed) for run in runs)
-        else:
-            token_ids = self._tokenizer.encode(text)
+        try:
+            if any(run.typed for run in runs):  # somebody typed the spelling of a control token
+                token_ids = self._tokenizer.encode_mixed((run.text, run.typed) for run in runs)
+            else:
+                token_ids = self._tokenizer.encode(text)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"messages: {error.message}", param="messages") from error
         if max_model_len is not None and len(token_ids) >= max_model_len:
             raise ContextTooLong.of_prompt(max_model_len, len(token_ids), "messages")
         return tuple(token_ids), text

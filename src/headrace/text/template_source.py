@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest, ModelError
 from headrace.families.detect import REASONING_KEYS, detect_reasoning_keys
 from headrace.families.family import ModelFamily
@@ -54,6 +55,7 @@ class TemplateSource:
 
     def run(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         """The template's text. Raises InvalidRequest with the template's own message if it refuses."""
+        check_cancelled()
         try:
             rendered: Any = render_jinja_template(
                 [messages],

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from headrace.errors import ModelError
 from headrace.text.decoding import TokenPieces
 from headrace.text.detokenize import Detokenizer
-from headrace.text.plain import PlainTextEncoder, encode_alone
+from headrace.text.encoder import TextEncoder
+from headrace.text.plain import PlainTextEncoder
 from headrace.text.token_bound import TokenBound, find_token_bound
 from headrace.types.model import TokenIds
 
@@ -35,6 +36,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._encoder = TextEncoder(backend)
         self._added = backend.get_added_tokens_decoder()
         self._pieces = TokenPieces(backend)
         self.eos_token_id = eos_token_id
@@ -89,11 +91,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. No token is put in front or behind."""
-        return encode_alone(self._backend, well_formed(text), frames=False)
+        return self._encoder.encode(well_formed(text), frames=False)
 
     def encode_document(self, text: str) -> list[int]:
         """Token ids of a text as the tokenizer frames one by itself: with BOS, for instance, if it adds that."""
-        return encode_alone(self._backend, well_formed(text), frames=True)
+        return self._encoder.encode(well_formed(text), frames=True)
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
         """Tokens that texts come to at the very least, told by their length; 0 if this tokenizer gives no bound."""
