@@ -188,3 +188,30 @@ def test_simple_answers_do_not_wait_for_heavy_imports() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", [["serve", "--help"], ["doctor", "--help"]])
+def test_too_few_open_files_for_mlx_lm_are_one_line(words: list[str]) -> None:
+    """Its import asks for 4096; without the privilege to raise the limit that fails."""
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600)); "
+        f"from headrace.cli.main import main; sys.exit(main({words!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    if done.returncode:
+        assert done.returncode == 2
+        assert done.stderr == (
+            "headrace: this process may open 600 files at most (ulimit -Hn), and mlx-lm needs 4096\n"
+        )
+    else:  # with the privilege it is raised
+        assert "usage: headrace" in done.stdout
+
+
+def test_another_failure_of_an_import_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(module: str) -> None:
+        raise ValueError("something else")
+
+    monkeypatch.setattr("headrace.cli.main.import_module", fail)
+    monkeypatch.setattr("headrace.cli.main.resource.getrlimit", lambda kind: (5000, 5000))
+    with pytest.raises(ValueError, match="something else"):
+        main(["serve"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -403,3 +405,30 @@ def test_effort_is_said_in_a_word_that_the_model_knows(asked: str, shown: str) -
         == f"{shown}: x"
     )
     assert with_template(source).render(request(said("user", "x"), reasoning_effort=asked)).text == f"{asked}: x"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for a in range(90000) if a < 0 or (range(90000) | sum) < 0 %}{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_end_is_refused_when_it_is_read(source: str) -> None:
+    program = f"""
+import os
+from headrace.errors import ModelError
+from headrace.families.registry import FAMILIES
+from headrace.text import template_source
+from headrace.text.control_text import ControlText
+
+template_source.PROBE_S = 0.5
+try:
+    template_source.TemplateSource({source!r}, {{}}, ControlText(frozenset()), FAMILIES[0])
+except ModelError as error:
+    print(error.message, flush=True)
+os._exit(0)  # the template is still at it
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "the model's chat template did not end within 0.5 s for a message of one letter\n"
+    assert done.stderr == ""

@@ -6,17 +6,18 @@ import argparse
 import io
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from headrace import __version__
 from headrace.config import set_up_libraries, with_flags
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
 
 # Modules, not functions: importing a command imports MLX and the web framework, a second or more that `--version`,
@@ -28,6 +29,8 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "mtp": ("headrace.cli.mtp", "take a model's prediction head out of a checkpoint, or measure it"),
     "bench": ("headrace.cli.bench", "measure a server, or what runs on this device, alone or beside others"),
 }
+
+_LEAST_OPEN_FILES = 4096
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("headrace").setLevel(logging.INFO)
     set_up_libraries()
     try:
-        import_module(module).run(words[1:])
+        _import_command(module).run(words[1:])
     except HeadraceError as error:
         print(f"headrace: {with_flags(error.message)}", file=sys.stderr)
         return _USAGE_ERROR
@@ -58,6 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse ends this way after --help.
         return int(end.code or 0)
     return 0
+
+
+def _import_command(module: str) -> Any:
+    """Raises ConfigError where mlx-lm's import fails because it asks for 4096 open files."""
+    try:
+        return import_module(module)
+    except ValueError as error:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if not 0 <= most < _LEAST_OPEN_FILES:
+            raise
+        raise ConfigError(
+            f"this process may open {most} files at most (ulimit -Hn), and mlx-lm needs {_LEAST_OPEN_FILES}"
+        ) from error
 
 
 def command() -> NoReturn:

@@ -241,8 +241,9 @@ class Engine:
             self._launch_error = error
             return
         except Exception as error:  # the outer wall to mlx-lm's model files, which may raise anything
-            logger.exception("the model can't be served")
-            self._launch_error = ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {error}")
+            logger.debug("the model can't be served", exc_info=True)
+            said = str(error).partition("\n")[0]
+            self._launch_error = ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {said}")
             self._launch_error.__cause__ = error
             return
         finally:

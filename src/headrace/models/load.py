@@ -20,6 +20,7 @@ from headrace.models.seeing import load_seeing, runs_whole
 from headrace.models.seeing_check import check_pictures
 from headrace.models.selfcheck import Checked, check
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
+from headrace.models.stored_files import check_files, norms_contradiction
 from headrace.models.weights import Loaded, has_text_model, hold, load_weights
 from headrace.types.model import TokenIds
 
@@ -87,6 +88,7 @@ def _load(
     tokens: TokenIds | None,
 ) -> LoadedModel:
     started = time.monotonic()
+    check_files(files)
     loaded = read(files)
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
     try:
@@ -103,6 +105,9 @@ def _load(
     lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
     if loaded.num_unused:
         lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
+    if (contradiction := norms_contradiction(files)) is not None:
+        logger.warning("%s: %s", files.name, contradiction)
+        lines.append(f"weights: {contradiction}")
     tokens = TokenIds(num_rows) if tokens is None else tokens.up_to(num_rows)
     checked.packed.keep_tokens(tokens)
     context_length = files.context_length or _default_context(loaded.model)

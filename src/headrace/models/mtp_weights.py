@@ -75,7 +75,7 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
     Raises ModelError if a file that should hold it can't be read, or if it is of a form that is not supported.
     """
     directory = files.directory
-    for candidates, is_sidecar in ((_sidecars(directory), True), (_shards(directory), False)):
+    for candidates, is_sidecar in ((_sidecars(directory), True), (shards(directory), False)):
         held = {file.relative_to(directory).as_posix(): _head_tensors(file, is_sidecar) for file in candidates}
         holding = [name for name, tensors in held.items() if tensors]
         if holding:
@@ -112,7 +112,8 @@ def _sidecars(directory: Path) -> list[Path]:
     return [file for pattern in SIDECARS for file in sorted(directory.glob(pattern))]
 
 
-def _shards(directory: Path) -> list[Path]:
+def shards(directory: Path) -> list[Path]:
+    """A checkpoint's files of weights, but for sidecars."""
     named = {file.name for file in _sidecars(directory)}
     return [file for file in sorted(directory.glob("model*.safetensors")) if file.name not in named]
 
@@ -141,7 +142,7 @@ def is_of_head(name: str) -> bool:
 
 def _has_raw_convolutions(directory: Path) -> bool:
     """Whether the trunk is as its makers stored it: converters for MLX turn the convolutions' axes."""
-    found = (is_raw(read_tensors(file)[0]) for file in _shards(directory))
+    found = (is_raw(read_tensors(file)[0]) for file in shards(directory))
     return next((said for said in found if said is not None), False)
 
 
@@ -179,7 +180,7 @@ def _norm_groups(tensors: Mapping[str, mx.array], is_raw: bool) -> tuple[NormGro
     norms = {name for name, array in tensors.items() if array.ndim == 1 and "norm" in name}
     inner = {name for name in norms if any(f".{part}." in f".{name}" for part in LAYER_NORMS)}
     return tuple(
-        NormGroup(label, frozenset(group), is_raw or _lies_near_zero(tensors[name] for name in group))
+        NormGroup(label, frozenset(group), is_raw or lies_near_zero(tensors[name] for name in group))
         for label, group in (("layer", inner), ("outer", norms - inner))
         if group
     )
@@ -189,6 +190,7 @@ def _shifted(norm: mx.array, amount: float) -> mx.array:
     return (norm.astype(mx.float32) + amount).astype(norm.dtype)
 
 
-def _lies_near_zero(arrays: Iterable[mx.array]) -> bool:
+def lies_near_zero(arrays: Iterable[mx.array]) -> bool:
+    """Whether the numbers of norms lie nearer to 0 than to 1."""
     numbers = mx.concatenate([array.astype(mx.float32) for array in arrays])
     return bool((mx.abs(numbers).mean() < mx.abs(numbers - 1).mean()).item())

@@ -52,8 +52,8 @@ class ModelFiles:
         """The longest sequence that the checkpoint was made for, in tokens; None if the files don't say."""
         for config in (self.text_config, self.config):
             for field in CONTEXT_FIELDS:
-                if isinstance(config.get(field), int):
-                    return int(config[field])
+                if isinstance(length := config.get(field), int) and length > 0:
+                    return length
         return None
 
     @property
@@ -112,6 +112,10 @@ def read_files(name: str, directory: Path) -> ModelFiles:
     config["model_type"] = _known_model_type(config["model_type"])
     text_config = next((config[key] for key in NESTED_TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
     generation_config = _read_json(directory / "generation_config.json") or {}
+    for one in (config, text_config, generation_config):
+        ids = one.get("eos_token_id")
+        if not all(isinstance(id, int) for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
+            raise ModelError(f"{directory}: eos_token_id is neither a token's id nor a list of such")
     return ModelFiles(name, directory, config, text_config, generation_config)
 
 
@@ -120,7 +124,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from error

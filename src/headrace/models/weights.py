@@ -67,12 +67,18 @@ def load_weights(files: ModelFiles) -> Loaded:
         raise
     except FileNotFoundError as error:
         raise ModelError(f"{files.directory} holds no model*.safetensors") from error
-    except (ValueError, TypeError, KeyError, RuntimeError, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a config may make a model file fail in any way
         # SystemExit: a model file of mlx-lm that wants a package which is not there ends the process
         broken = _broken_file(files.directory)
-        raise ModelError(f"{broken or files.name} can't be loaded: {error}") from error
+        raise ModelError(f"{broken or files.name} can't be loaded: {one_line(error)}") from error
     model.eval()
     return Loaded(model, num_unused)
+
+
+def one_line(error: BaseException) -> str:
+    """What a foreign error says, with its name where that alone says little."""
+    said = str(error).partition("\n")[0]
+    return said if isinstance(error, ValueError | RuntimeError) and said else f"{type(error).__name__}: {said}"
 
 
 def _classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from headrace.text.normalise import TemplateTraits, template_message
 from headrace.text.tool_turns import PROBE_TOOLS, find_tool_traits, with_results_joined
 from headrace.text.written_numbers import as_written
 from headrace.types.chat import ChatMessage, Role, TextPart
+
+PROBE_S = 30.0
+"""What a template may take for the shortest conversation: a thousand times what the slowest do."""
 
 _PROBE_NOTE = "probe of a system message"
 
@@ -72,13 +76,26 @@ class TemplateSource:
         return as_written(str(rendered[0][0]))
 
     def _refuse_broken(self) -> None:
-        """Raises ModelError for a template that can't be read. What it refuses is for the requests to find out."""
-        try:
-            self.run([{"role": "user", "content": "?"}], {}, add_generation_prompt=True)
-        except InvalidRequest as error:
-            if isinstance(broken := error.__cause__, TemplateSyntaxError):
-                message = f"the model's chat template is broken in line {broken.lineno}: {broken.message}"
-                raise ModelError(message) from broken
+        """Raises ModelError for a template that can't be read, or that does not end.
+
+        What it refuses is for the requests to find out. It runs in a thread that keeps no process alive.
+        """
+        failures: list[InvalidRequest] = []
+
+        def probe() -> None:
+            try:
+                self.run([{"role": "user", "content": "?"}], {}, add_generation_prompt=True)
+            except InvalidRequest as error:
+                failures.append(error)
+
+        running = threading.Thread(target=probe, name="headrace-template", daemon=True)
+        running.start()
+        running.join(PROBE_S)
+        if running.is_alive():
+            raise ModelError(f"the model's chat template did not end within {PROBE_S:g} s for a message of one letter")
+        if failures and isinstance(broken := failures[0].__cause__, TemplateSyntaxError):
+            message = f"the model's chat template is broken in line {broken.lineno}: {broken.message}"
+            raise ModelError(message) from broken
 
     def _find_traits(self, family: ModelFamily) -> TemplateTraits:
         """Try what the family's record leaves open on conversations of a few words."""

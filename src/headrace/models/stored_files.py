@@ -1,0 +1,68 @@
+"""Whether a checkpoint's files say the same as each other, before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from headrace.errors import ModelError
+from headrace.models.mtp_weights import is_of_head, is_raw, lies_near_zero, read_tensors, shards
+from headrace.models.source import ModelFiles
+
+_PATTERNS = ("*.safetensors", "mtp/*.safetensors")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+
+_CENTRED_TYPES = ("qwen3_5", "qwen3_next")
+"""Beginnings of the names of models whose makers store norms as distances from 1 and whose converters add it."""
+_CENTRED_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
+
+
+def check_files(files: ModelFiles) -> None:
+    """Raises ModelError for a file of tensors whose header doesn't fit its data, and for more layers than tensors.
+
+    MLX checks sizes but lets tensors overlap, and mlx-lm makes as many layers as the config names.
+    """
+    num_tensors = sum(map(_num_tensors, (file for each in _PATTERNS for file in sorted(files.directory.glob(each)))))
+    for config in (files.config, files.text_config):
+        for field in _LAYER_COUNTS:
+            _check_count(config, field, num_tensors, files.directory)
+
+
+def _num_tensors(file: Path) -> int:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            return len(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from error
+
+
+def _check_count(config: Mapping[str, Any], field: str, num_tensors: int, directory: Path) -> None:
+    count = config.get(field)
+    if isinstance(count, int) and num_tensors and count > num_tensors:
+        raise ModelError(f"{directory / 'config.json'}: {field} is {count}, but the weights are {num_tensors} tensors")
+
+
+def norms_contradiction(files: ModelFiles) -> str | None:
+    """What is wrong if the trunk's convolutions and norms are not of one form; None if they are.
+
+    mlx-lm goes by the convolutions alone, so norms of the other form would be computed with all the same.
+    """
+    if not files.model_type.startswith(_CENTRED_TYPES):
+        return None
+    told: list[bool] = []
+    norms = []
+    for file in shards(files.directory):
+        tensors, _ = read_tensors(file)
+        raw = is_raw(tensors)
+        told += [] if raw is None else [raw]
+        norms += [array for name, array in tensors.items() if name.endswith(_CENTRED_NORMS) and not is_of_head(name)]
+    if not told or not norms or told[0] == lies_near_zero(norms):
+        return None
+    convolutions, stored = ("the makers'", "factors") if told[0] else ("MLX's", "distances from 1")
+    return (
+        f"the convolutions lie in {convolutions} order, but the norms look like {stored}: one of the two was converted "
+        "without the other, and answers will be noise"
+    )
