@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -331,3 +333,35 @@ def test_a_body_that_breaks_off_its_form_ends_the_request(
     told = run(scenario, FakeEngine("hi"), KEY if is_answered else None)
     assert told.startswith(b'{"error"') if is_answered else told.startswith(b"HTTP/1.1 400 ")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_connections_beyond_the_files_that_may_be_open_wait(caplog: pytest.LogCaptureFixture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scenario(connect: Connect) -> list[int]:
+        silent = [await connect() for _ in range(3)]
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        loop = asyncio.get_running_loop()
+        # the lowest number that the next file would get: none is left
+        with socket.socket() as next_one:
+            lowest = next_one.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+        try:
+            await loop.sock_connect(waiting, silent[0][1].get_extra_info("peername"))
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        reader, writer = await asyncio.open_connection(sock=waiting)
+        writer.write(head("/health", "Connection: close", method="GET"))
+        status, _, _ = await answer(reader)  # asyncio looks for connections again after a second
+        writer.close()
+        await asyncio.sleep(0.5)  # and does so once for each time that it was told
+        return [status]
+
+    assert run(scenario, FakeEngine("hi")) == [200]
+    assert {record.getMessage().partition(":")[0] for record in caplog.records if record.levelname != "INFO"} == {
+        "no more files may be open (ulimit -n)"
+    }
+    assert not [record for record in caplog.records if record.exc_info]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import math
@@ -140,7 +141,7 @@ class HttpServer(uvicorn.Server):
         self._drain_s = config.drain_seconds
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_log_unhandled)
+        asyncio.get_running_loop().set_exception_handler(_Unhandled())
         await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -198,6 +199,16 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait(requests, timeout=_FAREWELL_S)
 
 
-def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an exception that no task took. asyncio's own line shows arguments of callbacks, which may be content."""
-    log.error("an exception was never handled", exc_info=context.get("exception"))
+class _Unhandled:
+    """Logs exceptions that no task took. asyncio's own line shows arguments of callbacks, which may be content."""
+
+    def __init__(self) -> None:
+        self._told_of_files_at = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            log.error("an exception was never handled", exc_info=error)
+        elif loop.time() - self._told_of_files_at > _POLL_S:  # asyncio tells of it thousands of times at once
+            log.warning("no more files may be open (ulimit -n): new connections wait until others are closed")
+            self._told_of_files_at = loop.time()
