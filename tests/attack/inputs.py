@@ -12,7 +12,7 @@ from typing import Any
 
 from attack.running import RunningServer
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 """How long an answer may take before it counts as none."""
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

@@ -25,14 +25,6 @@ from attack.wire_inputs import credential_inputs
 ORDINARY = json.dumps(chat("What is the capital of France?", max_tokens=24, enable_thinking=False)).encode()
 
 
-PENDING = {"grammars", "numbers"}
-"""What others are mending at this moment."""
-
-
-def pending(what: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xfail(reason="is being mended", strict=False)] if what in PENDING else []
-
-
 class Target:
     """A server that is started again when an attack has ended it. answer: of an ordinary request before the attacks."""
 
@@ -79,7 +71,7 @@ def tell(capsys: pytest.CaptureFixture[str], figures: str) -> None:
         sys.stdout.write(f"\n{figures} ")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pending(kind)) for kind in KINDS])
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_hostile_inputs_are_answered_and_nobody_waits_for_them(
     kind: str, target: Target, is_whole: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,14 +129,12 @@ def test_very_many_small_requests_leave_no_memory_behind(
         assert server.stop() == 0
 
 
-@pytest.mark.xfail(reason="is being mended", strict=False)
 def test_it_ends_cleanly_after_all_that(target: Target) -> None:
     server = target.server()
     assert server.stop() == 0
     assert "Traceback" not in server.log_text()
 
 
-@pytest.mark.xfail(reason="is being mended", strict=False)
 def test_no_key_but_the_right_one_opens_it(tmp_path: Path, is_whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with running_server(tmp_path, "--vision", "off", key=KEY) as server:
         answer = said(server)

@@ -244,7 +244,8 @@ def connection_inputs(stream: random.Random, is_whole: bool) -> list[Input]:
 def head_of(server: RunningServer, path: str, body: bytes) -> bytes:
     host = "{}:{}".format(*server.address)
     key = f"Authorization: Bearer {server.key}\r\n" if server.key is not None else ""
-    return f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{key}Content-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{key}Connection: close\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode()
 
 
 def _cut(server: RunningServer, num_events: int, dialect: str = "chat") -> list[Reply]:

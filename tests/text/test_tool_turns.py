@@ -93,6 +93,14 @@ def test_arguments_nested_without_an_end_are_text() -> None:
     assert f'assistant: "{deep}";' in render(template(shown), called(("call_0", deep)), RESULT)
 
 
+@pytest.mark.parametrize(("depth", "is_text"), [(200, False), (201, True), (450, True)])
+def test_arguments_nested_deeper_than_a_body_are_text(depth: int, is_text: bool) -> None:
+    deep = '{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+    shown = f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"
+    expected = json.dumps(deep) if is_text else deep
+    assert f"assistant: {expected};" in render(template(shown), called(("call_0", deep)), RESULT)
+
+
 REFUSES_SEVERAL = (
     "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
     f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"

@@ -21,6 +21,9 @@ from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
 IdForm = Literal["any", "short", "counted"]
 
+_MAX_DEPTH = 200
+"""Of lists and mappings in each other: arguments that are deeper are shown as text. A request's body holds no more."""
+
 Try = Callable[[list[dict[str, Any]]], str | None]
 """Renders messages of the template's shape with a tool declared; None if the template refuses."""
 
@@ -155,9 +158,19 @@ def call_arguments(text: str, traits: ToolTraits) -> Any:
         parsed = parse_written(text)
     except (ValueError, RecursionError):
         parsed = None
-    if isinstance(parsed, dict):
+    if isinstance(parsed, dict) and not _is_deep(parsed):
         return parsed if traits.arguments == "mapping" else text
     return text if traits.takes_broken or traits.arguments == "text" else {"arguments": text}
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _conversation(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[dict[str, Any]]:
