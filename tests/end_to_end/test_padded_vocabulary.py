@@ -107,7 +107,9 @@ def expected() -> Outputs:
     return found
 
 
-@pytest.fixture(scope="module", params=["random, tied", "random, untied", "zeros, tied"])
+@pytest.fixture(
+    scope="module", params=["random, tied", "random, untied", pytest.param("zeros, tied", marks=pytest.mark.slow)]
+)
 def padded_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     rows, ends = request.param.split(", ")
     folder = tmp_path_factory.mktemp("models") / "padded"
