@@ -54,7 +54,7 @@ class TokenTable:
     special_ids: frozenset[int]
     added_tokens: Mapping[str, int]
 
-    @property
+    @cached_property
     def token_ids(self) -> TokenIds:
         return TokenIds(len(self.texts), frozenset(each for each, text in enumerate(self.texts) if not text))
 
