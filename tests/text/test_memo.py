@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.text.memo import Memo, TextDigest, chain, digest_of_variables
-from headrace.types.chat import ChatMessage, TextPart
+from headrace.types.chat import ChatMessage, MediaPart, TextPart
 
 
 def test_the_values_that_were_of_use_last_are_kept() -> None:
@@ -52,3 +52,10 @@ def test_a_chain_tells_every_beginning_apart() -> None:
 def test_variables_are_told_apart_whatever_their_order() -> None:
     assert digest_of_variables({"a": 1, "b": [2]}) == digest_of_variables({"b": [2], "a": 1})
     assert digest_of_variables({"a": 1}) != digest_of_variables({"a": True}) != digest_of_variables({"a": "1"})
+
+
+def test_digests_of_messages_read_no_picture() -> None:
+    """A template shows that there is a picture, not which one; its base64 may have 60 megabytes."""
+    messages = [ChatMessage("user", (MediaPart("image", source, param="here"),)) for source in ("a", "b" * 1000)]
+    assert messages[0] != messages[1]
+    assert chain(messages[:1], b"") == chain(messages[1:], b"")

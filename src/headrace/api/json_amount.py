@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from headrace.errors import InvalidRequest
 
-MAX_CONTAINERS = 65_536
+MAX_CONTAINERS = 32_768
 """Objects and lists together. The largest body of an agent that was seen has 288."""
 
-MAX_MEMBERS = 262_144
-"""Names with a value in all objects together; enough to bias every token of a large vocabulary."""
+MAX_MEMBERS = 131_072
+"""Names with a value in all objects together."""
 
-MAX_VALUES = 1_048_576
+MAX_VALUES = 524_288
 """Values in all objects and lists together; enough for the token ids of any prompt."""
 
 MAX_DEPTH = 200

@@ -26,7 +26,8 @@ class MediaPart:
     """
 
     kind: Literal["image", "video"]
-    source: str
+    # Megabytes, of which no template shows anything: digests of what templates have shown are made of the rest.
+    source: str = field(repr=False)
     options: MediaOptions = AS_MADE
     param: str = field(default="messages", compare=False)
 
