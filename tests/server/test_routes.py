@@ -372,9 +372,17 @@ def test_with_a_key_or_for_pages_of_any_origin_the_name_does_not_matter() -> Non
     assert send("GET", "/v1/models", config=ServerConfig(allowed_origin=("*",)), headers=foreign).status_code == 200
 
 
-def test_an_allowed_origin_that_is_none_is_a_configuration_error() -> None:
+@pytest.mark.parametrize("origin", ["http://[::1", "app.example", "localhost:3000", "file://", ""])
+def test_an_allowed_origin_that_is_none_is_a_configuration_error(origin: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-origin"):
-        build_app(fake_session(FakeEngine()), ServerConfig(allowed_origin=("http://[::1",)))
+        build_app(fake_session(FakeEngine()), ServerConfig(allowed_origin=(origin,)))
+
+
+def test_an_allowed_origin_without_a_host_lets_no_foreign_name_in() -> None:
+    config = ServerConfig(allowed_origin=("null",))
+    assert send("GET", "/v1/models", config=config, headers={"host": "localhost", "origin": "null"}).status_code == 200
+    # The URL standard allows such a name, which is no name to our reading of the header.
+    assert send("GET", "/v1/models", config=config, headers={"host": "a!b.example"}).status_code == 403
 
 
 def test_a_star_allows_every_origin() -> None:

@@ -200,6 +200,19 @@ def test_one_key_is_shared_by_all_and_made_anew_with_all_files_if_it_is_lost(tmp
     assert left_in(tmp_path) == []
 
 
+def test_a_key_whose_writer_died_is_removed_and_is_no_strangers_file(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    DiskFolder(path, 100).create()
+    writer = DiskFolder(path, 100)
+    writer.create()
+    (path / ".key").rename(writer._part(".key"))
+    path.chmod(0o755)
+    folder = DiskFolder(path, 100)
+    folder.create()
+    folder.remove_useless()
+    assert [one.name for one in path.iterdir()] == [".key"]
+
+
 def test_a_damaged_key_is_refused(tmp_path: Path) -> None:
     folder = DiskFolder(tmp_path, 100)
     folder.create()

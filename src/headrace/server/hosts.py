@@ -16,6 +16,9 @@ from headrace.errors import ConfigError
 _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of this machine: its own, and those that Docker and Podman give it in containers."""
 
+_HOSTLESS = frozenset({"*", "null"})
+"""Origins without a host: any, and that of local files."""
+
 _HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[a-zA-Z0-9_.-]+)(:[0-9]*)?")
 
 
@@ -29,13 +32,13 @@ class OwnNames:
     def __init__(self, host: str, origins: Iterable[str]) -> None:
         """Raises ConfigError for an origin that is none."""
         origins = tuple(origins)
-        self._names = _LOCAL_NAMES | {host.lower(), *map(_name_of, origins)}
+        self._names = _LOCAL_NAMES | {host.lower(), *(_name_of(each) for each in origins if each not in _HOSTLESS)}
         self._has_any = "*" in origins
 
     def has(self, host: str) -> bool:
         """Whether a Host header holds one of them. An IP address always is one: no page can give it a new meaning.
 
-        Without a header, which only programs send, there is nothing to be afraid of.
+        A request without the header is no page's: browsers always send it.
         """
         if self._has_any or not host:
             return True
@@ -46,9 +49,12 @@ class OwnNames:
 
 def _name_of(origin: str) -> str:
     try:
-        return urlsplit(origin).hostname or ""
-    except ValueError as error:
-        raise ConfigError(f"--allowed-origin takes origins like https://app.example, not {origin!r}") from error
+        name = urlsplit(origin).hostname
+    except ValueError:
+        name = None
+    if not name:
+        raise ConfigError(f"--allowed-origin takes origins like https://app.example, not {origin!r}")
+    return name
 
 
 def _is_address(name: str) -> bool:

@@ -1,7 +1,7 @@
 """The folder of the disk tier: atomic writes, and a quota over the files of all models.
 
-Only regular files with names of ours are ever read, counted or removed: links, pipes and devices are nobody's. Several
-servers of one user may share a folder, and the key in it; nobody else may look into it.
+Only regular files with names of ours are ever read, counted or removed; links, pipes and devices are ignored. Several
+servers of one user may share a folder, and the key in it; other users can't enter it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headrace.state.disk_index import FORMAT_VERSION
 
 _NAME = rf"v{FORMAT_VERSION}-[0-9a-f]{{16}}-(?:block|tail)-[0-9a-f]{{40}}\.safetensors"
 _OURS = re.compile(_NAME)
-_UNFINISHED = re.compile(rf"\.(?:{_NAME}|key)\.[0-9]+-[0-9]+\.part")
+_UNFINISHED = re.compile(rf"\.(?:{_NAME}|\.key)\.[0-9]+-[0-9]+\.part")
 _EARLIER = re.compile(r"\.?[0-9a-f]{16}-(?:block|tail)-[0-9a-f]{40}\.safetensors(\.[0-9]+-[0-9]+\.part)?")
-"""Of a version whose files told their tokens."""
+"""Of an earlier version, whose files hold token ids."""
 _KEY = ".key"
 KEY_BYTES = 32
 
@@ -108,9 +108,9 @@ class DiskFolder:
             for entry in entries:
                 if _OURS.fullmatch(entry.name) or _UNFINISHED.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
-                        told = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(told.st_mode):
-                            found.append(StoredFile(entry.name, told.st_size, told.st_mtime_ns))
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(StoredFile(entry.name, status.st_size, status.st_mtime_ns))
         return sorted(found, key=lambda file: (file.used_ns, file.name))
 
     def held(self) -> tuple[int, int]:
