@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +64,16 @@ def test_panics_of_foreign_code_are_ordinary_errors(sandbox: Sandbox) -> None:
     with pytest.raises(SystemExit):
         sandbox.run(sys.exit, timeout_s=30)
     assert sandbox.run(divmod, 7, 2, timeout_s=30) == (3, 1)
+
+
+def test_the_start_of_a_process_does_not_count_as_time_of_its_first_call(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "import sys, time\nif sys.argv[0] == '-c': time.sleep(3)\ndef answer(): return 42\n"
+    (tmp_path / "slowly_imported.py").write_text(slow)
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module("slowly_imported").answer
+    assert sandbox.run(function, timeout_s=2) == 42
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error(sandbox: Sandbox) -> None:

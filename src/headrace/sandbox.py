@@ -24,11 +24,17 @@ Result = TypeVar("Result")
 STACK_BYTES = 2 * 1024 * 1024
 """Of the thread that runs a function: less than the server's own threads have, so that recursion ends here first."""
 
-_PATIENCE_S = 0.1
-"""A call that waits for a free process looks this often whether it was cancelled."""
+_POLL_S = 0.1
+"""How often a call that waits for a free process checks whether it was cancelled."""
+
+_START_S = 60.0
+"""How long a process may take to receive a call: the first one imports the function's modules."""
 
 _ALARM_DELAY_S = 2
 """The helper process ends itself this long after a call's limit, should the server be gone by then."""
+
+_RECEIVED = b"!"
+"""Sent by the helper process when it has received a call, which counts its time from then on."""
 
 # Numeric libraries would start a thread for each core, whose stacks and buffers count as memory.
 _MAIN = """
@@ -123,7 +129,7 @@ class Sandbox:
         while True:
             check_cancelled()
             with contextlib.suppress(queue.Empty):
-                return self._idle.get(timeout=_PATIENCE_S)
+                return self._idle.get(timeout=_POLL_S)
 
     def _start(self) -> _HelperProcess:
         process = _HelperProcess(self._max_bytes)
@@ -148,7 +154,8 @@ class _HelperProcess:
 
     def __init__(self, max_bytes: int) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(ours.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _MAIN, str(theirs.fileno()), *sys.path],
                 stdin=subprocess.DEVNULL,
@@ -157,6 +164,7 @@ class _HelperProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server, which ends its helpers itself
             )
+            on_failure.pop_all()
         self._socket = ours
         self._in_call = threading.Lock()
         _send(ours, max_bytes)
@@ -170,6 +178,8 @@ class _HelperProcess:
         try:
             with self._in_call:
                 _send(self._socket, (timeout_s, function, args))
+                self._socket.settimeout(_START_S)
+                _read(self._socket, len(_RECEIVED))
                 self._socket.settimeout(timeout_s)
                 succeeded, result = _receive(self._socket)
                 self._socket.settimeout(None)
@@ -200,6 +210,7 @@ def serve(descriptor: int) -> None:
         _limit_memory(_receive(connection))
         while True:
             timeout_s, function, args = _receive(connection)
+            connection.sendall(_RECEIVED)
             # The default action ends the process even while it runs foreign code that holds the interpreter.
             signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_DELAY_S)
             answer = _call_in_thread(function, args)

@@ -12,11 +12,13 @@ import pytest
 from grammar.call_answers import END, ByteTokenizer
 
 from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
+from headrace.grammar import compiler
 from headrace.grammar.compile import CallsForm, OutputForm
 from headrace.grammar.factory import MAX_CHARACTERS, ConstraintFactory
 from headrace.grammar.patterns import is_found
 from headrace.grammar.schema import check_schema, misfit
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.sandbox import Sandbox
 from headrace.text.fences import LineTracker
 from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.request import ConstraintSpec
@@ -216,3 +218,13 @@ def test_a_panic_of_the_library_is_an_ordinary_error(call: str) -> None:
         constraint.window(()) if call == "window" else constraint.forced_tokens(2)
         constraint.accept((ord("b"),))
     assert MARKER not in str(failed.value)
+
+
+def test_a_form_that_no_process_could_be_started_for_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(compiler, "_sandbox", lambda: Sandbox(num_processes=1, max_bytes=1 << 30))
+    monkeypatch.setattr("headrace.sandbox.subprocess.Popen", refuse)
+    with pytest.raises(BlockingIOError):
+        factory().output(form("regex", "no process"))

@@ -62,7 +62,7 @@ class Compiler:
         except LimitExceeded as error:
             what = "the form of the answer" if form.structure is not None else "a tool's schema"
             raise InvalidRequest(f"{what} can't be compiled: {_LIMITS[error.reason]}", param=form.path) from error
-        except (HeadraceError, WorkCancelled):
+        except (HeadraceError, WorkCancelled, OSError):  # the last where no process can be started
             raise
         except RecursionError as error:
             raise InvalidRequest("the JSON schema is nested too deeply", param=form.path) from error
