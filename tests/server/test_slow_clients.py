@@ -247,14 +247,14 @@ def test_a_body_that_trickles_does_not_last_for_ever(chunked: bool, monkeypatch:
 
 
 def test_a_body_is_waited_for_while_it_comes_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "_PIECE_S", 0.4)
-    monkeypatch.setattr(responses, "_BYTES_PER_S", 10)
+    monkeypatch.setattr(responses, "_PIECE_S", 2.0)
+    monkeypatch.setattr(responses, "_BYTES_PER_S", 1)
 
     async def scenario(connect: Connect) -> int:
         reader, writer = await connect()
         writer.write(head(CHAT, f"Content-Length: {len(BODY)}"))
-        for start in range(0, len(BODY), 10):  # 1.2 s in all
-            await asyncio.sleep(0.2)
+        for start in range(0, len(BODY), 10):  # 2.5 s in all
+            await asyncio.sleep(0.4)
             writer.write(BODY[start : start + 10])
         told, _, _ = await answer(reader)
         return told
