@@ -26,7 +26,7 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},:\\'))
 def refuse_too_much(texts: Iterable[bytes], what: str, param: str | None = None) -> None:
     """Raises InvalidRequest if JSON texts hold more than the limits, all together. what: names them in the message.
 
-    Values are counted by the commas between them. Of what is no JSON the counts mean nothing.
+    Values are counted by the commas between them. Of a text that is not JSON the counts mean nothing.
     """
     num_containers = num_members = num_values = 0
     for structure in (piece for text in texts for piece in _structure(text)):

@@ -14,7 +14,7 @@ from headrace.types.request import GenerationRequest, SamplingParams
 
 _MOST_ROWS = 64
 _PROMPT_TOKENS = 16
-"""More than rows of a compiled step have, so that the way of prompts is built too."""
+"""More than rows of a compiled step have, so that what prompts need is built too."""
 _MAX_TOKENS = 6
 _GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(model: PackedModel, num_tokens: int, memory: MemoryBudget, max_num_seqs: int, chunk_tokens: int) -> str:
-    """Answer so many requests at once as compiled steps may have rows, for each such number; gives a line about it.
+    """Answer made-up requests, as many at once as a compiled step may have rows, for each such number.
 
-    num_tokens: in the vocabulary. A failure is logged and left to the first request that meets it.
+    num_tokens: in the vocabulary. Returns a line for the report. A failure is logged and left to the first request that
+    meets it.
     """
     started = time.monotonic()
     sizes = sorted({padded_rows(number) for number in range(1, min(max_num_seqs, _MOST_ROWS) + 1)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -40,9 +39,7 @@ _LIMITS = {
 @cache
 def _sandbox() -> Sandbox:
     """One for the whole process: a server has one model, and a helper is large."""
-    sandbox = Sandbox(num_processes=NUM_PROCESSES, max_bytes=MAX_BYTES)
-    atexit.register(sandbox.close)
-    return sandbox
+    return Sandbox(num_processes=NUM_PROCESSES, max_bytes=MAX_BYTES)
 
 
 class Compiler:

@@ -1,4 +1,4 @@
-"""The way of one request's body in and of its answer out."""
+"""Passes one request's body in and its answer out."""
 
 from __future__ import annotations
 

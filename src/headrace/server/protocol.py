@@ -86,7 +86,7 @@ class Protocol(H11Protocol):
             self._note()
 
     def on_response_complete(self) -> None:
-        """An answer is told; the next request may have arrived with the one before it."""
+        """An answer has been sent; the next request may have arrived with the one before it."""
         super().on_response_complete()
         self._note()
 
