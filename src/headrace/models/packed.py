@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -117,9 +117,10 @@ class PackedModel:
             places = {token: place for place, token in enumerate(tokens)}
             wanted = [pick for pick in picks if pick in places]
             own_ids = None if ids is None else mx.take(ids, to_device(tokens, mx.int32))
-            # logits of some token, where none are wanted, so that the step can be launched
-            own_picks = [places[pick] for pick in wanted] or [len(tokens) - 1]
-            found = self._graph([rows[number] for number in own], own_picks, own_ids)
+            own_rows, own_picks = [rows[number] for number in own], [places[pick] for pick in wanted]
+            if not wanted:  # logits of some token, so that the step can be launched
+                own_rows, own_picks = [replace(row, watch=None) for row in own_rows], [len(tokens) - 1]
+            found = self._graph(own_rows, own_picks, own_ids)
             mx.async_eval(found)
             brings_states = brings_states and self._brings_states
             parts.append(found[: len(wanted)])
