@@ -71,8 +71,9 @@ def prompts(engine: FakeEngine) -> list[str]:
 
 def test_an_answer_is_followed_by_its_speed() -> None:
     shown = talk(FakeEngine("abc", "de", (END,)), "hello")
-    # The clock ticks half a second a look: start, first text, end.
-    assert shown == "abcde\n[5 tokens, first after 0.50 s, 8.0 tokens/s]\n"
+    # The clock ticks half a second a look: start, first text, end. Five letters and the end token are six tokens, as in
+    # `usage`; five of them came in the half second after the first.
+    assert shown == "abcde\n[6 tokens, first after 0.50 s, 10.0 tokens/s]\n"
 
 
 def test_each_turn_sees_the_turns_before_it_until_a_reset() -> None:
