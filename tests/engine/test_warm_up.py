@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from models import tiny_fused
 
 from headrace.backend import blas
+from headrace.engine.outcomes import Outcome
 from headrace.engine.runner import Runner
 from headrace.engine.warm_up import warm_up
+from headrace.engine.windows import Window
+from headrace.errors import EngineDead
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.reservations import MemoryBudget
@@ -62,5 +65,36 @@ def test_a_failure_of_it_is_logged_and_stops_nothing(
 
     monkeypatch.setattr("headrace.engine.warm_up.Scheduler", fail)
     with caplog.at_level(logging.ERROR):
-        warm_up(packed, VOCAB, AMPLE, 2, 256)
+        line = warm_up(packed, VOCAB, AMPLE, 2, 256)
     assert "steps of 1 rows could not be warmed up" in caplog.text
+    assert line.startswith("warm-up: steps of up to 0 rows in ")
+
+
+def test_the_report_claims_no_size_whose_steps_fail(
+    packed: PackedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute = Runner._compute
+
+    def fail_from_three_rows(self: Runner, windows: Sequence[Window]) -> list[Outcome]:
+        if len(windows) >= 3:
+            raise RuntimeError("no such kernel")
+        return compute(self, windows)
+
+    monkeypatch.setattr(Runner, "_compute", fail_from_three_rows)
+    with caplog.at_level(logging.ERROR):
+        line = warm_up(packed, VOCAB, AMPLE, 6, 256)
+    assert line.startswith("warm-up: steps of up to 2 rows in ")
+    assert "steps of 3 rows could not be warmed up" in caplog.text
+    assert "steps of 4 rows" not in caplog.text
+
+
+def test_a_lost_device_ends_the_start(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA does after an illegal access."""
+
+    def fail(*arrays: object) -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr("mlx.core.eval", fail)
+    monkeypatch.setattr("mlx.core.async_eval", fail)
+    with pytest.raises(EngineDead, match="the device fails at every call since a step failed$"):
+        warm_up(packed, VOCAB, AMPLE, 2, 256)
