@@ -365,3 +365,29 @@ def test_connections_beyond_the_files_that_may_be_open_wait(caplog: pytest.LogCa
         "no more files may be open (ulimit -n)"
     }
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_upload_on_a_connection_that_was_idle_for_long_is_not_closed_before_idle_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_WAITING", 4)
+    monkeypatch.setattr(protocol, "GRACE_S", 0.0)
+
+    async def scenario(connect: Connect) -> int:
+        kept = []
+        for _ in range(4):  # as a proxy keeps them between the requests of its clients
+            reader, writer = await connect()
+            writer.write(head("/health", method="GET"))
+            assert (await answer(reader))[0] == 200
+            kept.append((reader, writer))
+        reader, writer = kept[0]
+        writer.write(head(CHAT, f"Content-Length: {len(BODY)}", "Expect: 100-continue"))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        for _ in range(3):
+            await connect()
+        for idle, _ in kept[1:]:
+            assert await idle.read() == b""
+        writer.write(BODY)
+        return (await answer(reader))[0]
+
+    assert run(scenario, FakeEngine("hi", (END,))) == 200

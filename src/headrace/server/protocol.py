@@ -38,8 +38,8 @@ class WaitingConnections(ServerState):
         self._by_address: dict[str, dict[Protocol, float]] = {}
         """With the time since when each waits, the longest first."""
 
-    def note(self, connection: Protocol, *, waits: bool) -> None:
-        """A connection waits for its client, or doesn't."""
+    def note(self, connection: Protocol, *, waits: bool, restarts: bool = False) -> None:
+        """A connection waits for its client, or doesn't. restarts: it waits for something else than before."""
         mine = self._by_address.setdefault(connection.address, {})
         if not waits:
             mine.pop(connection, None)
@@ -47,6 +47,8 @@ class WaitingConnections(ServerState):
                 del self._by_address[connection.address]
             return
         now = connection.loop.time()
+        if restarts:
+            mine.pop(connection, None)
         mine.setdefault(connection, now)
         while len(mine) > MAX_WAITING:
             longest, since = next(iter(mine.items()))
@@ -71,6 +73,7 @@ class Protocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.address = ""
         self._is_ending = False
+        self._is_in_body = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,7 +104,10 @@ class Protocol(H11Protocol):
         if self._is_ending or self.transport.is_closing():
             return
         waits_for_head = self.conn.their_state is h11.IDLE
-        self.server_state.note(self, waits=waits_for_head or self.conn.their_state is h11.SEND_BODY)
+        was_in_body, self._is_in_body = self._is_in_body, self.conn.their_state is h11.SEND_BODY
+        # An upload may come on a connection that was idle for long before.
+        restarts = self._is_in_body and not was_in_body
+        self.server_state.note(self, waits=waits_for_head or self._is_in_body, restarts=restarts)
         if not waits_for_head or self.timeout_keep_alive_task is not None:
             self._set_timer(None)
         elif self._timer is None:
