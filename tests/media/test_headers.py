@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import zlib
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from headrace.media import decoder
 from headrace.media.decoder import MediaDecoder
 from headrace.media.headers import MAX_CHUNKS, MAX_SCANS, declared_sizes
 from headrace.media.image import decode_image
+from headrace.sandbox import Sandbox
 from headrace.types.media import MediaLimits
 
 MANY = 1_000_000
@@ -179,3 +181,15 @@ def test_decoding_beyond_its_time_or_memory_is_refused_and_the_next_picture_is_r
             refusing.run(decode_image, large, 89_000_000, "place", param="place", is_video=False)
         assert refused.value.param == "place"
         assert usual.run(decode_image, small, MANY, "place", param="place", is_video=False).shape == (30, 30, 3)
+
+
+def test_a_picture_that_no_process_could_be_started_for_is_no_fault_of_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(decoder, "_sandbox", lambda max_bytes: Sandbox(num_processes=1, max_bytes=max_bytes))
+    monkeypatch.setattr("headrace.sandbox.subprocess.Popen", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        MediaDecoder(MediaLimits()).run(decode_image, b"", MANY, "place", param="place", is_video=False)

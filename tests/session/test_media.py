@@ -257,9 +257,25 @@ def test_a_picture_that_several_requests_send_at_once_is_kept_once(
     asyncio.run(scenario())
 
 
-def test_a_decoder_that_fails_is_the_request_s_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (os.abort, os.getpid):
-        monkeypatch.setattr(media_ways, "prepare", function)
+class Evaluated:
+    """A function by its source, which any process can unpickle."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (self._source,)
+
+
+def test_a_decoder_that_crashes_or_panics_is_the_request_s_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in ("__import__('os').abort()", "(_ for _ in ()).throw(BaseException())"):
+        monkeypatch.setattr(media_ways, "prepare", Evaluated(f"lambda *_: {call}"))
         with pytest.raises(InvalidRequest, match="decod") as refused:
             asked(said(image(64, 96)))
         assert refused.value.param == PLACE
+
+
+def test_an_error_of_ours_is_not_the_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_ways, "prepare", os.getpid)  # takes no arguments
+    with pytest.raises(TypeError):
+        asked(said(image(64, 96)))

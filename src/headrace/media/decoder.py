@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from headrace.cancellation import WorkCancelled
-from headrace.errors import HeadraceError, InvalidRequest
+from headrace.errors import InvalidRequest
 from headrace.media import prepare
 from headrace.sandbox import LimitExceeded, Sandbox
 from headrace.types.media import MediaLimits
@@ -32,7 +32,11 @@ class MediaDecoder:
         self._sandbox = _sandbox(_BASE_BYTES + _BYTES_PER_PIXEL * limits.image_pixels)
 
     def run(self, function: Callable[..., Result], /, *args: object, param: str, is_video: bool) -> Result:
-        """The function's result. Raises InvalidRequest that names `param`, beyond a limit too, and ContextTooLong."""
+        """The function's result.
+
+        Raises InvalidRequest that names `param`, beyond a limit too, and ContextTooLong. Errors of ours, and OSError
+        where no process can be started, are raised as they are: the functions translate those of decoders themselves.
+        """
         timeout_s = self._limits.video_decode_s if is_video else self._limits.image_decode_s
         try:
             return self._sandbox.run(function, *args, timeout_s=timeout_s)
@@ -43,7 +47,7 @@ class MediaDecoder:
                 "crash": "decoding it has crashed the decoder",
             }
             raise InvalidRequest(f"{param}: {reasons[error.reason]}", param=param) from error
-        except (HeadraceError, WorkCancelled):
+        except (Exception, WorkCancelled):
             raise
         except BaseException as error:  # a decoder's panic is no Exception
             raise InvalidRequest(f"{param}: this can't be decoded", param=param) from error
