@@ -19,6 +19,7 @@ from headrace.grammar.constraint import Constraint
 from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.thinking import Lines, ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.types.hold import OutputHold
 from headrace.types.request import ConstraintSpec, ThinkingLimit
 
 MAX_CHARACTERS = 1_000_000
@@ -45,10 +46,14 @@ class ConstraintFactory:
         _ = self.vocabulary.compiled
         self._compiler.warm_up()
 
-    def known(self, form: OutputForm) -> CompiledOutput | None:
-        """An output's grammar if it has been compiled already. Raises InvalidRequest for a form that is too large."""
+    def known(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputHold] | None:
+        """As `spec` if the form has been compiled already, else None: compiles nothing.
+
+        Raises InvalidRequest for a form that is too large.
+        """
         output = self._outputs.get(_key(form))
-        return output if output is not None and self._grammars.get(output.grammar) is not None else None
+        compiled = None if output is None else self._grammars.get(output.grammar)
+        return None if output is None or compiled is None else _spec(output, thinking, compiled)
 
     def output(self, form: OutputForm) -> CompiledOutput:
         """An output's grammar, compiled already so that `begin` need not. Raises InvalidRequest.
@@ -59,9 +64,13 @@ class ConstraintFactory:
         self._find(output.grammar)
         return output
 
-    def spec(self, output: CompiledOutput, thinking: ThinkingLimit | None) -> ConstraintSpec:
-        """What an engine is given, with the grammar compiled: forms asked for meanwhile may take its place here."""
-        return ConstraintSpec(output.grammar, thinking, output.path, self._find(output.grammar))
+    def spec(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputHold]:
+        """What an engine is given, with the grammar compiled, and what a reader of the output has to know of it.
+
+        It may take long, and raises, as `output`. The grammar stays compiled there if other forms take its place here.
+        """
+        output = self.output(form)
+        return _spec(output, thinking, self._find(output.grammar))
 
     def misfit(self, schema: Any, text: str) -> str | None:
         """Why a text is no JSON value that fits the schema; None if it is one, or if that can't be found out."""
@@ -82,6 +91,12 @@ class ConstraintFactory:
 
     def _find(self, grammar: str) -> LLMatcher:
         return self._grammars.find(grammar, lambda: compiled_grammar(grammar, self.vocabulary))
+
+
+def _spec(
+    output: CompiledOutput, thinking: ThinkingLimit | None, compiled: LLMatcher
+) -> tuple[ConstraintSpec, OutputHold]:
+    return ConstraintSpec(output.grammar, thinking, output.path, compiled), output.hold
 
 
 def _key(form: OutputForm) -> str:

@@ -13,7 +13,6 @@ from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
 from headrace.grammar.compile import (
     CallsForm,
-    CompiledOutput,
     OutputForm,
     ThinkingForm,
     can_enforce_calls,
@@ -66,23 +65,21 @@ class ChatConstraints:
         None for nothing, and for no grammar. Raises InvalidRequest, and Overloaded if too many forms wait to be
         compiled. It may take long: a schema takes milliseconds, a large one seconds.
         """
-        form, limit, output = await asyncio.to_thread(self._prepared, request, prompt)
+        form, limit, known = await asyncio.to_thread(self._prepared, request, prompt)
         if form is None:
             return (None if limit is None else ConstraintSpec(None, limit)), None
-        if output is None:
-            output = await self._work.run(self._factory.output, form)
-        return self._factory.spec(output, limit), output.hold
+        return known if known is not None else await self._work.run(self._factory.spec, form, limit)
 
     def _prepared(
         self, request: ChatRequest, prompt: RenderedPrompt
-    ) -> tuple[OutputForm | None, ThinkingLimit | None, CompiledOutput | None]:
+    ) -> tuple[OutputForm | None, ThinkingLimit | None, tuple[ConstraintSpec, OutputHold] | None]:
         """What is to be compiled, if anything, and that compiled if it is known already."""
         thinking = _thinking_form(request, prompt, self._family)
         form = self._form(request, thinking)
         is_held = form is not None
         has_limit = thinking is not None or not is_held
         limit = self._limit(request, is_open=prompt.thinking_open, is_held=is_held) if has_limit else None
-        return form, limit, None if form is None else self._factory.known(form)
+        return form, limit, None if form is None else self._factory.known(form, limit)
 
     def _form(self, request: ChatRequest, thinking: ThinkingForm | None) -> OutputForm | None:
         calls = self._calls(request)
