@@ -17,6 +17,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import ModelError
 from headrace.models.source import read_files
 from headrace.models.stored_files import check_files, norms_contradiction
+from headrace.models.weights import load_weights
 
 Header = dict[str, Any]
 
@@ -168,3 +169,37 @@ def test_convolutions_and_norms_of_different_forms_are_told(
 
 def test_norms_of_other_families_are_theirs(tmp_path: Path) -> None:
     assert norms_contradiction(read_files("tiny", tiny.save("falcon_h1", tmp_path))) is None
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapters.safetensors"])
+def test_files_that_are_never_loaded_may_be_broken(name: str, tmp_path: Path) -> None:
+    folder = tiny.save("llama", tmp_path)
+    (folder / name).write_bytes((folder / "model.safetensors").read_bytes()[:-100])  # a download that broke off
+    check_files(read_files("tiny", folder))
+    load_weights(read_files("tiny", folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["model-2.safetensors", "model-mtp.safetensors", "mtp.safetensors", "mtp/a.safetensors"]
+)
+def test_every_file_that_is_loaded_is_checked(name: str, tmp_path: Path) -> None:
+    folder = tiny.save("llama", tmp_path)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ModelError, match=f"{name} can't be read"):
+        check_files(read_files("tiny", folder))
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_the_files_that_mlx_vlm_loads_are_checked_and_no_others(has_index: bool, tmp_path: Path) -> None:
+    folder = tiny.save("llama", tmp_path)
+    broken = (folder / "model.safetensors").read_bytes()[:-100]
+    (folder / "consolidated.safetensors").write_bytes(broken)
+    index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+    if has_index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "adapters.safetensors").write_bytes(broken)
+    check_files(read_files("tiny", folder), runs_whole=True)
+    (folder / "other.safetensors").write_bytes(broken)
+    with pytest.raises(ModelError, match="other.safetensors can't be read"):
+        check_files(read_files("tiny", folder), runs_whole=True)

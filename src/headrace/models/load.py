@@ -88,7 +88,7 @@ def _load(
     tokens: TokenIds | None,
 ) -> LoadedModel:
     started = time.monotonic()
-    check_files(files)
+    check_files(files, runs_whole=read is load_seeing)
     loaded = read(files)
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
     try:

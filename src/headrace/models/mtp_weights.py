@@ -75,7 +75,7 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
     Raises ModelError if a file that should hold it can't be read, or if it is of a form that is not supported.
     """
     directory = files.directory
-    for candidates, is_sidecar in ((_sidecars(directory), True), (shards(directory), False)):
+    for candidates, is_sidecar in ((sidecars(directory), True), (shards(directory), False)):
         held = {file.relative_to(directory).as_posix(): _head_tensors(file, is_sidecar) for file in candidates}
         holding = [name for name, tensors in held.items() if tensors]
         if holding:
@@ -108,13 +108,14 @@ def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Map
         raise ModelError(f"the prediction head in {origin} has embeddings of its own, which are not supported")
 
 
-def _sidecars(directory: Path) -> list[Path]:
+def sidecars(directory: Path) -> list[Path]:
+    """Files beside a checkpoint's own that may hold its head."""
     return [file for pattern in SIDECARS for file in sorted(directory.glob(pattern))]
 
 
 def shards(directory: Path) -> list[Path]:
     """A checkpoint's files of weights, but for sidecars."""
-    named = {file.name for file in _sidecars(directory)}
+    named = {file.name for file in sidecars(directory)}
     return [file for file in sorted(directory.glob("model*.safetensors")) if file.name not in named]
 
 

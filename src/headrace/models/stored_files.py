@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ModelError
-from headrace.models.mtp_weights import is_of_head, is_raw, lies_near_zero, read_tensors, shards
+from headrace.models.mtp_weights import is_of_head, is_raw, lies_near_zero, read_tensors, shards, sidecars
 from headrace.models.source import ModelFiles
 
-_PATTERNS = ("*.safetensors", "mtp/*.safetensors")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
 _CENTRED_TYPES = ("qwen3_5", "qwen3_next")
@@ -20,15 +20,31 @@ _CENTRED_TYPES = ("qwen3_5", "qwen3_next")
 _CENTRED_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
 
 
-def check_files(files: ModelFiles) -> None:
+def check_files(files: ModelFiles, *, runs_whole: bool = False) -> None:
     """Raises ModelError for a file of tensors whose header doesn't fit its data, and for more layers than tensors.
 
+    runs_whole: mlx-vlm loads the files. Those that are never loaded are not opened.
     MLX checks sizes but lets tensors overlap, and mlx-lm makes as many layers as the config names.
     """
-    num_tensors = sum(map(_num_tensors, (file for each in _PATTERNS for file in sorted(files.directory.glob(each)))))
+    directory = files.directory
+    loaded = _loaded_by_mlx_vlm(directory) if runs_whole else [*shards(directory), *sidecars(directory)]
+    num_tensors = sum(map(_num_tensors, loaded))
     for config in (files.config, files.text_config):
         for field in _LAYER_COUNTS:
-            _check_count(config, field, num_tensors, files.directory)
+            _check_count(config, field, num_tensors, directory)
+
+
+def _loaded_by_mlx_vlm(directory: Path) -> Sequence[Path]:
+    """What the checkpoint's index names, else all but the file that such a checkpoint repeats in its makers' form."""
+    try:
+        shard_of = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        named = [directory / name for name in sorted(set(shard_of.values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # mlx-vlm goes by the folder, or refuses it
+        named = []
+    in_folder = sorted(directory.glob("*.safetensors"))
+    return [file for file in named if file.exists()] or [
+        file for file in in_folder if not file.name.endswith("consolidated.safetensors")
+    ]
 
 
 def _num_tensors(file: Path) -> int:
