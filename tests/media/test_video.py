@@ -128,3 +128,9 @@ def test_damage_anywhere_is_an_invalid_request_or_does_not_matter(file: bytes, p
     except InvalidRequest:
         return
     assert len(taken) == len(outline.stamps) and all(frame.dtype == np.uint8 for frame in taken)
+
+
+def test_an_error_of_ours_is_not_blamed_on_the_video() -> None:
+    data = video_file(4)
+    with pytest.raises(ZeroDivisionError):
+        read_frames(data, read_outline(data, LIMITS, "video"), [2], lambda pixels: pixels // (1 // 0), LIMITS, "video")

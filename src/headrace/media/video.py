@@ -6,6 +6,7 @@ Frames are scaled as they come, so that of a long video never more is held than 
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,19 +49,19 @@ def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
 
     Raises InvalidRequest that names `param` for a file that is broken or over the limits.
     """
-    with _opened(data, param) as (container, stream):
+    with _opened(data, param) as (container, stream), _decoding(param):
         stamps = _packet_stamps(container, stream, limits, param)
         base, rate = stream.time_base, stream.average_rate
         _check_frame(stream.codec_context.width, stream.codec_context.height, limits, param)
     if stamps is None:  # some containers tell the order of decoding only
-        with _opened(data, param) as (container, stream):
+        with _opened(data, param) as (container, stream), _decoding(param):
             stamps = [frame.pts for frame in _decoded(container, stream, limits, param) if frame.pts is not None]
     if not stamps or not base:
         raise _broken(param)
     stamps = sorted(set(stamps))
     frames = frame_times([float(stamp * base) for stamp in stamps], float(rate) if rate else None)
     _check_length(frames, limits, param)
-    with _opened(data, param) as (container, stream):
+    with _opened(data, param) as (container, stream), _decoding(param):
         first = next(_decoded(container, stream, limits, param), None)
     if first is None:
         raise _broken(param)
@@ -95,13 +96,22 @@ def read_frames(
 
 @contextmanager
 def _opened(data: bytes, param: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The file and its video stream. Whatever its decoder raises inside becomes InvalidRequest."""
-    try:
-        with av.open(io.BytesIO(data), "r", options=_OPTIONS) as container:
+    """The file and its video stream."""
+    with _decoding(param):
+        container = av.open(io.BytesIO(data), "r", options=_OPTIONS)
+    with container:
+        with _decoding(param):
             stream = container.streams.best("video")
-            if not isinstance(stream, VideoStream):
-                raise InvalidRequest(f"{param}: the file holds no video", param=param)
-            yield container, stream
+        if not isinstance(stream, VideoStream):
+            raise InvalidRequest(f"{param}: the file holds no video", param=param)
+        yield container, stream
+
+
+@contextmanager
+def _decoding(param: str) -> Iterator[None]:
+    """Whatever a decoder raises inside becomes InvalidRequest."""
+    try:
+        yield
     except (InvalidRequest, MemoryError):
         raise
     except Exception as error:  # a decoder meets bytes that it was not made for, and fails in any way
@@ -130,7 +140,12 @@ def _packet_stamps(container: InputContainer, stream: VideoStream, limits: Media
 
 
 def _decoded(container: InputContainer, stream: VideoStream, limits: MediaLimits, param: str) -> Iterator[VideoFrame]:
-    for number, frame in enumerate(container.decode(stream)):
+    frames = container.decode(stream)
+    for number in itertools.count():
+        with _decoding(param):
+            frame = next(frames, None)
+        if frame is None:
+            return
         if number >= limits.video_frames:
             raise _too_many(limits, param)
         _check_frame(frame.width, frame.height, limits, param)
@@ -141,7 +156,8 @@ def _upright(frame: VideoFrame, param: str) -> Pixels:
     """RGB pixels as a player would show them: phones store frames as the sensor lies."""
     if frame.is_corrupt:
         raise _broken(param)
-    pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+    with _decoding(param):
+        pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
     quarters = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 
