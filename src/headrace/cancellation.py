@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import ParamSpec, TypeVar
 
 Result = TypeVar("Result")
@@ -55,6 +56,13 @@ async def run_in_thread(
     function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
     """As asyncio.to_thread; the function's next `check_cancelled` after the caller was cancelled raises."""
+    return await run_in_pool(None, function, *args, **kwargs)
+
+
+async def run_in_pool(
+    pool: Executor | None, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """As `run_in_thread`, in a thread of a pool. pool: None for the event loop's own."""
     cancellation = _Cancellation()
 
     def work() -> Result:
@@ -63,7 +71,7 @@ async def run_in_thread(
         return function(*args, **kwargs)
 
     try:
-        return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
     except asyncio.CancelledError:
         cancellation.cancel()
         raise

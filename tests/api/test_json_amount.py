@@ -99,6 +99,12 @@ def test_as_much_as_the_limits_is_read() -> None:
     assert read_json(b"[" * MAX_DEPTH + b"1" + b"]" * MAX_DEPTH, "it")
 
 
+def test_evaluations_may_send_their_prompts_as_ids() -> None:
+    for prompt in ([[250_000] * 4096] * 128, [[250_000] * 8192] * 128, [250_000] * 1_048_576):
+        prompts = read_completion(json.dumps({"prompt": prompt, "stop": ["a"]}).encode()).request.prompts
+        assert sum(map(len, prompts)) >= 524_288
+
+
 def test_agents_come_nowhere_near_the_limits() -> None:
     bodies = [json.loads(path.read_text())["body"] for path in sorted(CLIENTS.glob("*.json"))]
     amounts = [counted(body) for body in bodies if body is not None]

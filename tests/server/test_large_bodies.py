@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -20,6 +21,9 @@ from headrace.server.app import build_app
 from headrace.server.log_format import TEXT_FORMAT, TextLines
 from headrace.session import settings
 from headrace.session.session import Session
+from headrace.text.encoder import LONG_TEXT
+from headrace.text.template import RenderedPrompt
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 
 CHAT = "/v1/chat/completions"
 
@@ -44,12 +48,10 @@ def said(text: str, times: int = 1) -> dict[str, Any]:
         (CHAT, said("x" * 8_000_000), "messages"),
         (CHAT, {**said("x" * 8_000_000), "stream": True}, "messages"),
         (CHAT, said("x", 10_000), "messages"),
-        ("/tokenize", said("x" * 8_000_000), "messages"),
-        ("/tokenize", said("x", 10_000), "messages"),
         ("/v1/completions", {"prompt": "x" * 8_000_000}, "prompt"),
         ("/v1/completions", {"prompt": ["x", "x" * 8_000_000]}, "prompt"),
     ],
-    ids=["a message", "a stream", "messages", "a message to split", "messages to split", "a prompt", "prompts"],
+    ids=["a message", "a stream", "messages", "a prompt", "prompts"],
 )
 def test_what_can_not_fit_is_refused_unrendered_with_the_numbers(path: str, body: dict[str, Any], param: str) -> None:
     engine, template = FakeEngine("hi", model=describe(max_model_len=8192)), PlainTemplate()
@@ -62,6 +64,62 @@ def test_what_can_not_fit_is_refused_unrendered_with_the_numbers(path: str, body
     least = 10_000 if len(body.get("messages", ())) == 10_000 else 1_000_000
     assert f"resulted in at least {least} tokens" in error["message"]
     assert (template.requests, engine.requests) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "counted", "least"),
+    [
+        ("/tokenize", {"prompt": "x" * 50_000}, "count", 50_000),
+        ("/tokenize", said("x" * 50_000), "count", 50_000),
+        ("/tokenize", said("x", 9000), "count", 9000),
+        ("/v1/messages/count_tokens", said("x" * 50_000), "input_tokens", 50_000),
+        ("/v1/messages/count_tokens", said("x", 9000), "input_tokens", 9000),
+        ("/v1/responses/input_tokens", {"input": "x" * 50_000}, "input_tokens", 50_000),
+        ("/v1/responses/input_tokens", {"input": said("x", 9000)["messages"]}, "input_tokens", 9000),
+    ],
+)
+def test_what_can_not_fit_is_counted(path: str, body: dict[str, Any], counted: str, least: int) -> None:
+    response = post(fake_session(FakeEngine("hi", model=describe(max_model_len=4096))), path, body)
+    assert response.status_code == 200, response.text
+    assert response.json()[counted] >= least
+
+
+def test_sixty_megabytes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "encode_document", lambda self, text: pytest.fail("encoded"))
+    template = PlainTemplate()
+    for body in ({"prompt": "x" * 60_000_000}, said("x" * 60_000_000)):
+        response = post(fake_session(FakeEngine("hi"), template), "/tokenize", body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert template.requests == []
+
+
+def test_long_prompts_are_rendered_beside_each_other_and_short_ones_beside_them() -> None:
+    async def scenario() -> None:
+        both, short = threading.Barrier(2), threading.Event()
+
+        class Meeting(PlainTemplate):
+            def render(self, request: ChatRequest, **options: Any) -> RenderedPrompt:
+                prompt = super().render(request, **options)
+                if len(prompt.text) < LONG_TEXT:
+                    short.set()
+                    return prompt
+                both.wait(60)
+                assert short.wait(60)
+                return prompt
+
+        session = fake_session(FakeEngine("hi"), Meeting())
+        # None of the event loop's threads may be taken by long texts.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        chats = [
+            ChatRequest(str(index), (ChatMessage("user", (TextPart(text),)),))
+            for index, text in enumerate(["x" * (LONG_TEXT + 1)] * 2 + ["y"])
+        ]
+        long_ones = [asyncio.create_task(session.tokenize_chat(chat)) for chat in chats[:2]]
+        await asyncio.sleep(0)
+        assert len(await session.tokenize_chat(chats[2])) < 100
+        assert [len(ids) > LONG_TEXT for ids in await asyncio.gather(*long_ones)] == [True] * 2
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("num_bytes", [10, 300_000])

@@ -181,12 +181,11 @@ def test_a_conversation_that_can_not_fit_is_refused_before_it_is_rendered() -> N
     ) as one:
         events_of(session, ask("x" * 1000))
     assert one.value.param == "messages"
-    with pytest.raises(ContextTooLong, match="at least 125 tokens"):
-        asyncio.run(session.tokenize_chat(ask("x" * 1000)))
     answered = ChatMessage("assistant", (TextPart(f"<think>hm</think>{'x' * 1000}"),))
     with pytest.raises(ContextTooLong, match="at least 125 tokens"):
         events_of(session, ChatRequest("request-1", (answered,)))
     assert (engine.requests, template.requests) == ([], [])
+    assert len(asyncio.run(session.tokenize_chat(ask("x" * 1000)))) >= 1000
 
 
 def test_text_that_a_template_may_leave_out_refuses_nothing() -> None:

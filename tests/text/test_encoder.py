@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from text.vocabularies import byte_fallback, byte_level, metaspace, word_piece
 from tokenizers import Regex, models, pre_tokenizers
@@ -78,6 +84,26 @@ def test_a_text_that_takes_too_long_is_refused_and_the_next_is_encoded(monkeypat
         with pytest.raises(InvalidRequest, match="takes more than"):
             usual.encode("a " * 1_000_000, frames=False)
     assert usual.encode("a", frames=False) == BACKENDS["byte-level"].encode("a").ids
+
+
+def _meet(key: bytes, text: str, frames: bool) -> npt.NDArray[np.uint32]:
+    """Waits, in the helper process, for the other call."""
+    place = Path(text)
+    (place / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(pids := [int(each.name) for each in place.iterdir()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return np.array(sorted(pids), np.uint32)
+
+
+def test_two_long_texts_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(encoder, "LONG_TEXT", -1)
+    monkeypatch.setattr(encoder, "_encode_known", _meet)
+    usual = TextEncoder(BACKENDS["byte-level"])
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(usual.encode, str(tmp_path), frames=False) for _ in range(2)]
+    pids = {tuple(call.result()) for call in calls}
+    assert [len(each) for each in pids] == [2]
 
 
 def test_encoding_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:

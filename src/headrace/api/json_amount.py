@@ -12,8 +12,8 @@ MAX_CONTAINERS = 32_768
 MAX_MEMBERS = 131_072
 """Names with a value in all objects together."""
 
-MAX_VALUES = 524_288
-"""Values in all objects and lists together; enough for the token ids of any prompt."""
+MAX_VALUES = 1_310_720
+"""Values in all objects and lists together, of which token ids cost least: enough for 128 prompts of 8,192 ids."""
 
 MAX_DEPTH = 200
 """Of objects and lists in each other: the JSON reader's own limit."""

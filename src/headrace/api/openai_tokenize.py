@@ -11,7 +11,7 @@ from headrace.api.json_body import StrictBody, check, read_object
 from headrace.api.openai_chat import PromptBody, chat_prompt
 from headrace.api.openai_completion import read_token_ids
 from headrace.api.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, refuse_unbuilt, unknown_fields
-from headrace.api.openai_messages import refuse_too_many, unknown_message_fields
+from headrace.api.openai_messages import unknown_message_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest
 
@@ -58,11 +58,8 @@ class DetokenizeCall:
     ignored: tuple[str, ...]
 
 
-def read_tokenize(body: bytes, max_model_len: int | None = None) -> TokenizeCall:
-    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
-
-    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before it is looked at.
-    """
+def read_tokenize(body: bytes) -> TokenizeCall:
+    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
     if value.get("messages") is None:
         text = check(TokenizeTextBody, value)
@@ -72,7 +69,6 @@ def read_tokenize(body: bytes, max_model_len: int | None = None) -> TokenizeCall
     if value.get("prompt") is not None:
         raise InvalidRequest("prompt and messages exclude each other", param="prompt")
     refuse_unbuilt(value, TOKENIZE_FIELDS)
-    refuse_too_many(value["messages"], max_model_len)
     chat = check(TokenizeChatBody, value)
     if chat.add_special_tokens:
         message = "add_special_tokens is not supported with messages: the chat template writes them"

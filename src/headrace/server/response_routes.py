@@ -55,7 +55,7 @@ class ResponseRoutes:
     async def count_input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
         body = await read_body(request, self._config.max_body_bytes)
-        call = await asyncio.to_thread(self._read, body)
+        call = await asyncio.to_thread(read_response, body, self._store)
         answer_name(call.model, self._names, strict=self._config.strict_model_name)
         self._ignored.add(call.ignored)
         with _own_field_names():

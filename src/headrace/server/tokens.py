@@ -39,7 +39,7 @@ class TokenRoutes:
         self._ignored = ignored
 
     async def tokenize(self, request: Request) -> Response:
-        call = await self._read(request, partial(read_tokenize, max_model_len=self._session.model.max_model_len))
+        call = await self._read(request, read_tokenize)
         self._check(call.model, call.ignored)
         if isinstance(call.prompt, str):
             work = self._session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
@@ -65,8 +65,7 @@ class TokenRoutes:
 
     async def count_message_tokens(self, request: Request) -> Response:
         thinker = Thinker(self._session.thinks, self._session.switches_thinking)
-        read = partial(read_messages, thinker=thinker, max_model_len=self._session.model.max_model_len)
-        call = await self._read(request, read)
+        call = await self._read(request, partial(read_messages, thinker=thinker))
         self._check(call.model, call.ignored)
         token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
         return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))

@@ -64,7 +64,7 @@ class CompletionPrompts:
 
     def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            self._generations.refuse_oversized((prompt,), "prompt")
+            self._generations.refuse_misfit((prompt,), "prompt")
             token_ids = tuple(naming("prompt", self._tokenizer.encode_document)(prompt))
         else:
             check_prompt_ids(prompt, self._generations.model.tokens, "prompt")

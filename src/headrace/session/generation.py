@@ -10,6 +10,7 @@ from headrace.session.settings import (
     check_sampling,
     check_stop,
     fit_max_tokens,
+    refuse_misfit,
     refuse_oversized,
     resolve_sampling,
 )
@@ -38,8 +39,12 @@ class Generations:
         check_sparse(request.sparse, self.model.sparse_draft)
 
     def refuse_oversized(self, texts: Sequence[str], param: str) -> None:
-        """Raises ContextTooLong for texts that are many times as long as the context, without counting their tokens."""
-        refuse_oversized(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
+        """Raises ContextTooLong for texts that are too long to be encoded, whatever for."""
+        refuse_oversized(texts, self.model.max_model_len, param)
+
+    def refuse_misfit(self, texts: Sequence[str], param: str) -> None:
+        """Raises ContextTooLong for texts that can't fit the context, without counting their tokens."""
+        refuse_misfit(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
 
     def make(
         self,

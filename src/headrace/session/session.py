@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from headrace.cancellation import run_in_thread
+from headrace.cancellation import run_in_pool, run_in_thread
 from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
@@ -64,6 +65,9 @@ log = logging.getLogger("headrace.session")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
+_NUM_LONG_TEXTS = 4
+"""Prompts of long texts that are made at once."""
+
 
 class Session:
     """Serves requests with one engine.
@@ -95,7 +99,8 @@ class Session:
         self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_broken_calls = 0
-        self._long_texts = asyncio.Semaphore(1)
+        # Threads that wait for a helper process to encode must not keep other work waiting.
+        self._long_texts = ThreadPoolExecutor(_NUM_LONG_TEXTS, "long-text")
         self._num_misfit_calls = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
@@ -207,7 +212,7 @@ class Session:
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """The prompt that a chat comes to, also one that leaves no room for an answer. Raises InvalidRequest.
 
-        One that is many times as long as the context raises ContextTooLong: its tokens are not counted.
+        It may be longer than the context, but texts that are too long to be encoded raise ContextTooLong.
         """
         prompt, _ = await self._prompt(request, None)
         return prompt.token_ids
@@ -321,8 +326,9 @@ class Session:
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
         """The prompt of a chat. max_model_len: for one that is to be answered, None for one that is only looked at."""
-        self._generations.refuse_oversized(_lasting_texts(request, self._family.think_close), "messages")
         is_answered = max_model_len is not None
+        refuse = self._generations.refuse_misfit if is_answered else self._generations.refuse_oversized
+        refuse(_lasting_texts(request, self._family.think_close), "messages")
         prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
             raise InvalidRequest("the messages come to an empty prompt", param="messages")
@@ -352,9 +358,9 @@ class Session:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Work on texts in a thread, which ends soon after the caller is cancelled; long texts wait for each other."""
-        async with self._long_texts if sum(map(len, texts)) > LONG_TEXT else nullcontext():
-            return await run_in_thread(work, *args, **kwargs)
+        """Work on texts in a thread, which ends soon after the caller is cancelled."""
+        pool = self._long_texts if sum(map(len, texts)) > LONG_TEXT else None
+        return await run_in_pool(pool, work, *args, **kwargs)
 
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
         self._generations.check(request)

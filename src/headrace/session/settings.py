@@ -211,17 +211,23 @@ MAX_TEXT = 8_000_000
 """Characters that are taken for any context; a longer context takes 8 for each of its tokens."""
 
 
-def refuse_oversized(
+def refuse_oversized(texts: Sequence[str], max_model_len: int, param: str) -> int:
+    """The number of characters in parts of a prompt. Raises ContextTooLong for more than are ever encoded."""
+    num_characters, most = sum(map(len, texts)), max(MAX_TEXT, 8 * max_model_len)
+    if num_characters > most:
+        message = f"{param} must hold at most {most} characters, not {num_characters}"
+        raise ContextTooLong(message, param=param, max_model_len=max_model_len)
+    return num_characters
+
+
+def refuse_misfit(
     texts: Sequence[str], least_num_tokens: Callable[[Sequence[str]], int], max_model_len: int, param: str
 ) -> None:
     """Raises ContextTooLong if these parts of a prompt can't fit, whatever tokens they come to.
 
     Asked before the prompt is made: rendering and encoding megabytes takes seconds. least_num_tokens: the tokenizer's.
     """
-    num_characters, most = sum(map(len, texts)), max(MAX_TEXT, 8 * max_model_len)
-    if num_characters > most:
-        message = f"{param} must hold at most {most} characters, not {num_characters}"
-        raise ContextTooLong(message, param=param, max_model_len=max_model_len)
+    num_characters = refuse_oversized(texts, max_model_len, param)
     # A token for each character is more than any text comes to: a bound is only looked for where it can matter.
     if num_characters >= max_model_len and (num_tokens := least_num_tokens(texts)) >= max_model_len:
         raise ContextTooLong.of_prompt(max_model_len, num_tokens, param, at_least=True)

@@ -1,4 +1,4 @@
-"""Texts to token ids: short ones in this process, long ones in a helper process with limits."""
+"""Texts to token ids: short ones in this process, long ones in helper processes with limits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from headrace.errors import InvalidRequest
 from headrace.sandbox import LimitExceeded, Sandbox
 
 LONG_TEXT = 512 * 1024
-"""Characters from which a text is encoded in the helper process. Up to there the library takes at most seconds."""
+"""Characters from which a text is encoded in a helper process. Up to there the library takes at most seconds."""
 
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 3 * 1024**3
 _MAX_BACKENDS = 4
+_NUM_PROCESSES = 2
 
 
 class TextEncoder:
@@ -82,7 +83,7 @@ def _is_failure(error: BaseException) -> bool:
 
 @functools.cache
 def _sandbox() -> Sandbox:
-    return Sandbox(num_processes=1, max_bytes=_MAX_BYTES)
+    return Sandbox(num_processes=_NUM_PROCESSES, max_bytes=_MAX_BYTES)
 
 
 # In the helper process.
