@@ -99,13 +99,16 @@ def _point_at_openblas() -> _Redirect:
     try:
         functions = {name: _address(library[_PREFIX + name]) for name in _FUNCTIONS}
         set_threads = library[_PREFIX + "openblas_set_num_threads"]
+        get_threads = library[_PREFIX + "openblas_get_num_threads"]
         get_config = library[_PREFIX + "openblas_get_config"]
     except AttributeError as error:
         raise _Unusable(f"{path.name} lacks a function ({error})") from error
     slots = elf.find_slots(_MLX_LIBRARY, _FUNCTIONS)
     get_config.restype = ctypes.c_char_p
     version = " ".join(get_config().decode().split()[:2])
-    num_threads = num_usable_cores()
+    # OpenBLAS has read OPENBLAS_NUM_THREADS. Its threads wait for each other without sleeping, which costs much where
+    # other programs use the cores too.
+    num_threads = min(get_threads(), num_usable_cores())
     set_threads(ctypes.c_int(num_threads))
     replaced = {slot: elf.read_slot(slot) for slot in slots.values()}
     for name, slot in slots.items():
