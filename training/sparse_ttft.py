@@ -117,7 +117,7 @@ class Clock:
         return Thinned(first_s, known_s, num_kept / length)
 
     def _prompt(self, length: int) -> tuple[int, ...]:
-        return tuple(self._random.integers(0, self._engine.model.vocab_size, length).tolist())
+        return tuple(self._random.integers(0, self._engine.model.tokens.end, length).tolist())
 
     async def _ask(self, prompt: tuple[int, ...], thinning: Thinning | None) -> tuple[float, int]:
         """Seconds, and the tokens of the prompt that were computed."""

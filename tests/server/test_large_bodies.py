@@ -171,6 +171,11 @@ def test_bytes_that_are_no_utf_8_are_no_json() -> None:
     assert asyncio.run(exchange()).status_code == 400
 
 
+def call(text: str) -> dict[str, Any]:
+    """Of a tool with one argument, 9 characters besides."""
+    return {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+
+
 def test_a_text_longer_than_any_context_wants_is_refused_unencoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "MAX_TEXT", 1000)
     # Of a tokenizer that gives no bound, as those that are no BPE: 8 characters for each token of the context.
@@ -178,6 +183,7 @@ def test_a_text_longer_than_any_context_wants_is_refused_unencoded(monkeypatch: 
     monkeypatch.setattr(ByteTokenizer, "encode_document", lambda self, text: pytest.fail("encoded"))
     for path, body, param in (
         (CHAT, said("x" * 2001), "messages"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call("x" * 1992)]}]}, "messages"),
         ("/tokenize", said("x" * 2001), "messages"),
         ("/tokenize", {"prompt": "x" * 2001}, "prompt"),
         ("/v1/completions", {"prompt": "x" * 2001}, "prompt"),

@@ -329,6 +329,8 @@ class Session:
         is_answered = max_model_len is not None
         refuse = self._generations.refuse_misfit if is_answered else self._generations.refuse_oversized
         refuse(_lasting_texts(request, self._family.think_close), "messages")
+        arguments = [call.arguments for message in request.messages for call in message.tool_calls]
+        self._generations.refuse_oversized(arguments, "messages")
         prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
             raise InvalidRequest("the messages come to an empty prompt", param="messages")
