@@ -267,21 +267,10 @@ def _prepare(
     limits.restore_open_files()
     here = _current_device()
     files = model_files(config)
-    models, knobs = config.models, config.engine
-    sees = models.vision == "auto"
-    loaded = load(
-        files,
-        dtype=models.dtype,
-        numerics=models.numerics,
-        self_check=models.self_check,
-        device=here,
-        tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
-        sees=sees,
-    )
-    if constraints is not None:
-        constraints.warm_up()
+    knobs = config.engine
+    loaded = _load(config, files, here, constraints)
     drafting = prepare_drafting(config, files, loaded, here)
-    found = _find_tower(files, loaded, models.dtype, here) if sees and loaded.packed.takes_media else None
+    found = _find_tower(config, files, loaded, here)
     draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
     budget_bytes = state_budget(here.memory_bytes, knobs.gpu_memory_utilization)
@@ -329,6 +318,22 @@ def _prepare(
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
+def _load(config: Config, files: ModelFiles, here: Device, constraints: ConstraintFactory | None) -> LoadedModel:
+    models = config.models
+    loaded = load(
+        files,
+        dtype=models.dtype,
+        numerics=models.numerics,
+        self_check=models.self_check,
+        device=here,
+        tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
+        sees=models.vision == "auto",
+    )
+    if constraints is not None:
+        constraints.warm_up()
+    return loaded
+
+
 def _current_device() -> Device:
     here = device.current()
     # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
@@ -347,12 +352,14 @@ def _find_draft(config: Config, files: ModelFiles, loaded: LoadedModel, here: De
         raise ModelError(f"--sparse-draft: {error}") from error
 
 
-def _find_tower(files: ModelFiles, loaded: LoadedModel, dtype: str, here: Device) -> tuple[Tower, str] | None:
-    """The model's vision tower and a line about it; None if it has none that is known."""
+def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> tuple[Tower, str] | None:
+    """The model's vision tower and a line about it; None if it has none that is known, or none is wanted."""
+    if config.models.vision != "auto" or not loaded.packed.takes_media:
+        return None
     model = loaded.packed.model
     if isinstance(model, SeeingModel):
         return whole_tower(model, files)
-    return load_tower(files, dtype=dtype, device=here, has_axes=loaded.packed.has_axes)
+    return load_tower(files, dtype=config.models.dtype, device=here, has_axes=loaded.packed.has_axes)
 
 
 def _prefix_pool(name: str, cost: StateCost, disk: DiskTier | None) -> PrefixPool:
