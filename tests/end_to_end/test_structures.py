@@ -126,6 +126,11 @@ async def test_a_schema_that_crashes_or_hangs_the_library_is_refused_and_answers
     assert [first, second, third] == [expected] * 3
 
 
+async def test_a_grammar_of_nothing_but_the_end_token_is_refused(session: Session) -> None:
+    with pytest.raises(GrammarFailed, match="leaves no token"):
+        await answers(session, ask("end", Structure("grammar", "start: <|im_end|>"), max_tokens=5))
+
+
 async def test_an_answer_whose_grammar_becomes_too_complex_fails_alone(session: Session) -> None:
     # The library takes 2,000 alternatives of a rule at once, which come only behind some text here.
     grammar = "start: /[A-Z][a-z]{80}/ x\nx: " + " | ".join(f'"{i} and"' for i in range(3000))

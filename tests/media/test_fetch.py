@@ -253,6 +253,10 @@ def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
     refusal(lambda: read(f"http://{host}/x", MediaPolicy(hosts=("*", host))))
 
 
+def test_a_name_that_is_no_international_one_is_refused() -> None:
+    assert "does not fetch from xn--" in refusal(lambda: read("http://xn--/", MediaPolicy(hosts=("a.example",))))
+
+
 def test_the_next_address_is_tried_when_one_can_t_be_reached() -> None:
     def half(request: httpx.Request) -> httpx.Response:
         if request.url.host == "2606:4700::1":

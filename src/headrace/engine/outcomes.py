@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from headrace.engine.draws import Drawn
 from headrace.engine.windows import Window
-from headrace.errors import GenerationFailed
+from headrace.errors import GenerationFailed, GrammarFailed
+from headrace.grammar.constraint import Constraint
 from headrace.types.events import TokenLogprobs
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult
 
@@ -39,7 +40,9 @@ def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
     return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
 
 
-def not_drawn(sequence_id: str) -> ChunkFailure:
+def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
     """Of a sequence without a token at some place."""
+    if constraint is not None:
+        return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
     error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")
     return ChunkFailure(sequence_id, error)

@@ -294,7 +294,7 @@ class Runner:
         elif is_drawn:
             results.append(result_of(window, num_committed, token_ids, outcome))
         else:
-            failures.append(not_drawn(chunk.sequence_id))
+            failures.append(not_drawn(chunk.sequence_id, live.constraint))
         if chunk.forks:
             results += self._fork(window, outcome.forks, failures)
         if live.ahead is not None:
@@ -333,7 +333,7 @@ class Runner:
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
             if drawn.token_id == NO_TOKEN:
-                failures.append(not_drawn(sequence_id))
+                failures.append(not_drawn(sequence_id, fork.constraint))
                 continue
             fork.grow([drawn.token_id])
             scores = () if drawn.logprobs is None else (drawn.logprobs,)

@@ -93,7 +93,7 @@ class RemoteMedia:
             target = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise InvalidRequest(f"{param}: the URL is not valid", param=param) from error
-        if target.scheme not in _PORTS or not target.host:
+        if target.scheme not in _PORTS or not target.raw_host:  # `host` raises for a name that is no IDNA
             raise InvalidRequest(f"{param}: the URL must be http: or https: with a host", param=param)
         if target.userinfo:
             raise InvalidRequest(f"{param}: the URL must not hold a name or password", param=param)
