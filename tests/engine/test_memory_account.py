@@ -55,10 +55,11 @@ async def test_weights_states_checkpoints_and_records_are_all_that_the_device_ho
             pass
         high = asyncio.create_task(run(request("high", 9, 200, 30)))
         status = await engine.status()
-        while not any(each.phase is Phase.PREEMPTED for each in status.requests):
+        # just after it came back a sequence may share with the checkpoint that it came from
+        while not (any(each.phase is Phase.PREEMPTED for each in status.requests) and agrees(status.memory)):
+            assert not high.done()
             status = await engine.status()
         assert status.memory.preempted_bytes > 1_000_000
-        assert agrees(status.memory)
         await high
         for task in low:
             task.cancel()

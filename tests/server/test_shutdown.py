@@ -192,7 +192,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending() -> N
 
 
 def wait_until_stuck(process: subprocess.Popen[str]) -> None:
-    assert any(line == "stuck\n" for line in process.stdout)
+    assert any("stuck" in line for line in process.stdout)
 
 
 STUCK_TOKENIZER = "ByteTokenizer.encode_document = lambda *_: {}()"
@@ -207,7 +207,7 @@ engine.on_start, Silent.stop = engine._thread.start, serve.Engine.stop
     [
         (STUCK_TOKENIZER.format("blocks"), 0, ""),
         (STUCK_TOKENIZER.format("freezes"), -signal.SIGKILL, "still busy"),
-        (STUCK_ENGINE.format("blocks"), 0, "the engine is still busy"),
+        pytest.param(STUCK_ENGINE.format("blocks"), 0, "the engine is still busy", marks=pytest.mark.slow),
         # the event loop
         pytest.param("engine.on_start = blocks", -signal.SIGKILL, "still busy", marks=pytest.mark.slow),
     ],
