@@ -40,7 +40,7 @@ class HeadraceError(Exception):
         self.param = param
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As it stands, from a helper process too: constructors further down want other arguments.
+        # Unchanged, also from a helper process: constructors further down want other arguments.
         return _restored, (type(self), self.args), self.__dict__
 
 

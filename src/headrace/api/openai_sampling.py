@@ -59,7 +59,7 @@ class SamplingBody(SparseBody):
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, allow_inf_nan=False)] = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
-    # Read by hand: every wrong entry would be an error of its own.
+    # Read by hand: pydantic would report an error for every wrong entry.
     logit_bias: Any = None
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = None
     bad_words: (
