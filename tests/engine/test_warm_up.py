@@ -51,10 +51,10 @@ def test_requests_after_it_meet_no_step_that_has_to_be_built(packed: PackedModel
     assert packed.is_compiled
     line = warm_up(packed, VOCAB, AMPLE, 6, 256)
     assert line.startswith("warm-up: steps of up to 6 rows in ")
-    num_built = packed.num_slow
+    num_built = packed.num_new_forms
     assert num_built > 0
     answer(packed, num_requests)
-    assert packed.num_slow == num_built
+    assert packed.num_new_forms == num_built
 
 
 def test_a_failure_of_it_is_logged_and_stops_nothing(

@@ -173,7 +173,7 @@ def test_forms_of_steps_are_kept_up_to_a_number(
     reference, packed = fused("qwen3"), pack(build("qwen3"), tiny_fused.KERNELS)
     assert packed._compiled is not None
     packed._compiled._forms.clear()
-    state, ids, before = SequenceState(SlabPool(), LENGTH), SENTENCES[0], packed.num_slow
+    state, ids, before = SequenceState(SlabPool(), LENGTH), SENTENCES[0], packed.num_new_forms
     for num_tokens in (20, 1, 1, 2, 1):
         state.begin(num_tokens)
         start = state.length
@@ -183,7 +183,7 @@ def test_forms_of_steps_are_kept_up_to_a_number(
         assert reference.off(0, start, logits) < TOLERANCE
     assert len(packed._compiled._forms) == num_forms
     # of one token, of two, and where there is no room for both, of one again
-    assert packed.num_slow - before == 2 + (num_forms == 1)
+    assert packed.num_new_forms - before == 2 + (num_forms == 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])

@@ -71,8 +71,8 @@ class CompiledSteps:
         self._body = body
         self._kernels = kernels
         self._kinds = _kinds(mixers, windows)
-        self.num_slow = 0
-        """Steps so far that were of a new form: they took longer than others will."""
+        self.num_new_forms = 0
+        """Steps so far that had to be built: no earlier one was of their form, or it was dropped since."""
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         """By what a step's operations depend on."""
 
@@ -135,7 +135,7 @@ class CompiledSteps:
     def _form(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
         form = self._forms.pop(key, None)
         if form is None:
-            self.num_slow += 1
+            self.num_new_forms += 1
             run = partial(self._trace, *key[:2])
             # without CUDA what the kernels write in place is a change of the arrays' objects, lost in a trace
             form = mx.compile(run) if mx.cuda.is_available() else run

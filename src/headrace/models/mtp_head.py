@@ -97,9 +97,9 @@ class MtpHead:
         return self._compiled is not None
 
     @property
-    def num_slow(self) -> int:
+    def num_new_forms(self) -> int:
         """Of the trunk's steps and of its own, see `CompiledSteps`."""
-        return self._trunk.num_slow + (0 if self._compiled is None else self._compiled.num_slow)
+        return self._trunk.num_new_forms + (0 if self._compiled is None else self._compiled.num_new_forms)
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
         """The hidden rows of a sequence that the head has not read."""

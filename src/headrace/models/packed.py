@@ -242,9 +242,9 @@ class PackedModel:
         return self._compiled is not None
 
     @property
-    def num_slow(self) -> int:
-        """Steps that took longer than others of their kind will, see `CompiledSteps`."""
-        return 0 if self._compiled is None else self._compiled.num_slow
+    def num_new_forms(self) -> int:
+        """Steps so far of a new form, see `CompiledSteps`."""
+        return 0 if self._compiled is None else self._compiled.num_new_forms
 
     @property
     def takes_media(self) -> bool:

@@ -43,9 +43,9 @@ class HeadDrafter:
         self._head = head
 
     @property
-    def num_slow(self) -> int:
-        """Steps so far whose time says nothing about later ones, see `CompiledSteps`."""
-        return self._head.num_slow
+    def num_new_forms(self) -> int:
+        """Steps so far of a new form, whose time says nothing about later ones, see `CompiledSteps`."""
+        return self._head.num_new_forms
 
     def num_unread(self, state: SequenceState) -> int:
         """Computed tokens that the head has not read."""

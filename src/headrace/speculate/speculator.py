@@ -97,8 +97,8 @@ class Speculator:
         self._ranking = ranking
         self._planner = planner
         self._looks = Looks()
-        self._num_slow = 0
-        """Of the head's, until the last step."""
+        self._num_new_forms = 0
+        """The head's, when the last step was reported."""
         self.max_drafts = max_drafts
         self.num_failures = 0
 
@@ -235,8 +235,8 @@ class Speculator:
         first and the last of a run of those have more to do, or less.
         """
         self._looks.is_promising = any(one.num_right for one in windows)
-        num_slow = self._head.num_slow
-        is_mixed, self._num_slow = is_mixed or num_slow > self._num_slow, num_slow
+        num_new_forms = self._head.num_new_forms
+        is_mixed, self._num_new_forms = is_mixed or num_new_forms > self._num_new_forms, num_new_forms
         sound = [one for one in windows if not one.row.has_failed]
         if not sound:
             return
