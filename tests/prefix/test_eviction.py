@@ -1,4 +1,4 @@
-"""Who gives way when bytes run short."""
+"""Who gives path when bytes run short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from prefix.made_up import MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
 
-from headrace.prefix.budget import Kind, Ledger
+from headrace.prefix.budget import Kind, MemoryUsage
 from headrace.prefix.pieces import Piece
 
 SPAN_BYTES_PER_TOKEN = 20_000
@@ -55,16 +55,16 @@ def test_even_a_long_conversation_goes_when_it_is_old_enough(sort: str) -> None:
 
 @dataclass
 class ChargingStore(MadeUpStore):
-    """Tells a ledger what it holds."""
+    """Tells a usage what it holds."""
 
-    ledger: Ledger = field(default_factory=lambda: Ledger(0))
+    usage: MemoryUsage = field(default_factory=lambda: MemoryUsage(0))
 
     def _made(self, piece: MadeUpPiece) -> MadeUpPiece:
-        self.ledger.restate(Kind.RECORDS, self.ledger.used(Kind.RECORDS) + piece.num_bytes)
+        self.usage.set_usage(Kind.RECORDS, self.usage.used(Kind.RECORDS) + piece.num_bytes)
         return super()._made(piece)
 
     def _taken(self, piece: Piece) -> MadeUpPiece:
-        self.ledger.restate(Kind.RECORDS, self.ledger.used(Kind.RECORDS) - piece.num_bytes)
+        self.usage.set_usage(Kind.RECORDS, self.usage.used(Kind.RECORDS) - piece.num_bytes)
         return super()._taken(piece)
 
 
@@ -72,16 +72,16 @@ class ChargingStore(MadeUpStore):
 def test_sixty_distinct_prompts_stay_within_a_small_budget(sort: str) -> None:
     weights_bytes = 10**9
     one_prompt_bytes = 4_000 * SPAN_BYTES_PER_TOKEN + SNAPSHOT_BYTES + 3
-    ledger = Ledger(weights_bytes + 8 * one_prompt_bytes)
-    ledger.restate(Kind.WEIGHTS, weights_bytes)
-    shelf = shelf_of(sort, ChargingStore(SPAN_BYTES_PER_TOKEN, SNAPSHOT_BYTES, ledger=ledger))
+    usage = MemoryUsage(weights_bytes + 8 * one_prompt_bytes)
+    usage.set_usage(Kind.WEIGHTS, weights_bytes)
+    shelf = shelf_of(sort, ChargingStore(SPAN_BYTES_PER_TOKEN, SNAPSHOT_BYTES, usage=usage))
     for number in range(60):
         prompt = made_up_tokens(number, 4_000)
         assert shelf.length(prompt) == 0
-        assert ledger.make_room(one_prompt_bytes, shelf.tree.evict)
+        assert usage.reclaim(one_prompt_bytes, shelf.tree.evict)
         shelf.put(prompt, [3_999])
-        assert ledger.room() >= 0
-        assert ledger.used(Kind.RECORDS) == shelf.tree.num_bytes
+        assert usage.room() >= 0
+        assert usage.used(Kind.RECORDS) == shelf.tree.num_bytes
         assert shelf.length(prompt) == 3_999
     assert shelf.tree.summary().num_nodes >= 7
 

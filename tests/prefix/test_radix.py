@@ -8,7 +8,7 @@ import pytest
 from prefix.made_up import HERE, THERE, MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.key import MediaSpan, cache_key
-from headrace.prefix.match import Parting
+from headrace.prefix.match import Mismatch
 from headrace.prefix.pieces import Piece
 from headrace.prefix.radix import PrefixTree
 
@@ -39,7 +39,7 @@ def test_a_snapshot_at_the_prompts_very_end_is_no_hit_for_the_same_prompt() -> N
     match = shelf.find(A)
     assert match.num_tokens == 500
     assert match.snapshot_lengths == (1000,)
-    assert match.junction == 999
+    assert match.branch_point == 999
     assert shelf.length(A + B) == 1000
 
 
@@ -63,7 +63,7 @@ def test_two_namespaces_never_share() -> None:
     shelf = dense()
     shelf.put(A)
     assert shelf.length(A, THERE) == 0
-    assert shelf.find(A, THERE).parting is Parting.EMPTY
+    assert shelf.find(A, THERE).mismatch is Mismatch.EMPTY
 
 
 def test_token_ids_with_the_same_low_byte_are_different() -> None:
@@ -96,22 +96,22 @@ def test_a_system_prompt_is_shared_and_two_images_are_not() -> None:
     shelf = dense()
     shelf.put(cat)
     match = shelf.find(dog)
-    assert (match.num_tokens, match.parting) == (300, Parting.MEDIA)
-    assert shelf.find(text + B).parting is Parting.MEDIA
+    assert (match.num_tokens, match.mismatch) == (300, Mismatch.MEDIA)
+    assert shelf.find(text + B).mismatch is Mismatch.MEDIA
     assert shelf.length(cat) == len(cat) - 1
     shelf.tree.clear()
     shelf.put(text + B)
-    assert shelf.find(cat).parting is Parting.MEDIA
+    assert shelf.find(cat).mismatch is Mismatch.MEDIA
 
 
 def test_a_junction_is_where_others_have_been_but_no_state_is() -> None:
     shelf = hybrid()
     shelf.put(A + B, [100, 2000])
     match = shelf.find(A + C)
-    assert (match.num_tokens, match.num_agreed_tokens, match.junction) == (100, 1000, 1000)
+    assert (match.num_tokens, match.num_agreed_tokens, match.branch_point) == (100, 1000, 1000)
     shelf.put(A + C, [1000, 2000])
     assert shelf.length(A + made_up_tokens(5, 10)) == 1000
-    assert shelf.find(A + B + C).junction is None
+    assert shelf.find(A + B + C).branch_point is None
 
 
 def test_a_snapshot_behind_the_parting_is_none_of_the_prompts() -> None:
@@ -121,19 +121,19 @@ def test_a_snapshot_behind_the_parting_is_none_of_the_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "num_agreed", "parting"),
+    ("prompt", "num_agreed", "mismatch"),
     [
-        (A[:400], 400, Parting.WHOLE),
-        (A + C, 1000, Parting.END),
-        (A[:400] + C, 400, Parting.TOKEN),
-        (C, 0, Parting.TOKEN),
+        (A[:400], 400, Mismatch.WHOLE),
+        (A + C, 1000, Mismatch.END),
+        (A[:400] + C, 400, Mismatch.TOKEN),
+        (C, 0, Mismatch.TOKEN),
     ],
 )
-def test_a_match_says_where_and_why_it_parts(prompt: tuple[int, ...], num_agreed: int, parting: Parting) -> None:
+def test_a_match_says_where_and_why_it_parts(prompt: tuple[int, ...], num_agreed: int, mismatch: Mismatch) -> None:
     shelf = dense()
     shelf.put(A)
     match = shelf.find(prompt)
-    assert (match.num_agreed_tokens, match.parting) == (num_agreed, parting)
+    assert (match.num_agreed_tokens, match.mismatch) == (num_agreed, mismatch)
 
 
 def test_parting_at_a_fork_is_told_as_another_token() -> None:
@@ -141,7 +141,7 @@ def test_parting_at_a_fork_is_told_as_another_token() -> None:
     shelf.put(A + B)
     shelf.put(A + C)
     match = shelf.find(A + made_up_tokens(5, 10))
-    assert (match.num_agreed_tokens, match.parting) == (1000, Parting.TOKEN)
+    assert (match.num_agreed_tokens, match.mismatch) == (1000, Mismatch.TOKEN)
 
 
 def test_only_what_is_missing_is_cut() -> None:

@@ -56,27 +56,27 @@ def test_a_warm_prompt_is_marked_behind_its_beginning_only() -> None:
 )
 def test_the_best_marks_are_taken_when_there_are_too_many(most: int, marks: tuple[int, ...]) -> None:
     match = match_of((KEY[:700] + OTHER, [1700]))
-    assert match.junction == 700
+    assert match.branch_point == 700
     assert plan(match, TURNS, most=most).marks == marks
 
 
 def test_a_junction_close_behind_a_boundary_counts_as_the_boundary() -> None:
     match = match_of((KEY[:405] + OTHER, [1405]))
-    assert match.junction == 405
+    assert match.branch_point == 405
     assert plan(match).marks == (200, 400, 600, 800, 990)
     assert plan(match, most=2).marks == (400, 990)
 
 
 def test_a_junction_close_behind_the_restored_state_is_left_out() -> None:
     match = match_of((KEY[:405] + OTHER, [400, 1405]))
-    assert (match.num_tokens, match.junction) == (400, 405)
+    assert (match.num_tokens, match.branch_point) == (400, 405)
     assert plan(match, TURNS[-1:]).marks == (990,)
 
 
 def test_no_mark_is_where_a_snapshot_lies_already() -> None:
     match = match_of((KEY, [200, 1000]))
     assert match.snapshot_lengths == (1000,)
-    assert plan(match, (Boundary(1000, PROMPT),)).marks == (999,)  # the junction serves the same prompt next time
+    assert plan(match, (Boundary(1000, PROMPT),)).marks == (999,)  # the branch_point serves the same prompt next time
 
 
 def test_a_prompt_without_its_own_boundary_is_marked_before_its_last_token() -> None:

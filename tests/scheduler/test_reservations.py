@@ -70,9 +70,9 @@ class Game:
         assert self.reservations.num_tokens(holder.name) == holder.num_tokens
         return is_safe
 
-    def give_back(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """A sequence ends."""
-        self.reservations.give_back(self.holders.pop(index).name)
+        self.reservations.release(self.holders.pop(index).name)
 
 
 MOVES = st.lists(
@@ -97,12 +97,12 @@ def test_a_promise_is_made_exactly_if_everybody_can_still_end(
         elif game.holders and kind == "extend":
             game.extend(first % len(game.holders), second)
         elif game.holders:
-            game.give_back(first % len(game.holders))
+            game.release(first % len(game.holders))
         held = sum(game.memory.cost(holder.num_tokens) for holder in game.holders)
         assert game.reservations.reserved_bytes == held <= 1000
     while game.holders:
         assert game.extend(0, 1000)
-        game.give_back(0)
+        game.release(0)
     assert game.reservations.reserved_bytes == 0
 
 

@@ -16,9 +16,9 @@ from scheduler.made_up import AMPLE, NUM_TOKENS, FakeRunner, request, solo
 
 from headrace.errors import InvalidRequest
 from headrace.scheduler import admission, preemption
-from headrace.scheduler.pace import REMEASURE_EVERY
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
+from headrace.scheduler.step_time_model import REMEASURE_EVERY
 from headrace.types.events import FinishReason
 from headrace.types.request import GenerationRequest
 from headrace.types.step import Chunk, StepPlan

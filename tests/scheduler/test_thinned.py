@@ -8,10 +8,10 @@ import pytest
 from scheduler.made_up import AMPLE, FakeRunner, answer, request, solo
 
 from headrace.errors import Overloaded
-from headrace.scheduler.pace import SLOWDOWN, Pace
 from headrace.scheduler.prefixes import CachedPrefix, NoPrefixes
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_time_model import SLOWDOWN, StepTimeModel
 from headrace.types.events import SparseUsage, TokenOutput
 from headrace.types.request import GenerationRequest, Thinned
 
@@ -104,9 +104,9 @@ def test_what_waits_for_its_own_scores_takes_no_place_in_the_queue() -> None:
         planner.add(request("b", 100), 0.0)
 
 
-def measured(plain_s: float, prompt_token_s: float) -> Pace:
+def measured(plain_s: float, prompt_token_s: float) -> StepTimeModel:
     """Knows what steps take."""
-    pace = Pace()
+    pace = StepTimeModel()
     for _ in range(2):
         pace.observe(1, 0, plain_s)
     for _ in range(3):
@@ -124,8 +124,8 @@ def test_prompts_take_the_time_that_they_are_given() -> None:
 
 
 def test_a_first_prompt_beside_others_streams_is_one_block_until_its_cost_is_known() -> None:
-    assert Pace().budget_within(100.0, 2048) == 32
-    assert Pace().budget_within(100.0, 8) == 8
+    assert StepTimeModel().budget_within(100.0, 2048) == 32
+    assert StepTimeModel().budget_within(100.0, 8) == 8
 
 
 def test_a_step_may_be_told_to_leave_prompts_out() -> None:

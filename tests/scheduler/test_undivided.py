@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.made_up import AMPLE, answer, lengths, request
 
-from headrace.scheduler.pace import MEDIA_SLOWDOWN, SLOWDOWN
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN
 from headrace.types.media import MediaInput, PromptMedia, TwoWay
 from headrace.types.request import GenerationRequest
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from scheduler.made_up import request
 
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.waiting import OLDEST_EVERY, SessionShares, WaitingQueue
+from headrace.scheduler.waiting import OLDEST_EVERY, FairShares, WaitingQueue
 
 
 class Queue:
     """A queue whose requests end as soon as they start, unless they are kept."""
 
     def __init__(self) -> None:
-        self.shares = SessionShares()
+        self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares)
 
     def push(self, name: str, session: str = "", priority: int = 0, prompt: int = 10) -> None:
@@ -43,7 +43,7 @@ class Queue:
         return [self.serve_next() for _ in range(len(self.waiting))]
 
 
-def virtual_time(shares: SessionShares, name: str) -> float:
+def virtual_time(shares: FairShares, name: str) -> float:
     """How much a session has been served."""
     return shares.rank(name)[0]
 
@@ -103,7 +103,7 @@ def test_output_counts_as_service() -> None:
 
 
 def test_a_session_that_comes_back_has_no_claim_to_the_time_it_was_away() -> None:
-    shares = SessionShares()
+    shares = FairShares()
     shares.join("stays")
     shares.join("goes")
     shares.leave("goes")
@@ -113,7 +113,7 @@ def test_a_session_that_comes_back_has_no_claim_to_the_time_it_was_away() -> Non
 
 
 def test_a_session_that_had_more_than_its_share_does_not_shed_it_by_going_away() -> None:
-    shares = SessionShares()
+    shares = FairShares()
     shares.join("heavy")
     shares.join("light")
     shares.serve("heavy", 100)
@@ -127,7 +127,7 @@ def test_a_session_that_had_more_than_its_share_does_not_shed_it_by_going_away()
 
 
 def test_sessions_are_forgotten_once_all_is_idle() -> None:
-    shares = SessionShares()
+    shares = FairShares()
     shares.join("a")
     shares.serve("a", 100)
     shares.leave("a")

@@ -19,7 +19,7 @@ from headrace.engine.runner import Runner
 from headrace.engine.sparse import SparsePrefill
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
-from headrace.prefix.budget import Kind, Ledger
+from headrace.prefix.budget import Kind, MemoryUsage
 from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
 from headrace.types.events import TokenOutput
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
@@ -120,8 +120,8 @@ class Loop:
         self._features = features
         self._sparse = sparse
         self._memory = memory
-        self._ledger = Ledger(memory.budget_bytes + memory.weights_bytes)
-        self._ledger.restate(Kind.WEIGHTS, memory.weights_bytes)
+        self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes)
+        self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
         self._sinks: dict[str, Sink] = {}
@@ -137,7 +137,7 @@ class Loop:
             if self._is_stopping:
                 break
             if self._features is not None and self._features.is_waited_for:
-                self._features.advance(self._scheduler.plain_step_s)
+                self._features.advance(self._scheduler.decode_step_s)
             plan = self._scheduler.schedule(0.0 if self._is_scorings_turn() else None)
             self._num_prompt_tokens = plan.num_prompt_tokens
             if not plan.is_empty:
@@ -214,17 +214,19 @@ class Loop:
         self._runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
         if self._features is not None:
-            self._ledger.restate(Kind.FEATURES, self._features.num_bytes)
+            self._memory_usage.set_usage(Kind.FEATURES, self._features.num_bytes)
         if self._prefixes is not None:
             self._prefixes.hand_over()
             of_draft = 0 if self._sparse is None else self._sparse.draft.reserved_bytes
-            self._ledger.restate(Kind.STATE, self._scheduler.reserved_bytes + of_draft)
-            self._ledger.restate(Kind.DISK, self._prefixes.disk_bytes)
-            self._ledger.restate(Kind.RECORDS, self._records_bytes)
-            self._ledger.make_room(0, partial(self._evict, self._prefixes))
+            self._memory_usage.set_usage(Kind.STATE, self._scheduler.reserved_bytes + of_draft)
+            self._memory_usage.set_usage(Kind.DISK, self._prefixes.disk_bytes)
+            self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
+            self._memory_usage.reclaim(0, partial(self._evict, self._prefixes))
             # records give way to what is to be written, live states don't
             self._prefixes.limit_disk(
-                self._ledger.capacity_bytes - self._ledger.used(Kind.WEIGHTS) - self._ledger.used(Kind.STATE)
+                self._memory_usage.capacity_bytes
+                - self._memory_usage.used(Kind.WEIGHTS)
+                - self._memory_usage.used(Kind.STATE)
             )
 
     def _evict(self, prefixes: PrefixPool, num_bytes: int) -> int:
@@ -232,10 +234,10 @@ class Loop:
         num_freed = 0 if self._sparse is None else self._sparse.draft.evict(num_bytes)
         if num_freed < num_bytes:
             num_freed += prefixes.evict(num_bytes - num_freed)
-        if mx.get_active_memory() + mx.get_cache_memory() > self._ledger.capacity_bytes:
+        if mx.get_active_memory() + mx.get_cache_memory() > self._memory_usage.capacity_bytes:
             # what was evicted would otherwise stay with MLX, in buffers of sizes that may not be asked for again
             mx.clear_cache()
-        self._ledger.restate(Kind.RECORDS, self._records_bytes)
+        self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
         return num_freed
 
     @property

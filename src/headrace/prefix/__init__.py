@@ -9,5 +9,5 @@ A day in the life of a prompt (one thread, the engine's):
     held = tree.read(match)                              # the pieces to restore from
     tree.unlock(match)
     tree.insert(namespace, key, cut=..., snapshots=...)  # during the prefill, at its end, at an abort, at the finish
-    ledger.make_room(num_bytes, tree.evict)              # before anything that needs bytes
+    usage.reclaim(num_bytes, tree.evict)              # before anything that needs bytes
 """

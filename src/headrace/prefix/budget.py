@@ -1,4 +1,4 @@
-"""One account of every byte in use."""
+"""Counts every byte in use."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What bytes are in use for."""
+    """What bytes are used for."""
 
     WEIGHTS = "weights"
     STATE = "state"
-    """State of sequences that run, and checkpoints of those that have made room."""
+    """State of running sequences, and checkpoints of preempted ones."""
     RECORDS = "records"
-    """Stored pieces of the prefix cache; these can give way."""
+    """Records of the prefix cache; they can be evicted."""
     DISK = "disk"
-    """On its way to or from the disk."""
+    """On the way to or from the disk."""
     FEATURES = "features"
     """Embeddings of images and videos."""
 
 
-class Ledger:
+class MemoryUsage:
     """Bytes in use by kind, against one capacity.
 
-    The account follows what is in use and never refuses: who wants bytes asks `make_room` first. So it may be
-    overdrawn, and `room` negative.
+    It records usage and never refuses; callers that need bytes call `reclaim` first. So usage may exceed the capacity,
+    and `room` may be negative.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -33,23 +33,20 @@ class Ledger:
         self._used = dict.fromkeys(Kind, 0)
 
     def used(self, kind: Kind) -> int:
-        """Bytes in use of one kind."""
         return self._used[kind]
 
     def room(self) -> int:
-        """Bytes that are left; negative if more are in use than may be."""
+        """Bytes left; negative if usage exceeds the capacity."""
         return self.capacity_bytes - sum(self._used.values())
 
-    def restate(self, kind: Kind, num_bytes: int) -> None:
-        """`num_bytes` of a kind are in use now."""
+    def set_usage(self, kind: Kind, num_bytes: int) -> None:
         self._used[kind] = num_bytes
 
-    def make_room(self, num_bytes: int, evict: Callable[[int], int]) -> bool:
-        """Let caches give way until `num_bytes` are left; whether they are.
+    def reclaim(self, num_bytes: int, evict: Callable[[int], int]) -> bool:
+        """Evict from caches until `num_bytes` are left. Returns whether that succeeded.
 
-        evict: drops what holds at least as many bytes as it is told, or all it can, and says how many that were; what
-        it drops is no more in use here when it returns. It isn't called if there is room already, and not again once
-        it has released nothing.
+        evict: drops pieces of at least the given number of bytes, or all it can, and returns how many; usage must be up
+        to date when it returns. It is not called if there is room already, nor again once it has freed nothing.
         """
         room = self.room()
         while room < num_bytes:

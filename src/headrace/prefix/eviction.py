@@ -1,9 +1,9 @@
-"""Which pieces give way: what is old and saved little work for its bytes.
+"""Which cached pieces to evict: old ones that save little work for their bytes.
 
-The score of a piece is log2(FLOPs that it saves per byte) less its age in half-lives, and the least goes first. By
-age alone a side conversation of 600 tokens would push out one of 100,000; by FLOPs alone nothing would ever grow old.
-Here a piece that saves twice the work per byte may be a half-life older. Marconi (arXiv 2411.19379) adds recency to
-FLOP efficiency in a like way; the logarithm sees to it that even the largest prompt grows old.
+The score of a piece is log2(FLOPs saved per byte) minus its age in half-lives; the lowest goes first. By age alone a
+side conversation of 600 tokens would evict one of 100,000; by FLOPs alone nothing would ever age. Here a piece that
+saves twice the work per byte may be one half-life older. Marconi (arXiv 2411.19379) combines recency and FLOP
+efficiency similarly; the logarithm makes even the largest prompt age.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace.prefix.holdings import Holdings
 from headrace.prefix.node import Node, below
+from headrace.prefix.node_storage import NodeStorage
 
 HALF_LIFE_LOOKUPS = 32
-"""Age is counted in lookups, that is in requests: an idle server forgets nothing. Long enough that a conversation
-survives the other clients and its own side requests between two of its turns."""
+"""Age is counted in lookups (requests), so an idle server forgets nothing. Long enough for a conversation to survive
+other clients and its own side requests between two turns."""
 PASSED_HALF_LIVES = 4
-"""A snapshot that its conversation has grown past, with nothing else branching off there, is seldom restored again: it
-counts as so much older."""
+"""A snapshot that its conversation has grown past, with no other branch there, is seldom restored: it counts as this
+many half-lives older."""
 ATTENTION_TOKENS = 16_384
 """Computing a token at this position takes twice the FLOPs of one at position 0.
 
@@ -29,12 +29,12 @@ A layer of width d takes about 24 d² FLOPs for a token's matmuls and 4 d for ea
 the d of models that fit a desktop (1,024 to 5,120). Only proportions matter: they make the end of a long prompt dearer.
 """
 TRIM_TOKENS = 256
-"""A span that is longer than need be loses its end in steps of this many tokens."""
+"""A span that is longer than needed is trimmed from its end in steps of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """A piece that may go, in the order of going; of equals the one first that was found first."""
+    """A piece that may be evicted, in order of eviction; ties: the one found first."""
 
     score: float
     serial: int
@@ -42,34 +42,34 @@ class _Candidate:
 
 
 class Eviction:
-    """One round of freeing bytes. The tree must not be changed by anybody else meanwhile."""
+    """One round of eviction. Nothing else may change the tree meanwhile."""
 
-    def __init__(self, roots: Iterable[Node], holdings: Holdings, *, needs_snapshots: bool, clock: int) -> None:
+    def __init__(self, roots: Iterable[Node], holdings: NodeStorage, *, needs_snapshots: bool, clock: int) -> None:
         self._roots = list(roots)
-        self._holdings = holdings
+        self._storage = holdings
         self._needs_snapshots = needs_snapshots
         self._clock = clock
         self._heap: list[_Candidate] = []
         self._num_pushed = 0
 
     def free(self, num_bytes: int) -> int:
-        """Drop pieces until at least `num_bytes` are free or all that is left is in use; returns the bytes freed."""
-        before = self._holdings.num_bytes
+        """Drop pieces until `num_bytes` are free or all remaining ones are in use. Returns the bytes freed."""
+        before = self._storage.num_bytes
         target = before - num_bytes
         for node in [node for root in self._roots for node in below(root)]:
             self._push(node)
-        while self._heap and self._holdings.num_bytes > target:
+        while self._heap and self._storage.num_bytes > target:
             self._drop_next(target)
-        return before - self._holdings.num_bytes
+        return before - self._storage.num_bytes
 
     def _push(self, node: Node) -> None:
-        """Put a node up for going, if it has a piece that can."""
+        """Add a node as a candidate, if it has a piece that can be evicted."""
         if self._may_go(node):
             self._num_pushed += 1
             heapq.heappush(self._heap, _Candidate(self._score(node), self._num_pushed, node))
 
     def _drop_next(self, target: int) -> None:
-        """Drop the least candidate, or put it back if it has become worth more since it was scored."""
+        """Drop the lowest candidate, or put it back if its score has risen since."""
         candidate = heapq.heappop(self._heap)
         node = candidate.node
         if not self._may_go(node):
@@ -82,23 +82,23 @@ class Eviction:
             self._push(self._drop_end(node, target))
 
     def _drop_snapshot(self, node: Node) -> Node:
-        """Drop a snapshot, and the spans that led to nothing else. Returns the next snapshot above, now worth less."""
-        self._holdings.drop_snapshot(node)
-        return _snapshot_above(self._holdings.prune(node))
+        """Drop a snapshot, and the spans that only led to it. Returns the next snapshot above, now worth less."""
+        self._storage.drop_snapshot(node)
+        return _snapshot_above(self._storage.prune(node))
 
     def _drop_end(self, leaf: Node, target: int) -> Node:
-        """Drop a leaf's span, or only as much of its end as has to go. Returns the leaf that is left, or its parent."""
-        excess = self._holdings.num_bytes - target
+        """Drop a leaf's span, or only as much of its end as needed. Returns the remaining leaf, or its parent."""
+        excess = self._storage.num_bytes - target
         num_tokens = len(leaf.edge)
         num_kept = num_tokens - -(-excess * num_tokens // max(1, leaf.span_bytes))
         num_kept -= num_kept % TRIM_TOKENS
         if num_kept > 0:
-            self._holdings.split(leaf, num_kept)
-        self._holdings.drop_span(leaf)
-        return self._holdings.prune(leaf)
+            self._storage.split(leaf, num_kept)
+        self._storage.drop_span(leaf)
+        return self._storage.prune(leaf)
 
     def _may_go(self, node: Node) -> bool:
-        """Whether a node has a piece of its own that can be dropped by itself."""
+        """Whether a node has a piece that can be evicted on its own."""
         if node.parent is None:
             return False
         if self._needs_snapshots:
@@ -113,7 +113,7 @@ class Eviction:
         return math.log2(self._efficiency(node)) - half_lives
 
     def _efficiency(self, node: Node) -> float:
-        """FLOPs that would have to be done again, in those of a token at position 0, per byte that would be freed."""
+        """FLOPs to recompute per byte freed, in FLOPs of a token at position 0."""
         if not self._needs_snapshots:
             return _flops(node.start, node.end) / max(1, node.span_bytes)
         assert node.parent is not None
@@ -121,7 +121,7 @@ class Eviction:
 
 
 def _flops(start: int, end: int) -> float:
-    """Of computing the tokens `start` to `end`, in those of a token at position 0."""
+    """FLOPs of computing the tokens `start` to `end`, in those of a token at position 0."""
     return (end - start) * (1 + (start + end) / (2 * ATTENTION_TOKENS))
 
 
@@ -133,11 +133,11 @@ def _snapshot_above(node: Node) -> Node:
 
 
 def _lone_bytes(node: Node) -> int:
-    """Bytes of the spans that lead to this node's snapshot only."""
+    """Bytes of the spans that lead only to this node's snapshot."""
     if node.children:
         return 0
     num_bytes = 0
-    for above in node.way_up():
+    for above in node.path_to_root():
         if above.num_locks or (above is not node and (len(above.children) > 1 or above.snapshot is not None)):
             break
         num_bytes += above.span_bytes

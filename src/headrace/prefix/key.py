@@ -1,4 +1,4 @@
-"""What a stored piece is filed under: a namespace, and a key with one number for each token."""
+"""Keys of stored pieces: a namespace and one number per token."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 NUM_DIGEST_BYTES = 16
-"""The shortest media digest that is accepted, and the width of what is made of it."""
+"""Length of the shortest accepted media digest, and of the hash made from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Prompts of different namespaces never share anything.
 
-    weights: fingerprint of the weights and of how they are held (quantisation, precision); never the model's name.
-    adapter: fingerprint of the adapter, empty for none. salt: the client's or tenant's own secret, empty for none.
+    weights: fingerprint of the weights and their format (quantisation, precision); never the model's name.
+    adapter: fingerprint of the adapter, empty for none.
+    salt: the client's or tenant's secret, empty for none.
     """
 
     weights: str
@@ -25,9 +26,9 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """The placeholder tokens `start` to `end` stand for one media item.
+    """The placeholder tokens `start` to `end` of one media item.
 
-    digest: of the item's whole content and of whatever else decides its embeddings, at least 16 bytes.
+    digest: of the item's whole content and everything else that decides its embeddings, at least 16 bytes.
     """
 
     start: int
@@ -36,10 +37,10 @@ class MediaSpan:
 
 
 def cache_key(token_ids: Sequence[int], media: Sequence[MediaSpan] = ()) -> tuple[int, ...]:
-    """The prompt's tokens, those of media replaced by numbers that only the same item at the same place in it has.
+    """The prompt's tokens, with media placeholders replaced by numbers unique to the item and its position.
 
-    Text before an item has the key that it has without the item, two items never agree. Media numbers are negative
-    and made of 128 bits of hash, so they can't be token ids.
+    Text before an item has the same key as without the item; two different items never agree. Media numbers are
+    negative 128-bit hashes, so they can't be token ids.
 
     media: in the prompt's order. Raises ValueError for a negative token id, and for a media span that is empty, out of
     order, beyond the prompt or without a proper digest.
@@ -73,9 +74,9 @@ def _media_numbers(span: MediaSpan, key: tuple[int, ...]) -> list[int]:
 
 
 def common_length(first: Sequence[int], second: Sequence[int], offset: int = 0) -> int:
-    """How many numbers of `second` agree with those of `first` from `offset` on.
+    """Length of the common prefix of `first` and `second`, counting from `offset`.
 
-    By comparison of slices, which is fast for keys of 100,000 numbers; sequences of one type only.
+    By slice comparison, which is fast for keys of 100,000 numbers; both must have the same type.
     """
     low, high = 0, min(len(first) - offset, len(second))
     if first[offset : offset + high] == second[:high]:

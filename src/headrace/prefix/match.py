@@ -1,4 +1,4 @@
-"""What the tree knows of a prompt."""
+"""What the tree holds for a prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from headrace.prefix.key import Namespace
 from headrace.prefix.node import Node
 
 
-class Parting(StrEnum):
-    """Why a prompt and what is stored agree no further."""
+class Mismatch(StrEnum):
+    """Why a prompt and the stored keys agree no further."""
 
     WHOLE = "whole"
     """They agree to the prompt's end."""
@@ -19,22 +19,21 @@ class Parting(StrEnum):
     TOKEN = "token"
     """Another token follows in what is stored."""
     MEDIA = "media"
-    """A media item follows in the prompt or in what is stored, and not the same in both."""
+    """A media item follows in one of them, and not the same one in the other."""
     EMPTY = "empty"
     """Nothing is stored in the namespace."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """How far the tree can help with a prompt. Numbers are lengths in tokens.
+    """The longest stored prefix of a prompt. Numbers are lengths in tokens.
 
-    num_tokens: the deepest state that is held, at most `limit`.
-    num_agreed_tokens: how far keys agree, `limit` or not, state or not.
-    parting: why not further than that.
-    snapshot_lengths: snapshots on the agreed way beyond num_tokens, rising; the limit keeps them from being
-    used.
+    num_tokens: the deepest stored state, at most `limit`.
+    num_agreed_tokens: how far keys agree, regardless of limit and state.
+    mismatch: why no further.
+    snapshot_lengths: snapshots on the path beyond num_tokens, rising; the limit excludes them.
     num_prompt_tokens: of the prompt that was looked up.
-    node: where the state ends, for the tree's own use.
+    node: where the state ends; internal to the tree.
     """
 
     namespace: Namespace
@@ -42,13 +41,13 @@ class Match:
     limit: int
     num_tokens: int
     num_agreed_tokens: int
-    parting: Parting
+    mismatch: Mismatch
     snapshot_lengths: tuple[int, ...] = ()
     node: Node = field(repr=False, kw_only=True)
 
     @property
-    def junction(self) -> int | None:
-        """Where others have been but no state is held: a snapshot taken there will serve the next one. None if
-        state reaches as far as it can be used."""
+    def branch_point(self) -> int | None:
+        """Where an earlier prompt branched off but no state is stored: a snapshot there will serve the next one. None
+        if the usable state reaches as far."""
         reachable = min(self.num_agreed_tokens, self.limit)
         return reachable if reachable > self.num_tokens else None

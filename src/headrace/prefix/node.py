@@ -12,10 +12,13 @@ from headrace.prefix.pieces import Piece
 class Node:
     """The root has an empty edge; all others have at least one token.
 
-    edge: the key of the tokens `start` to `end`. children: by the first number of their edge.
-    span: of the edge's tokens; None if the model has none. snapshot: at `end`.
-    span_used, snapshot_used: the tree's clock when they last were of use.
-    num_locks: locked matches that end at this node or below. num_snapshot_locks: those that use the snapshot.
+    edge: the key of the tokens `start` to `end`.
+    children: by the first number of their edge.
+    span: of the edge's tokens; None if the model has none.
+    snapshot: at `end`.
+    span_used, snapshot_used: the tree's clock at their last use.
+    num_locks: locked matches that end at this node or below.
+    num_snapshot_locks: those that use the snapshot.
     """
 
     edge: tuple[int, ...] = ()
@@ -36,8 +39,8 @@ class Node:
         """Length at which the edge begins."""
         return self.end - len(self.edge)
 
-    def way_up(self) -> Iterator[Node]:
-        """The node and those above it, without the root."""
+    def path_to_root(self) -> Iterator[Node]:
+        """This node and those above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -45,7 +48,7 @@ class Node:
 
 
 def below(root: Node) -> Iterator[Node]:
-    """All nodes under a root, each before those below it. The tree must not change meanwhile."""
+    """All nodes under a root, each before its children. The tree must not change meanwhile."""
     waiting = list(root.children.values())
     while waiting:
         node = waiting.pop()

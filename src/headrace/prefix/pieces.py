@@ -1,4 +1,4 @@
-"""Stored pieces, as far as this room knows them: how many bytes they hold."""
+"""Stored pieces, which this room only knows by their size."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Protocol
 
 
 class Piece(Protocol):
-    """A stored part of a state, immutable. There are two sorts.
+    """An immutable stored part of a state. There are two kinds.
 
-    A *span* holds what sliceable layers keep of some consecutive tokens; a *snapshot* holds all windowed and opaque
-    layers at exactly one length.
+    A *span* holds the sliceable layers' state of consecutive tokens; a *snapshot* holds all windowed and opaque layers
+    at exactly one length.
     """
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the piece keeps; never changes."""
+        """Bytes held by the piece; constant."""
 
 
 class Store(Protocol):
-    """Who makes the pieces. A tree owns those that were inserted and gives each back exactly once.
+    """Creates and frees pieces. A tree owns the inserted ones and drops each exactly once.
 
     Neither method may call the tree.
     """
 
     def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
-        """Two spans, of the first `num_tokens` tokens and of the rest, in place of one that is not used any more.
+        """Replace a span by two, of the first `num_tokens` tokens and of the rest.
 
-        Both have at least a token. Eviction calls this too, when bytes are short: hold spans in blocks of tokens, so
-        that one block at most has to be copied. If it raises, the span must still be whole.
+        Both have at least one token. Eviction calls this too, when bytes are short: hold spans in blocks of tokens, so
+        that at most one block has to be copied. If it raises, the span must still be whole.
         """
 
     def drop(self, piece: Piece) -> None:
@@ -42,7 +42,7 @@ CutSpan = Callable[[int, int], Piece]
 
 @dataclass(frozen=True, slots=True)
 class SpanPart:
-    """The sequence's tokens `start` to `end` are the first `end - start` tokens of `piece`."""
+    """The first `end - start` tokens of `piece` are the sequence's tokens `start` to `end`."""
 
     piece: Piece
     start: int
@@ -51,9 +51,9 @@ class SpanPart:
 
 @dataclass(frozen=True, slots=True)
 class HeldPieces:
-    """What a state of `num_tokens` tokens is restored from.
+    """The pieces from which a state of `num_tokens` tokens is restored.
 
-    spans: one after the other, from token 0 to num_tokens; none if the model has no sliceable layers.
+    spans: consecutive, from token 0 to num_tokens; none if the model has no sliceable layers.
     snapshot: at exactly num_tokens; None if the model needs none, and at length 0.
     """
 

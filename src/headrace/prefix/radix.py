@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.prefix.eviction import Eviction
-from headrace.prefix.holdings import Holdings
 from headrace.prefix.key import Namespace, common_length
-from headrace.prefix.match import Match, Parting
+from headrace.prefix.match import Match, Mismatch
 from headrace.prefix.node import Node, below
+from headrace.prefix.node_storage import NodeStorage
 from headrace.prefix.pieces import CutSpan, HeldPieces, Piece, SpanPart, Store
 from headrace.types.status import CacheStatus
 
@@ -29,10 +29,10 @@ NO_SNAPSHOTS: Mapping[int, Piece] = {}
 
 
 class PrefixTree:
-    """Finds the deepest state held for a prompt.
+    """Finds the deepest stored state for a prompt.
 
     has_spans: the model has sliceable layers. needs_snapshots: it has windowed or opaque ones. With spans only, state
-    is held at any length; otherwise where a snapshot is.
+    exists at any length; otherwise only at snapshots.
     """
 
     def __init__(self, store: Store, *, has_spans: bool, needs_snapshots: bool) -> None:
@@ -41,7 +41,7 @@ class PrefixTree:
             raise ValueError("a model without any state has nothing to be stored")
         self._has_spans = has_spans
         self._needs_snapshots = needs_snapshots
-        self._holdings = Holdings(store, needs_snapshots=needs_snapshots)
+        self._storage = NodeStorage(store, needs_snapshots=needs_snapshots)
         self._roots: dict[Namespace, Node] = {}
         self._locked: set[Match] = set()
         self._clock = 0
@@ -52,56 +52,55 @@ class PrefixTree:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pieces held."""
-        return self._holdings.num_bytes
+        return self._storage.num_bytes
 
     def match(self, namespace: Namespace, key: Sequence[int], limit: int) -> Match:
-        """The deepest state held for a prompt, at most `limit` tokens long: the prompt's length less 1, so that the
+        """The deepest stored state for a prompt, at most `limit` tokens long: the prompt's length less 1, so that the
         logits of its last token are still computed.
 
-        Changes nothing, however often it is asked: see `use`. Raises ValueError for a limit outside of the key.
+        Changes nothing: see `use`. Raises ValueError for a limit outside of the key.
         """
         key = tuple(key)
         if not 0 <= limit <= len(key):
             raise ValueError(f"the limit {limit} lies outside of the prompt's {len(key)} tokens")
-        way, num_agreed, parting = self._follow(namespace, key)
-        node, num_tokens = self._deepest(way, min(limit, num_agreed))
+        path, num_agreed, mismatch = self._follow(namespace, key)
+        node, num_tokens = self._deepest(path, min(limit, num_agreed))
         return Match(
             namespace=namespace,
             num_prompt_tokens=len(key),
             limit=limit,
             num_tokens=num_tokens,
             num_agreed_tokens=num_agreed,
-            parting=parting,
+            mismatch=mismatch,
             snapshot_lengths=tuple(
-                one.end for one in way if one.snapshot is not None and num_tokens < one.end <= num_agreed
+                one.end for one in path if one.snapshot is not None and num_tokens < one.end <= num_agreed
             ),
             node=node,
         )
 
-    def _follow(self, namespace: Namespace, key: tuple[int, ...]) -> tuple[list[Node], int, Parting]:
-        """The nodes that a key passes, the last perhaps only in part; how far it agrees, and why no further."""
+    def _follow(self, namespace: Namespace, key: tuple[int, ...]) -> tuple[list[Node], int, Mismatch]:
+        """The nodes on a key's path, the last perhaps only in part; how far it agrees, and why no further."""
         node = self._roots.get(namespace)
         if node is None:
-            return [], 0, Parting.EMPTY
-        way: list[Node] = []
+            return [], 0, Mismatch.EMPTY
+        path: list[Node] = []
         while node.end < len(key):
             child = node.children.get(key[node.end])
             if child is None:
-                return way, node.end, _parting(key[node.end], node.children)
-            way.append(child)
+                return path, node.end, _mismatch(key[node.end], node.children)
+            path.append(child)
             num_agreed = common_length(key, child.edge, node.end)
             if num_agreed < len(child.edge):
                 place = node.end + num_agreed
-                parting = Parting.WHOLE if place == len(key) else _parting(key[place], child.edge[num_agreed:][:1])
-                return way, place, parting
+                mismatch = Mismatch.WHOLE if place == len(key) else _mismatch(key[place], child.edge[num_agreed:][:1])
+                return path, place, mismatch
             node = child
-        return way, len(key), Parting.WHOLE
+        return path, len(key), Mismatch.WHOLE
 
-    def _deepest(self, way: list[Node], limit: int) -> tuple[Node, int]:
-        """The deepest length on the way with state, and the node it is at or in."""
+    def _deepest(self, path: list[Node], limit: int) -> tuple[Node, int]:
+        """The deepest length on the path with state, and the node at or around it."""
         best, num_tokens = Node(), 0
-        for node in way:
+        for node in path:
             if node.start >= limit:
                 break
             if not self._needs_snapshots:
@@ -111,9 +110,9 @@ class PrefixTree:
         return best, num_tokens
 
     def use(self, match: Match, *, counts: bool = True) -> None:
-        """A prompt goes on from a match: what a restore needs is young again, the spans on the way and one snapshot.
+        """Mark what a restore from the match needs as used: the spans on the path and one snapshot.
 
-        counts: as a lookup, by whose number all else grows older.
+        counts: as a lookup; the number of lookups is the clock of ageing.
         """
         if counts:
             self._clock += 1
@@ -122,7 +121,7 @@ class PrefixTree:
             self._num_lookup_tokens += match.num_prompt_tokens
             self._num_hit_tokens += match.num_tokens
         match.node.snapshot_used = self._clock
-        for above in match.node.way_up():
+        for above in match.node.path_to_root():
             above.span_used = self._clock
 
     def lock(self, match: Match) -> None:
@@ -146,29 +145,30 @@ class PrefixTree:
     def _count_lock(self, match: Match, added: int) -> None:
         if self._needs_snapshots and match.num_tokens:
             match.node.num_snapshot_locks += added
-        for node in match.node.way_up():
+        for node in match.node.path_to_root():
             node.num_locks += added
 
     def read(self, match: Match) -> HeldPieces:
-        """The pieces of a match. Good until the tree changes: a lock keeps the bytes, but an insertion may split spans.
+        """The pieces of a match, valid until the tree changes: a lock keeps the bytes, but an insertion may split
+        spans.
 
         Raises ValueError if they are gone.
         """
         self._check_held(match)
         spans: list[SpanPart] = []
         if self._has_spans:
-            for node in match.node.way_up():
+            for node in match.node.path_to_root():
                 if node.span is not None and node.start < match.num_tokens:
                     spans.append(SpanPart(node.span, node.start, min(node.end, match.num_tokens)))
         snapshot = match.node.snapshot if self._needs_snapshots and match.num_tokens else None
         return HeldPieces(match.num_tokens, tuple(reversed(spans)), snapshot)
 
     def _check_held(self, match: Match) -> None:
-        """A node that is still in the tree has its spans, for none goes before those below it have gone."""
+        """A node still in the tree has its spans, because pieces are removed from the bottom up."""
         if match.num_tokens == 0:
             return
-        way = list(match.node.way_up())
-        is_held = bool(way) and way[-1].parent is self._roots.get(match.namespace)
+        path = list(match.node.path_to_root())
+        is_held = bool(path) and path[-1].parent is self._roots.get(match.namespace)
         if self._needs_snapshots:
             is_held &= match.node.snapshot is not None
         if not is_held:
@@ -182,34 +182,35 @@ class PrefixTree:
         cut: CutSpan | None = None,
         snapshots: Mapping[int, Piece] = NO_SNAPSHOTS,
     ) -> None:
-        """Store what a sequence has computed; what is held already stays and isn't asked for again.
+        """Store what a sequence has computed; what is stored already stays and is not asked for again.
 
-        key: of the computed tokens. cut: asked for the spans that the tree lacks; must be given if the model has spans.
-        snapshots: by length, taken over; one that is held already is dropped. Where the model needs
-        snapshots, nothing is stored beyond the last of them: nothing could be restored there.
+        key: of the computed tokens.
+        cut: called for the spans that the tree lacks; required if the model has spans.
+        snapshots: by length; the tree takes them over and drops those it already has. Where the model needs snapshots,
+        nothing is stored beyond the last of them, because nothing could be restored there.
 
-        If `cut` or the store raises, the snapshots remain the caller's; spans made before stay where they are of use.
-        Raises ValueError, and nothing is done, for arguments that don't fit the model or the key.
+        If `cut` or the store raises, the snapshots remain the caller's; spans made before stay if they are of use.
+        Raises ValueError, and changes nothing, for arguments that don't fit the model or the key.
         """
         key = tuple(key)
         self._check_insertion(key, cut, snapshots)
         end = max(snapshots, default=0) if self._needs_snapshots else len(key)
         if end == 0:
             return
-        way: list[Node] = []
+        path: list[Node] = []
         try:
-            self._make_way(way, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}))
-            for node in way:
+            self._make_path(path, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}))
+            for node in path:
                 if cut is not None and node.span is None:
-                    self._holdings.put_span(node, cut(node.start, node.end))
-            for node in way:
+                    self._storage.put_span(node, cut(node.start, node.end))
+            for node in path:
                 node.span_used = self._clock
                 if node.end in snapshots:
-                    self._holdings.put_snapshot(node, snapshots[node.end])
+                    self._storage.put_snapshot(node, snapshots[node.end])
                     node.snapshot_used = self._clock
         finally:
-            if way:
-                self._holdings.prune(way[-1])
+            if path:
+                self._storage.prune(path[-1])
             self._drop_empty_roots()
 
     def _check_insertion(self, key: tuple[int, ...], cut: CutSpan | None, snapshots: Mapping[int, Piece]) -> None:
@@ -221,10 +222,10 @@ class PrefixTree:
             if not 0 < length <= len(key):
                 raise ValueError(f"a snapshot at {length} lies outside of the {len(key)} tokens")
 
-    def _make_way(self, way: list[Node], node: Node, key: tuple[int, ...], stops: list[int]) -> None:
-        """Fill `way` with the nodes from a root that spell the key up to the last stop, one ending at each stop.
+    def _make_path(self, path: list[Node], node: Node, key: tuple[int, ...], stops: list[int]) -> None:
+        """Extend `path` by the nodes that spell the key up to the last stop, with a node ending at each stop.
 
-        The last stop may lie inside an edge instead where no snapshots are needed: then any length in it will do.
+        Without snapshots the last stop may lie inside an edge: any length in it will do.
         """
         for stop in stops:
             while node.end < stop:
@@ -235,35 +236,35 @@ class PrefixTree:
                 if num_agreed < len(child.edge):
                     ends_here = node.end + num_agreed == stop
                     if self._needs_snapshots or not ends_here:
-                        child = self._holdings.split(child, num_agreed)
-                way.append(child)
+                        child = self._storage.split(child, num_agreed)
+                path.append(child)
                 node = child
 
     def evict(self, num_bytes: int) -> int:
-        """Free at least `num_bytes`, or all that isn't locked; returns the bytes freed.
+        """Free at least `num_bytes`, or everything unlocked. Returns the bytes freed.
 
-        Looks at every node, so that a caller who needs a little again and again had better ask for more at once.
+        Visits every node, so repeated callers should ask for more at once.
         """
         roots = self._roots.values()
-        eviction = Eviction(roots, self._holdings, needs_snapshots=self._needs_snapshots, clock=self._clock)
+        eviction = Eviction(roots, self._storage, needs_snapshots=self._needs_snapshots, clock=self._clock)
         num_freed = eviction.free(num_bytes)
         self._drop_empty_roots()
         return num_freed
 
     def clear(self) -> int:
-        """Drop all that isn't locked; returns the bytes freed."""
+        """Drop everything unlocked. Returns the bytes freed."""
         before = self.num_bytes
         for node in [node for root in self._roots.values() for node in below(root)][::-1]:
             if not node.num_snapshot_locks:
-                self._holdings.drop_snapshot(node)
+                self._storage.drop_snapshot(node)
             if not node.num_locks:
-                self._holdings.drop_span(node)
-            self._holdings.prune(node)
+                self._storage.drop_span(node)
+            self._storage.prune(node)
         self._drop_empty_roots()
         return before - self.num_bytes
 
     def summary(self) -> CacheStatus:
-        """What is held now, and what became of the lookups that were counted."""
+        """What is stored now, and the results of the counted lookups."""
         nodes = [node for root in self._roots.values() for node in below(root)]
         return CacheStatus(
             num_bytes=self.num_bytes,
@@ -281,9 +282,9 @@ class PrefixTree:
             del self._roots[namespace]
 
 
-def _parting(wanted: int, stored: Iterable[int]) -> Parting:
-    """Why a prompt with the key number `wanted` can't go on where one of `stored` would have to follow."""
+def _mismatch(wanted: int, stored: Iterable[int]) -> Mismatch:
+    """Why a prompt with the key number `wanted` can't continue where one of `stored` would have to follow."""
     numbers = list(stored)
     if not numbers:
-        return Parting.END
-    return Parting.MEDIA if wanted < 0 or max(numbers) < 0 else Parting.TOKEN
+        return Mismatch.END
+    return Mismatch.MEDIA if wanted < 0 or max(numbers) < 0 else Mismatch.TOKEN

@@ -1,28 +1,28 @@
-"""What to do with a match: where to take snapshots, and what to tell about it."""
+"""Plans a restore: where to take snapshots, and what to report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.prefix.match import Match, Parting
+from headrace.prefix.match import Match, Mismatch
 from headrace.types.request import Boundary, BoundaryKind
 
 MAX_MARKS = 6
 """Snapshots taken in one prefill. A snapshot of a hybrid model is as large as the keys and values of some thousand
-tokens, and one turn brings few new places worth it."""
-JUNCTION_TOKENS = 16
-"""A junction that lies fewer tokens behind a boundary counts as that boundary: prompts often agree by chance in the
-first words after one."""
+tokens, and one turn brings few new positions worth one."""
+BRANCH_POINT_TOKENS = 16
+"""A branch point fewer tokens after a boundary counts as that boundary: prompts often agree by chance in the first
+words after one."""
 REPEAT_TOKENS = 16
-"""A snapshot before a prompt's last token is taken if it spares the same prompt at least so many tokens."""
+"""A snapshot before a prompt's last token is taken if it saves an identical prompt at least this many tokens."""
 
 _REASONS = {
-    Parting.WHOLE: "the prompt ends there",
-    Parting.END: "what is stored ends there",
-    Parting.TOKEN: "another token follows in what is stored",
-    Parting.MEDIA: "another media item, or none, follows in what is stored",
-    Parting.EMPTY: "nothing is stored for this model, adapter and salt",
+    Mismatch.WHOLE: "the prompt ends there",
+    Mismatch.END: "what is stored ends there",
+    Mismatch.TOKEN: "another token follows in what is stored",
+    Mismatch.MEDIA: "another media item, or none, follows in what is stored",
+    Mismatch.EMPTY: "nothing is stored for this model, adapter and salt",
 }
 
 
@@ -30,7 +30,7 @@ _REASONS = {
 class RestorePlan:
     """marks: lengths at which to take snapshots, rising.
 
-    report: how much of the prompt is reused, and where and why it parts from what is stored: one line for the log and
+    report: how much of the prompt is reused, and where and why it differs from what is stored: one line for the log and
     the status page. It quotes no tokens.
     """
 
@@ -48,8 +48,8 @@ def plan_restore(
     """The plan for a prompt.
 
     boundaries: of the prompt, rising.
-    needs_snapshots: whether the model has windowed or opaque layers; without, there are no marks.
-    Raises ValueError for a boundary or mark beyond the prompt.
+    needs_snapshots: whether the model has windowed or opaque layers; otherwise there are no marks. Raises ValueError
+    for a boundary or mark beyond the prompt.
     """
     boundaries = tuple(boundaries)
     for length in (boundary.num_tokens for boundary in boundaries):
@@ -64,9 +64,9 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
     told = f"reused {num_reused} of {match.num_prompt_tokens} prompt tokens"
     if num_reused:
         told += f" ({_place(num_reused, boundaries)})"
-    if match.parting is not Parting.EMPTY:
+    if match.mismatch is not Mismatch.EMPTY:
         told += f"; parted at token {num_agreed} ({_place(num_agreed, boundaries)})"
-    told += f": {_REASONS[match.parting]}"
+    told += f": {_REASONS[match.mismatch]}"
     if num_reused < min(num_agreed, match.limit):
         told += f"; no state is held after token {num_reused}"
     elif match.limit < min(num_agreed, match.num_prompt_tokens - 1):
@@ -75,7 +75,7 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
 
 
 def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tuple[int, ...]:
-    """The best `max_marks` lengths at which no snapshot is held yet."""
+    """The best `max_marks` lengths that have no snapshot yet."""
     chosen: list[int] = []
     for mark in _by_value(match, boundaries):
         if mark > match.num_tokens and mark not in match.snapshot_lengths and mark not in chosen:
@@ -86,8 +86,8 @@ def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tu
 def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
     """Lengths worth a snapshot, the best first.
 
-    The next turn starts from the prompt boundary, and a prompt without one, if it comes again, before its last token;
-    a junction has proved that prompts branch there; every new conversation starts from the system prompt; an edited
+    The next turn starts from the prompt boundary, and a repeated prompt without one from its last token but one; a
+    branch point has proved that prompts branch there; every new conversation starts from the system prompt; an edited
     turn, from a message, late ones first.
     """
     lengths: dict[BoundaryKind, list[int]] = {kind: [] for kind in BoundaryKind}
@@ -96,7 +96,7 @@ def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
     places = [match.num_tokens, *(boundary.num_tokens for boundary in boundaries)]
     return [
         *(lengths[BoundaryKind.PROMPT] or _before_last_token(match, places)),
-        *_junction(match, places),
+        *_branch_point(match, places),
         *lengths[BoundaryKind.SYSTEM],
         *lengths[BoundaryKind.MESSAGE],
     ]
@@ -107,16 +107,16 @@ def _before_last_token(match: Match, places: list[int]) -> list[int]:
     return [mark] if mark - max(places) >= REPEAT_TOKENS else []
 
 
-def _junction(match: Match, places: list[int]) -> list[int]:
-    """The junction, or the place close before it that serves as well; none if there is none."""
-    if match.junction is None:
+def _branch_point(match: Match, places: list[int]) -> list[int]:
+    """The branch point, or the position just before it that serves as well; none if there is none."""
+    if match.branch_point is None:
         return []
-    place = max(one for one in places if one <= match.junction)
-    return [match.junction if match.junction - place >= JUNCTION_TOKENS else place]
+    place = max(one for one in places if one <= match.branch_point)
+    return [match.branch_point if match.branch_point - place >= BRANCH_POINT_TOKENS else place]
 
 
 def _place(length: int, boundaries: tuple[Boundary, ...]) -> str:
-    """Where a length lies, in words: by the last boundary up to there."""
+    """A length described by the last boundary up to it."""
     before = [one for one in boundaries if 0 < one.num_tokens <= length]
     if not before:
         return "before the first boundary"

@@ -1,1 +1,1 @@
-"""Who computes what in the next step: arithmetic on counts, no arrays, no text."""
+"""Plans each step: which request computes how many tokens. Arithmetic on counts; no arrays, no text."""

@@ -1,4 +1,4 @@
-"""Which requests may start and which sequences may go on: by rows and by bytes, here and nowhere else."""
+"""Decides which requests may start and which sequences may grow, by rows and by bytes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.reservations import MemoryBudget, Promise, Reservations
+from headrace.scheduler.reservations import MemoryBudget, Reservation, Reservations
 from headrace.scheduler.sequence import Sequence
 from headrace.types.request import GenerationRequest
 
 RESERVED_OUTPUT_TOKENS = 512
-"""Output tokens that a sequence gets bytes for at a time, the first of them together with its prompt.
+"""Bytes for output are reserved in steps of this many tokens, the first step together with the prompt.
 
-Most answers are shorter, so most sequences never ask again; reserving max_tokens, which is often all of the
-context, would let few run at once.
+Most answers are shorter, so most sequences reserve once. Reserving max_tokens, often the whole context, would let few
+sequences run at once.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Yielded:
-    """A sequence that keeps no more than a checkpoint. promise: what it had before."""
+class Preempted:
+    """A sequence reduced to a checkpoint. reservation: what it had before."""
 
     sequence: Sequence
-    promise: Promise
+    reservation: Reservation
 
 
 class Admission:
-    """Rows and bytes of what runs."""
+    """Counts rows and reserves bytes for everything that runs."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, memory: MemoryBudget) -> None:
         self._max_num_seqs = max_num_seqs
@@ -38,14 +38,13 @@ class Admission:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes promised to what runs."""
         return self._reservations.reserved_bytes
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what could not run even alone.
+        """Reject a request that could not run even alone.
 
-        Raises ContextTooLong if prompt and max_tokens together exceed the context or the memory, InvalidRequest
-        for an empty prompt, max_tokens under 0, and more choices than may run or than the memory holds.
+        Raises ContextTooLong if prompt and max_tokens together exceed the context or the memory; InvalidRequest for an
+        empty prompt, a negative max_tokens, and more choices than may run at once or fit in memory.
         """
         if not request.prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
@@ -63,17 +62,17 @@ class Admission:
         self._check_bytes(request)
 
     def has_rows(self, num_rows: int, num_running: int) -> bool:
-        """Whether `num_rows` sequences could go on beside `num_running` others, bytes aside."""
+        """Whether `num_rows` more sequences fit beside `num_running`, bytes aside."""
         return num_running + num_rows <= self._max_num_seqs
 
     def start(self, live: LiveRequest) -> bool:
-        """Reserve for a request; False, and nothing done, if it has to wait."""
+        """Reserve bytes for a request. Returns False and reserves nothing if it must wait."""
         request = live.request
         ids = [sequence.id for sequence in live.sequences]
         return self._reservations.take(ids, _first_tokens(request), _most_tokens(request))
 
-    def go_on(self, sequence: Sequence) -> bool:
-        """Whether there are bytes for all known tokens of a running sequence; reserves more if need be."""
+    def reserve_next(self, sequence: Sequence) -> bool:
+        """Make sure that a running sequence has bytes for all its known tokens. Returns False if it has not."""
         needed = len(sequence.token_ids)
         if needed <= self._reservations.num_tokens(sequence.id):
             return True
@@ -81,41 +80,42 @@ class Admission:
         return self._reservations.extend(sequence.id, ample) or self._reservations.extend(sequence.id, needed)
 
     def resume(self, sequence: Sequence) -> bool:
-        """Reserve for a preempted sequence to go on; False, and nothing done, if there aren't bytes for a while."""
+        """Reserve bytes for a preempted sequence. Returns False and reserves nothing if they would not last for a
+        while."""
         ample = min(len(sequence.token_ids) + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
         return self._reservations.extend(sequence.id, ample)
 
-    def make_room(
+    def preempt_for(
         self, candidates: Iterable[Sequence], reserve: Callable[[], bool], num_rows: int, num_running: int
-    ) -> tuple[Yielded, ...] | None:
-        """Leave candidates no more than a checkpoint, one after the other, until `reserve` succeeds.
+    ) -> tuple[Preempted, ...] | None:
+        """Preempt candidates one by one until there are `num_rows` free rows and `reserve` succeeds.
 
-        It is asked once there are `num_rows` rows besides those of `num_running` sequences, of which all candidates
-        are. Gives those that make room, or None, with nothing done, if all of them don't make enough.
+        num_running counts the candidates too. Returns those preempted, or None and changes nothing if all of them are
+        not enough.
         """
-        yielded: list[Yielded] = []
+        preempted: list[Preempted] = []
         left = iter(candidates)
-        while not (self.has_rows(num_rows, num_running - len(yielded)) and reserve()):
+        while not (self.has_rows(num_rows, num_running - len(preempted)) and reserve()):
             sequence = next(left, None)
             if sequence is None:
-                self.take_back(yielded)
+                self.undo_preemptions(preempted)
                 return None
-            yielded.append(self.preempt(sequence))
-        return tuple(yielded)
+            preempted.append(self.preempt(sequence))
+        return tuple(preempted)
 
-    def preempt(self, sequence: Sequence) -> Yielded:
-        """Leave a running sequence no more than what a checkpoint takes."""
+    def preempt(self, sequence: Sequence) -> Preempted:
+        """Reduce a running sequence's reservation to its checkpoint."""
         num_bytes = self._memory.checkpoint_bytes(sequence.num_computed)
-        return Yielded(sequence, self._reservations.shrink(sequence.id, num_bytes))
+        return Preempted(sequence, self._reservations.shrink(sequence.id, num_bytes))
 
-    def take_back(self, yielded: Iterable[Yielded]) -> None:
-        """Undo `preempt`; what was reserved since has been given back."""
-        for each in yielded:
-            self._reservations.put_back(each.sequence.id, each.promise)
+    def undo_preemptions(self, preempted: Iterable[Preempted]) -> None:
+        """Restore the reservations; anything reserved since must have been released."""
+        for each in preempted:
+            self._reservations.put_back(each.sequence.id, each.reservation)
 
     def end(self, sequence: Sequence) -> None:
-        """Give back what a sequence had."""
-        self._reservations.give_back(sequence.id)
+        """Release a sequence's reservation."""
+        self._reservations.release(sequence.id)
 
     def _check_bytes(self, request: GenerationRequest) -> None:
         budget_bytes = self._memory.budget_bytes
@@ -135,7 +135,7 @@ class Admission:
 
 
 def expected_output_tokens(request: GenerationRequest) -> int:
-    """Output tokens of one choice that are reckoned with from the start."""
+    """Output tokens of one choice that are reserved at the start."""
     return min(request.max_tokens, RESERVED_OUTPUT_TOKENS)
 
 

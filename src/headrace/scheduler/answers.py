@@ -1,4 +1,4 @@
-"""Whether a step's result fits its plan."""
+"""Checks that a step's result matches its plan."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headrace.types.step import Chunk, ChunkResult, StepResult
 
 
 def check_answers(chunks: Sequence[Chunk], result: StepResult, requests: Mapping[str, GenerationRequest]) -> None:
-    """Raise ValueError unless each chunk and each fork has one answer whose counts add up.
+    """Raise ValueError unless each chunk and fork has exactly one result with consistent counts.
 
-    requests: by the request's id.
+    requests: by request id.
     """
     answered = [answer.sequence_id for answer in result.results]
     answered += [failure.sequence_id for failure in result.failures]
@@ -29,7 +29,7 @@ def check_answers(chunks: Sequence[Chunk], result: StepResult, requests: Mapping
 
 
 def _check_chunk(chunk: Chunk, answer: ChunkResult, request: GenerationRequest) -> None:
-    """Committed tokens beyond the chunk's own are right drafts, and each of them is gained as well."""
+    """Committed tokens beyond the chunk's own are accepted drafts, and each of them is also output."""
     num_certain = len(chunk.token_ids)
     num_right = answer.num_committed - num_certain
     num_gained = len(answer.token_ids)

@@ -12,15 +12,17 @@ from headrace.types.status import Phase, RequestStatus
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request that is being worked on. Only the scheduler changes it.
+    """A request in progress. Only the scheduler changes it.
 
     added_s: when it was submitted, in monotonic seconds.
-    sequences: one for each choice, in order, also those that have ended.
-    is_started: it has left the queue. reuse: what the prefix cache said then. sparse: what sparse prefill made of the
-    prompt then; None where it is off.
-    is_aborted: it was given up while it took part in a step.
-    first_output_s: when a step sampled for it first; None until then. num_first_tokens: how many came by that step.
-    prompt_logprobs: of the prompt tokens so far, from the second on, if they are asked for.
+    sequences: one per choice, in order, finished ones included.
+    is_started: it has left the queue.
+    reuse: the prefix cache's report at its start.
+    sparse: what sparse prefill did to the prompt; None where it is off.
+    is_aborted: it was aborted while a step computed it.
+    first_output_s: when a step first sampled for it; None until then.
+    num_first_tokens: how many tokens that step gave.
+    prompt_logprobs: those of the prompt so far, from the second token on, if requested.
     """
 
     request: GenerationRequest
@@ -39,7 +41,7 @@ class LiveRequest:
         self.sequences = tuple(Sequence(self.request, id, choice) for choice, id in enumerate(ids))
 
     def thin(self, num_cached: int, kept: tuple[int, ...]) -> None:
-        """Before it starts: of the prompt, only the first `num_cached` tokens and those at `kept` take part."""
+        """Before the start: keep only the first `num_cached` tokens of the prompt and those at the positions `kept`."""
         whole, positions = self.request.prompt, (*range(num_cached), *kept)
         prompt = tuple(whole[position] for position in positions)
         self.request = replace(self.request, prompt=prompt, thinned=Thinned(whole, positions))
@@ -64,13 +66,13 @@ class LiveRequest:
         return max(0, len(self.request.prompt) - self.sequences[0].num_computed)
 
     def note_tokens(self, now: float) -> None:
-        """A step has sampled for it: remember when, and how much, if it was the first to do so."""
+        """Record the time and token count of the first step that sampled for it."""
         if self.first_output_s is None:
             self.first_output_s = now
             self.num_first_tokens = self.num_output
 
     def status(self, now: float) -> RequestStatus:
-        """How it stands at `now`, in monotonic seconds. The prompt counts once among the computed tokens."""
+        """Its status at `now`, in monotonic seconds. The prompt counts once among the computed tokens."""
         prompt = len(self.request.prompt)
         num_computed = self.sequences[0].num_computed
         num_computed += sum(max(0, sequence.num_computed - prompt) for sequence in self.sequences[1:])

@@ -1,6 +1,6 @@
-"""Who makes room, for an older sequence's next token or for somebody else's turn.
+"""Chooses which sequences to preempt, for an older sequence's next token or for another request's turn.
 
-Only sequences that decode do: prompts share a step's tokens by turns, and come to their end.
+Only decoding sequences are preempted: prompts share a step's tokens in turns and finish.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.scheduler.sequence import Sequence
-from headrace.scheduler.waiting import SessionShares
+from headrace.scheduler.waiting import FairShares
 from headrace.types.request import GenerationRequest
 
 SLICE_TOKENS = 32
-"""A sequence that goes on gains so many tokens before it makes room for a turn again: keeping its state and bringing it
-back has to pay, and whoever is outranked all the time still comes to its end."""
+"""A resumed sequence outputs this many tokens before it may be preempted for a turn again: storing and restoring its
+state has to pay off, and a sequence that is preempted again and again must still finish."""
 
 LEAD_TOKENS = 512
-"""A session has been served so many tokens more than one that waits before it makes room for it."""
+"""A session is preempted for another once it has been served this many tokens more."""
 
 
 def younger_ones(sequence: Sequence, started: Iterable[Sequence]) -> list[Sequence]:
-    """Those that make room for another token of a sequence, the youngest first; none that comes before it.
+    """Sequences to preempt for another token of `sequence`, youngest first; never one that ranks before it.
 
-    started: all sequences in the order of their age.
+    started: all sequences, oldest first.
     """
     behind = list(started)
     behind = behind[behind.index(sequence) + 1 :]
@@ -30,13 +30,13 @@ def younger_ones(sequence: Sequence, started: Iterable[Sequence]) -> list[Sequen
     return [each for each in reversed(behind) if _is_decoding(each) and each.request.priority >= priority]
 
 
-def outranked(request: GenerationRequest, started: Iterable[Sequence], shares: SessionShares) -> list[Sequence]:
-    """Those that make room for a turn of the request, in that order: a lower priority's, or a better served session's.
+def lower_ranked(request: GenerationRequest, started: Iterable[Sequence], shares: FairShares) -> list[Sequence]:
+    """Sequences to preempt for the request, in order: those of a lower priority or a better served session.
 
-    started: all sequences in the order of their age; of equals the youngest goes first.
+    started: all sequences, oldest first; ties: the youngest first.
     """
 
-    def is_outranked(sequence: Sequence) -> bool:
+    def is_lower_ranked(sequence: Sequence) -> bool:
         if not _is_decoding(sequence) or sequence.num_output - sequence.num_output_before < SLICE_TOKENS:
             return False
         other = sequence.request
@@ -47,7 +47,7 @@ def outranked(request: GenerationRequest, started: Iterable[Sequence], shares: S
     def claim(sequence: Sequence) -> tuple[int, tuple[float, int]]:
         return sequence.request.priority, shares.rank(sequence.request.session)
 
-    return sorted(filter(is_outranked, reversed(list(started))), key=claim, reverse=True)
+    return sorted(filter(is_lower_ranked, reversed(list(started))), key=claim, reverse=True)
 
 
 def _is_decoding(sequence: Sequence) -> bool:

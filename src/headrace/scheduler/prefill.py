@@ -1,4 +1,4 @@
-"""How running prompts share the tokens of a step."""
+"""How running prompts share a step's tokens."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from headrace.types.media import TwoWay
 from headrace.types.step import Chunk
 
 PREFILL_GRID = 32
-"""A prompt is split at multiples of this many tokens where that costs an eighth of a step's budget at most.
+"""Prompts are split at multiples of this many tokens if that costs at most an eighth of a step's budget.
 
-Recurrent layers compute in blocks of this length, anchored at the sequence's start. A split inside a block
-rounds differently, and where it falls depends on who else is running.
+Recurrent layers compute in blocks of this length from the sequence's start. A split inside a block rounds differently,
+and its position would depend on what else is running.
 """
 
 
 class PrefillTurns:
-    """Whose prompt is computed next: the one that was served least.
+    """Fair queueing of prompts: the one served least goes next.
 
-    The clock, where a newcomer's count begins, runs at the pace of an even share: it passes a sequence
-    that is not served, so newcomers can overtake a long prompt for a while but never for good. Between
-    equals the shorter rest goes first. A prompt that could not use the rest of the last step's budget,
-    because it would have left the grid, goes before all others: small newcomers slow the clock down.
+    New prompts start at the clock, which advances at an even share. It passes a sequence that is not served, so
+    newcomers can overtake a long prompt for a while but never for good. Ties: the shorter remainder. A prompt that
+    could not use the rest of the last budget, because it would have left the grid, goes first: small newcomers slow the
+    clock down.
     """
 
     def __init__(self) -> None:
         self._clock = 0.0
 
     def join(self, sequence: Sequence) -> None:
-        """Start the count of a sequence whose prompt is to be computed from now on."""
+        """Add a sequence whose prompt is to be computed."""
         sequence.virtual_time = self._clock
 
     def plan(self, prompts: Iterable[Sequence], budget: int) -> list[Chunk]:
-        """Chunks of some of the prompts, given from old to young, with at most `budget` tokens, at least 1.
+        """Chunks of some of the prompts (given oldest first) of 1 to `budget` tokens in all.
 
-        More only for a single chunk of tokens that can't be parted.
+        Larger only if a single chunk cannot be split.
         """
         turns = sorted(prompts, key=_turn)
         chunks: list[Chunk] = []
@@ -53,7 +53,7 @@ class PrefillTurns:
 
 
 def first_in_turn(prompts: Iterable[Sequence]) -> Sequence:
-    """The prompt that gets a step's first tokens, and mostly all of them."""
+    """The prompt that gets a step's first tokens, usually all of them."""
     return min(prompts, key=_turn)
 
 
@@ -62,10 +62,11 @@ def _turn(sequence: Sequence) -> tuple[bool, float, int]:
 
 
 def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> int:
-    """Tokens of the sequence's next prompt chunk: its whole rest, or up to a grid line; 0 to wait for the next step.
+    """Tokens of the sequence's next prompt chunk: the whole remainder, or up to a grid line; 0 to wait for the next
+    step.
 
-    Only the step's first prompt may leave the grid, so that every step makes progress.
-    Tokens that see each other are never parted, be they more than the budget.
+    Only the first prompt of a step may leave the grid, so that every step makes progress. Bidirectional spans are never
+    split, even if they exceed the budget.
     """
     if sequence.num_wanted <= budget:
         return sequence.num_wanted
@@ -79,9 +80,9 @@ def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> i
 
 
 def _outside_of_runs(sequence: Sequence, stop: int, budget: int, *, may_exceed: bool) -> int:
-    """`stop`, moved where it would part tokens that see each other: behind them within the budget, else before them.
+    """`stop`, moved out of a bidirectional span: to its end if the budget allows, else to its start.
 
-    What is first and larger than the budget is computed at once nevertheless, where nobody else is served before.
+    A span larger than the budget is computed at once if it is first and no other prompt was served in this step.
     """
     media = sequence.request.media
     if media is None or media.two_way is TwoWay.NOWHERE:

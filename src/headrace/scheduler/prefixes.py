@@ -1,4 +1,4 @@
-"""What a scheduler needs of the prefix cache."""
+"""What the scheduler needs from the prefix cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from headrace.types.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Prompt tokens that need no computing, fewer than there are; report says which and why no more.
+    """Prompt tokens that need no computing, fewer than the prompt has. report: why no more.
 
-    kept: where the tokens stand that are to be computed behind them, rising up to the last one; None for all.
-    sparse: what sparse prefill made of the prompt; None where it is off.
+    kept: positions of the tokens to compute after them, rising, the last one included; None for all.
+    sparse: what sparse prefill did to the prompt; None where it is off.
     """
 
     num_tokens: int
@@ -24,25 +24,22 @@ class CachedPrefix:
 
 
 class PrefixIndex(Protocol):
-    """What earlier prompts have left."""
-
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """What there is for a request that is to start now.
+        """The cached prefix of a request that is to start now.
 
-        None if the request had better wait, as for a prompt in progress that will soon be of more help; it is asked
-        again then.
+        None: wait and ask again; for example, a longer prefix is being computed or loaded.
         """
 
     def end(self, request_id: str) -> None:
-        """The request is over, whether it has started or not."""
+        """The request is over, whether it started or not."""
 
     @property
     def num_preparing(self) -> int:
-        """Requests that wait for what is being made of their own prompts, not for others to end."""
+        """Requests that wait for their own prompt's preparation, not for other requests to end."""
 
 
 class NoPrefixes:
-    """A prefix cache that is switched off."""
+    """A disabled prefix cache."""
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
         return CachedPrefix(0, "")

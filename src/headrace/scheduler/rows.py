@@ -1,33 +1,33 @@
-"""Who holds rows: requests start, sequences make room for others and go on later."""
+"""Which sequences hold rows: starts requests, preempts sequences and resumes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from headrace.scheduler.admission import Admission, Yielded
+from headrace.scheduler.admission import Admission, Preempted
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.preemption import outranked, younger_ones
+from headrace.scheduler.preemption import lower_ranked, younger_ones
 from headrace.scheduler.prefill import PrefillTurns
 from headrace.scheduler.prefixes import PrefixIndex
 from headrace.scheduler.sequence import Sequence
-from headrace.scheduler.waiting import SessionShares, WaitingQueue
+from headrace.scheduler.waiting import FairShares, WaitingQueue
 from headrace.types.request import GenerationRequest
 
 
 class Rows:
-    """Sequences that have started and not ended, in the order of their age.
+    """Sequences that have started and not ended, oldest first.
 
-    A decoding one is preempted if there are no bytes for another token of it or of an older one, or if it is another's
-    turn; its state is kept as a checkpoint. It goes on once there is room for it. The oldest always has bytes, and no
-    request starts while somebody lacks them.
+    A decoding one is preempted if there are no bytes for its next token or for an older one's, or if another request's
+    turn has come; a checkpoint of its state is kept. It resumes once there is room. The oldest always has bytes, and no
+    request starts while a started sequence lacks them.
     """
 
     def __init__(
         self,
         admission: Admission,
         waiting: WaitingQueue,
-        shares: SessionShares,
+        shares: FairShares,
         prefixes: PrefixIndex,
         prefill: PrefillTurns,
     ) -> None:
@@ -42,7 +42,7 @@ class Rows:
         """How often a sequence has made room."""
 
     def running(self) -> list[Sequence]:
-        """Those that hold rows."""
+        """Sequences that hold rows."""
         return [sequence for sequence in self._started.values() if not sequence.is_preempted]
 
     @property
@@ -53,47 +53,47 @@ class Rows:
         return sequence.id in self._started
 
     def end(self, sequence: Sequence) -> None:
-        """Take a sequence out, whether it runs or not."""
+        """Remove a sequence, running or not."""
         del self._started[sequence.id]
         self._admission.end(sequence)
         if sequence.id in self._preempted:
             self._preempted.remove(sequence.id)
 
     def take_preempted(self) -> tuple[str, ...]:
-        """Who has made room since this was asked last."""
+        """Sequences preempted since the last call."""
         preempted = tuple(self._preempted)
         self._preempted.clear()
         return preempted
 
     def fill(self) -> None:
-        """Before a step: each decoding sequence that runs has bytes for its next token, and no row is left empty that
-        somebody may have. No step may be in flight."""
-        self._make_way_to_grow()
+        """Before a step: reserve the next token of each decoding sequence, and fill free rows. No step may be in
+        flight."""
+        self._reserve_next_tokens()
         self._resume_short_ones()
         self.start_requests()
 
-    def _make_way_to_grow(self) -> None:
-        """Bytes for a token of each decoding sequence, the oldest asked first; else it or younger ones make room."""
+    def _reserve_next_tokens(self) -> None:
+        """Reserve a token for each decoding sequence, oldest first; if that fails, preempt younger ones or itself."""
         for sequence in list(self._started.values()):
-            if sequence.is_preempted or not sequence.is_decoding or self._admission.go_on(sequence):
+            if sequence.is_preempted or not sequence.is_decoding or self._admission.reserve_next(sequence):
                 continue
             younger = younger_ones(sequence, self._started.values())
-            yielded = self._admission.make_room(younger, partial(self._admission.go_on, sequence), 0, 0)
-            if yielded is None:
-                yielded = (self._admission.preempt(sequence),)
-            self._preempt(yielded, lacks_bytes=True)
+            preempted = self._admission.preempt_for(younger, partial(self._admission.reserve_next, sequence), 0, 0)
+            if preempted is None:
+                preempted = (self._admission.preempt(sequence),)
+            self._preempt(preempted, lacks_bytes=True)
 
     def _resume_short_ones(self) -> None:
-        """Let those go on that there were no bytes for, the oldest first."""
+        """Resume sequences that lacked bytes, oldest first."""
         for sequence in self._started.values():
             if sequence.lacks_bytes and sequence.id not in self._preempted:
                 self._resume(sequence)
 
     def start_requests(self) -> None:
-        """Let requests start and preempted sequences go on, in their order, for as long as there is room.
+        """Start requests and resume preempted sequences in order, for as long as there is room.
 
-        Preempted ones slip past whoever there is no room for, or the oldest could not come to its end. No step may be
-        in flight.
+        Preempted sequences may overtake requests that do not fit; otherwise the oldest could starve. No step may be in
+        flight.
         """
         short = [sequence.id for sequence in self._started.values() if sequence.lacks_bytes]
         nobody_starts = bool(short)
@@ -114,40 +114,40 @@ class Rows:
                 nobody_starts = True
 
     def _next_preempted(self, held_back: Iterable[str]) -> Sequence | None:
-        """The first in turn of those that made room before this step, by age if they are equal."""
+        """The next in turn of those preempted before this step; ties: the oldest."""
         passed = {*held_back, *self._preempted}
         preempted = [each for each in self._started.values() if each.is_preempted and each.id not in passed]
         return min(preempted, key=lambda each: self._waiting.turn(each.request), default=None)
 
     def _resume(self, sequence: Sequence) -> bool:
-        """Let a preempted sequence go on; whether there is room for it now, or others have made it."""
+        """Resume a preempted sequence, if need be by preempting others. Returns whether it runs."""
         has_row = self._admission.has_rows(1, len(self.running()))
-        yielded = self._make_room(sequence.request, 1, partial(self._admission.resume, sequence))
-        if yielded is None:
+        preempted = self._preempt_for(sequence.request, 1, partial(self._admission.resume, sequence))
+        if preempted is None:
             return False
-        self._preempt(yielded, lacks_bytes=False)
+        self._preempt(preempted, lacks_bytes=False)
         sequence.resume()
         self._waiting.resume(sequence.request, has_row=has_row)
         return True
 
     def _start(self, live: LiveRequest, held_back: set[str]) -> bool:
-        """Let a request start; False if there is no room for it and nobody makes it.
+        """Start a request, if need be by preempting others. Returns False and changes nothing if it must wait.
 
-        Nothing else is done either if it had better wait for another's prompt; then it is held back.
+        A request that should wait for another one's prompt is added to `held_back`.
         """
         has_row = self._admission.has_rows(1, len(self.running()))
-        yielded = self._make_room(live.request, len(live.sequences), partial(self._admission.start, live))
-        if yielded is None:
+        preempted = self._preempt_for(live.request, len(live.sequences), partial(self._admission.start, live))
+        if preempted is None:
             return False
         cached = self._prefixes.find(live.request)
         if cached is None:
             # others may slip past: what it waits for is already running
             for sequence in live.sequences:
                 self._admission.end(sequence)
-            self._admission.take_back(yielded)
+            self._admission.undo_preemptions(preempted)
             held_back.add(live.id)
             return True
-        self._preempt(yielded, lacks_bytes=False)
+        self._preempt(preempted, lacks_bytes=False)
         if cached.kept is not None:
             self._thin(live, cached.num_tokens, cached.kept)
         self._waiting.start(live, has_row=has_row)
@@ -159,22 +159,23 @@ class Rows:
         return True
 
     def _thin(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
-        """Leave tokens of the prompt out, and give back the bytes that they would have taken."""
+        """Leave out prompt tokens, and release their bytes."""
         for sequence in live.sequences:
             self._admission.end(sequence)
         live.thin(num_cached, kept)
         if not self._admission.start(live):
             raise RuntimeError(f"{live.id}: less than what there was room for finds none")
 
-    def _make_room(
+    def _preempt_for(
         self, request: GenerationRequest, num_rows: int, reserve: Callable[[], bool]
-    ) -> tuple[Yielded, ...] | None:
-        """Room for sequences of a request, made by those that it outranks; None, and nothing done, if there is none."""
-        candidates = outranked(request, self._started.values(), self._shares)
-        return self._admission.make_room(candidates, reserve, num_rows, len(self.running()))
+    ) -> tuple[Preempted, ...] | None:
+        """Preempt lower-ranked sequences for those of a request. Returns None and changes nothing if that is not
+        enough."""
+        candidates = lower_ranked(request, self._started.values(), self._shares)
+        return self._admission.preempt_for(candidates, reserve, num_rows, len(self.running()))
 
-    def _preempt(self, yielded: tuple[Yielded, ...], *, lacks_bytes: bool) -> None:
-        for each in yielded:
+    def _preempt(self, preempted: tuple[Preempted, ...], *, lacks_bytes: bool) -> None:
+        for each in preempted:
             each.sequence.preempt(lacks_bytes=lacks_bytes)
             self._preempted.append(each.sequence.id)
-        self.num_preemptions += len(yielded)
+        self.num_preemptions += len(preempted)

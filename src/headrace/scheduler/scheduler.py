@@ -1,4 +1,4 @@
-"""The plan of each step and what its result means for every request."""
+"""Plans each step and applies its result to every request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, expected_output_tokens
 from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.pace import MEDIA_SLOWDOWN, SLOWDOWN, Pace
 from headrace.scheduler.prefill import PrefillTurns, first_in_turn
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.rows import Rows
 from headrace.scheduler.sequence import Sequence
-from headrace.scheduler.waiting import SessionShares, WaitingQueue
+from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN, StepTimeModel
+from headrace.scheduler.waiting import FairShares, WaitingQueue
 from headrace.types.events import TokenOutput
 from headrace.types.request import GenerationRequest
 from headrace.types.status import RequestStatus
@@ -24,7 +24,7 @@ from headrace.types.step import Chunk, ChunkResult, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A request that ended because its own work raised."""
+    """A request that ended because computing it raised."""
 
     request_id: str
     error: BaseException
@@ -32,10 +32,9 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step brought to the requests: at most one output for each choice, or one failure for the request.
+    """What a step gave: at most one output per choice, or one failure per request.
 
-    outputs: those of a request's choices in their order.
-    finished: requests whose last choice has its finish reason now.
+    outputs: in the order of a request's choices. finished: requests whose last choice ended with this step.
     """
 
     outputs: tuple[TokenOutput, ...] = ()
@@ -46,14 +45,14 @@ class StepOutcome:
 class Scheduler:
     """Decides what each step computes.
 
-    Every step carries one token of each decoding sequence and, within a budget, tokens of prompts. The budget is
-    `chunk_tokens` and less beside decoding sequences, by what steps were measured to take: see Pace. Requests
-    start when there are rows and bytes for them: see Admission; in the order of WaitingQueue. A decoding sequence is
-    preempted if there are no bytes for another token of it, or of an older one, or if it is another's turn: see Rows.
+    Every step carries one token of each decoding sequence and prompt tokens within a budget: `chunk_tokens`, or less
+    beside decoding sequences (see StepTimeModel). Requests start in the order of WaitingQueue when there are rows and
+    bytes (see Admission). A decoding sequence is preempted if there are no bytes for its next token or an older one's,
+    or for another's turn (see Rows).
 
-    The order of calls is `schedule`, then (unless the plan is empty) `update` with that plan's result;
-    the other calls may come at any time. The plan is empty only if there is nothing to do. Rows named by `released`
-    are freed before the next plan is executed. All times are monotonic seconds of the caller's clock.
+    Call `schedule`, then, unless the plan is empty, `update` with that plan's result; all other calls may come at any
+    time. The plan is empty only if there is nothing to do. Rows named by `released` are freed before the next plan is
+    executed. All times are monotonic seconds of the caller's clock.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class Scheduler:
         max_queue: int | None = None,
         prefixes: PrefixIndex | None = None,
     ) -> None:
-        """Counts of sequences that run at once, of prompt tokens per step, of tokens in a context.
+        """max_num_seqs: sequences at once. chunk_tokens: prompt tokens per step. max_model_len: tokens of a context.
 
-        max_queue: requests that may wait for others to end; None for any number.
-        Raises ConfigError for a count under 1 and for a max_queue under 0.
+        max_queue: requests that may wait for others to end; None for any number. Raises ConfigError for a count under 1
+        and a negative max_queue.
         """
         for knob, count, least in (
             ("max_num_seqs", max_num_seqs, 1),
@@ -82,10 +81,10 @@ class Scheduler:
         self._chunk_tokens = chunk_tokens
         self._max_queue = max_queue
         self._admission = Admission(max_num_seqs, max_model_len, memory)
-        self._shares = SessionShares()
+        self._shares = FairShares()
         self._waiting = WaitingQueue(self._shares)
         self._prefill = PrefillTurns()
-        self._pace = Pace()
+        self._step_times = StepTimeModel()
         self._prefixes = NoPrefixes() if prefixes is None else prefixes
         self._rows = Rows(self._admission, self._waiting, self._shares, self._prefixes, self._prefill)
         self._live: dict[str, LiveRequest] = {}
@@ -96,45 +95,44 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have started and not ended, one for each choice, without the preempted ones."""
+        """Sequences that run, one per choice; preempted ones excluded."""
         return len(self._rows.running())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued, and sequences that are preempted."""
+        """Queued requests plus preempted sequences."""
         return len(self._waiting) + self._rows.num_preempted
 
     @property
     def reserved_bytes(self) -> int:
-        """What has been promised to sequences that run or are preempted; never over the budget."""
+        """Bytes reserved for running and preempted sequences; never over the budget."""
         return self._admission.reserved_bytes
 
     @property
-    def plain_step_s(self) -> float | None:
-        """Seconds of a step that only decodes, with the sequences that do so now; None if none does, 0 if unknown."""
+    def decode_step_s(self) -> float | None:
+        """Seconds of a decode-only step with the current sequences; None if none decodes, 0 if unknown."""
         num_rows = sum(sequence.is_decoding for sequence in self._rows.running())
-        return self._pace.plain_step_s(num_rows) if num_rows else None
+        return self._step_times.decode_step_s(num_rows) if num_rows else None
 
     @property
     def spare_s(self) -> float | None:
-        """Seconds that the next step may spend beside the sequences that decode now; None if there are none."""
+        """Seconds that the next step may spend on other work beside the decoding sequences; None if there are none."""
         num_rows = sum(sequence.is_decoding for sequence in self._rows.running())
-        return self._pace.spare_s(num_rows) if num_rows else None
+        return self._step_times.spare_s(num_rows) if num_rows else None
 
     @property
     def num_preemptions(self) -> int:
-        """How often a running sequence has made room for others."""
         return self._rows.num_preemptions
 
     def status(self, now: float) -> tuple[RequestStatus, ...]:
-        """Every request that is being worked on, in order of arrival."""
+        """Every request in progress, in order of arrival."""
         return tuple(live.status(now) for live in self._live.values() if not live.is_aborted)
 
     def add(self, request: GenerationRequest, now: float) -> None:
         """Queue a request that was submitted at `now`.
 
-        Raises what Admission.check does, InvalidRequest for the id of a request that is still being worked on, and
-        Overloaded if `max_queue` others wait already and it can't start at once.
+        Raises what Admission.check raises, InvalidRequest for an id that is in use, and Overloaded if `max_queue`
+        requests already wait and it cannot start at once.
         """
         self._admission.check(request)
         live = LiveRequest(request, added_s=now)
@@ -154,9 +152,9 @@ class Scheduler:
             )
 
     def abort(self, request_id: str) -> bool:
-        """Give a request up; it yields nothing more. False if no such request is being worked on.
+        """End a request; it outputs nothing more. Returns False if there is no such request.
 
-        If it takes part in the step that is in flight, its rows are released when the result arrives.
+        If a step in flight computes it, its rows are released when the result arrives.
         """
         live = self._live.get(request_id)
         if live is None or live.is_aborted:
@@ -168,9 +166,9 @@ class Scheduler:
         return True
 
     def schedule(self, prompts_s: float | None = None) -> StepPlan:
-        """Plan the next step; empty if there is nothing to do. Raises RuntimeError before the last one's result.
+        """Plan the next step; empty if there is nothing to do. Raises RuntimeError if the last result is outstanding.
 
-        prompts_s: seconds that prompts may take of it, 0 for no prompts; None for as much as its decoding rows bear.
+        prompts_s: seconds that prompts may take, 0 for no prompts; None for as much as the decoding rows tolerate.
         """
         if self._planned:
             raise RuntimeError("the last plan's result has to be given to update() before the next step is planned")
@@ -184,14 +182,14 @@ class Scheduler:
         return StepPlan(self._planned, self._rows.take_preempted())
 
     def planned_requests(self) -> dict[str, GenerationRequest]:
-        """The requests of the last plan by their ids, as they are worked on: a long prompt may have been thinned."""
+        """The requests of the last plan by id; sparse prefill may have shortened their prompts."""
         return {chunk.request_id: self._live[chunk.request_id].request for chunk in self._planned}
 
     def update(self, result: StepResult, duration_s: float, now: float) -> StepOutcome:
-        """Take over the result of the last plan, which took `duration_s` and arrived at `now`.
+        """Apply the result of the last plan, which took `duration_s` and arrived at `now`.
 
-        Raises ValueError if the result does not answer every chunk and fork of the plan exactly once, or if an
-        answer's counts do not add up; nothing has been taken over then.
+        Raises ValueError, and changes nothing, if the result does not answer every chunk and fork of the plan exactly
+        once with consistent counts.
         """
         stepped = {chunk.request_id: self._live[chunk.request_id] for chunk in self._planned}
         check_answers(self._planned, result, {name: live.request for name, live in stepped.items()})
@@ -201,7 +199,7 @@ class Scheduler:
             num_prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
             num_before = sum(len(chunk.token_ids) * chunk.start for chunk in prompts)
             depth = num_before // max(1, num_prompt_tokens)
-            self._pace.observe(len(chunks) - len(prompts), num_prompt_tokens, duration_s, depth)
+            self._step_times.observe(len(chunks) - len(prompts), num_prompt_tokens, duration_s, depth)
         answers = {answer.sequence_id: answer for answer in result.results}
         errors = self._errors(result)
         outputs: list[TokenOutput] = []
@@ -217,22 +215,19 @@ class Scheduler:
         return StepOutcome(tuple(outputs), tuple(failures), tuple(finished))
 
     def note_drafts(self, num_ready: Mapping[str, int]) -> None:
-        """How many drafts the runner holds for the next chunk of a sequence, by its id; none for those left out.
-
-        Sequences that have ended since are no matter.
-        """
+        """Set how many drafts the runner holds for the next chunk of each sequence, by id; ended ones are ignored."""
         for sequence_id, number in num_ready.items():
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 sequence.num_ready = number
 
     def released(self) -> tuple[str, ...]:
-        """Sequences that ended since the last call and whose rows the runner still holds."""
+        """Sequences that ended since the last call whose rows the runner still holds."""
         released = tuple(self._released)
         self._released.clear()
         return released
 
     def forget_ended(self) -> None:
-        """Tell the prefix cache which requests are over, once their released rows have been freed."""
+        """Tell the prefix cache which requests are over, once their rows have been freed."""
         for request_id in self._ended:
             self._prefixes.end(request_id)
         self._ended.clear()
@@ -247,30 +242,32 @@ class Scheduler:
         if prompts_s is None:
             has_media = any(each.request.media is not None for each in prompts)
             slowdown = MEDIA_SLOWDOWN if has_media else SLOWDOWN
-            budget = self._pace.prompt_budget(num_rows, self._chunk_tokens, slowdown, depth)
+            budget = self._step_times.prompt_budget(num_rows, self._chunk_tokens, slowdown, depth)
         else:
-            budget = self._pace.budget_within(prompts_s, self._chunk_tokens, depth)
+            budget = self._step_times.budget_within(prompts_s, self._chunk_tokens, depth)
         return self._prefill.plan(prompts, budget) if budget > 0 else []
 
     def _is_queue_too_long(self) -> bool:
         return self._max_queue is not None and len(self._waiting) - self._prefixes.num_preparing > self._max_queue
 
     def _retry_after_s(self) -> float:
-        """Seconds until the next place is free, as a guess, at least 1: the work left, by number of requests."""
+        """Estimated seconds until a place in the queue is free, at least 1."""
         num_rows = max(1, self.num_running)
-        prompts_s = sum(live.num_prompt_left for live in self._live.values()) * self._pace.prompt_token_s()
-        outputs_s = sum(map(_expected_output_left, self._live.values())) / num_rows * self._pace.plain_step_s(num_rows)
+        prompts_s = sum(live.num_prompt_left for live in self._live.values()) * self._step_times.prompt_token_s()
+        outputs_s = (
+            sum(map(_expected_output_left, self._live.values())) / num_rows * self._step_times.decode_step_s(num_rows)
+        )
         return max(1.0, (prompts_s + outputs_s) / max(1, len(self._live)))
 
     def _errors(self, result: StepResult) -> dict[str, BaseException]:
-        """The first error of each request that a chunk or fork failed of."""
+        """The first error of each request whose chunk or fork failed."""
         errors: dict[str, BaseException] = {}
         for failure in result.failures:
             errors.setdefault(self._sequences[failure.sequence_id].request.request_id, failure.error)
         return errors
 
     def _take_over(self, live: LiveRequest, answers: Mapping[str, ChunkResult], now: float) -> list[TokenOutput]:
-        """What a step brought to a request, in the order of its choices."""
+        """A step's outputs for a request, in the order of its choices."""
         outputs: list[TokenOutput] = []
         for sequence in live.sequences:
             answer = answers.get(sequence.id)
@@ -294,7 +291,7 @@ class Scheduler:
             self._released.append(sequence.id)
 
     def _end(self, live: LiveRequest) -> None:
-        """Forget a request and whatever of it still waits or runs."""
+        """Drop a request with all its waiting and running sequences."""
         self._ended.append(live.id)
         if not live.is_started:
             self._waiting.remove(live)

@@ -1,4 +1,4 @@
-"""What the scheduler knows about one choice of a request that it works on."""
+"""The scheduler's state of one choice of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.types.step import Chunk
 
 
 def sequence_ids(request: GenerationRequest) -> tuple[str, ...]:
-    """The sequences of a request, one for each choice: the request's id, or `<id>/<choice>` if there are several."""
+    """The ids of a request's sequences, one per choice: the request's id, or `<id>/<choice>` if there are several."""
     if request.num_choices == 1:
         return (request.request_id,)
     return tuple(f"{request.request_id}/{choice}" for choice in range(request.num_choices))
@@ -18,23 +18,25 @@ def sequence_ids(request: GenerationRequest) -> tuple[str, ...]:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A choice of a request and how far it has come. Only the scheduler changes it.
+    """One choice of a request and its progress. Only the scheduler changes it.
 
-    There are no phases: tokens are known (the prompt, then each sampled one) and computed tokens catch up
-    with them. A prompt is many tokens behind, a decoding sequence one. Only choice 0 computes the prompt; the
-    others await the end of that and begin with a copy of its state.
+    There are no phases: computed tokens catch up with known tokens (the prompt, then each sampled token). A prompt is
+    many tokens behind, a decoding sequence one. Only choice 0 computes the prompt; the others wait for it and start
+    from a copy of its state.
 
-    id: chunks and results carry it.
-    num_cached: prompt tokens that need no computing. num_computed: tokens whose state the runner holds.
-    token_ids: every known token, prompt first.
-    awaits_fork: choice 0 has not come to the end of the prompt yet.
+    id: names it in chunks and results.
+    num_cached: prompt tokens taken from the prefix cache.
+    num_computed: tokens whose state the runner holds.
+    token_ids: all known tokens, prompt first.
+    awaits_fork: choice 0 has not finished the prompt.
     virtual_time: prompt tokens served, counted from the prefill's clock at admission; the least goes first.
-    is_passed_over: the last step had budget left, but too little for this prompt.
-    is_preempted: it has made room: the runner keeps a checkpoint of its state and no more. lacks_bytes: because there
-    were no bytes for it, not for another's turn. num_output_before: its output when it last began or went on.
-    has_rows: whether the runner has ever been given a chunk, so that it holds state to be freed.
+    is_passed_over: the last step's remaining budget was too small for this prompt.
+    is_preempted: the runner keeps only a checkpoint of its state.
+    lacks_bytes: it was preempted for lack of bytes, not for another's turn.
+    num_output_before: its output when it last started or resumed.
+    has_rows: the runner has been given a chunk, so it holds state to free.
     num_ready: drafts that the runner holds for the next chunk.
-    stop_token_id: the stop token that ended the output, which is in no list of tokens.
+    stop_token_id: the stop token that ended the output; not in token_ids.
     """
 
     request: GenerationRequest
@@ -60,12 +62,12 @@ class Sequence:
         self.awaits_fork = self.choice > 0
 
     def begin_with(self, request: GenerationRequest) -> None:
-        """Nothing of the prompt is computed yet, and the request has it otherwise now."""
+        """Start over with a changed request; nothing of its prompt may be computed yet."""
         self.request = request
         self.token_ids = list(request.prompt)
 
     def skip(self, num_tokens: int) -> None:
-        """Begin behind `num_tokens` of the prompt, whose state the runner finds in the prefix cache."""
+        """Start after `num_tokens` of the prompt, whose state is in the prefix cache."""
         self.num_cached = self.num_computed = num_tokens
 
     @property
@@ -91,9 +93,9 @@ class Sequence:
         self.num_output_before = self.num_output
 
     def next_chunk(self, num_tokens: int) -> Chunk:
-        """The next `num_tokens` tokens to compute, at most `num_wanted`, and drafts behind the last known one.
+        """The next `num_tokens` tokens to compute, at most `num_wanted`, with drafts after the last known one.
 
-        A draft that can't be output is not worth its computing: the last token before max_tokens needs none.
+        No draft for output beyond max_tokens.
         """
         stop = self.num_computed + num_tokens
         ends_prompt = stop == len(self.request.prompt)
@@ -113,11 +115,10 @@ class Sequence:
         )
 
     def accept(self, num_committed: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Take over the result of a chunk or a fork and return the tokens that belong to the output.
+        """Apply the result of a chunk or fork and return the tokens that belong to the output.
 
-        The first stop token ends the output and is left out, see `stop_token_id`; so does reaching max_tokens, with
-        the token that reaches it included. With max_tokens 0 nothing is output: the prompt was all that was wanted.
-        What the runner gained beyond the end is dropped.
+        The first stop token ends the output and is left out, see `stop_token_id`. Reaching max_tokens ends it too, with
+        the last token included. With max_tokens 0 nothing is output. Tokens beyond the end are dropped.
         """
         self.num_ready = 0
         if self.awaits_fork:

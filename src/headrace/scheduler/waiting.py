@@ -1,4 +1,4 @@
-"""The queue: priorities, a fair turn for every session, and an end to waiting for all."""
+"""The queue: priorities, fair share between sessions, and no starvation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from headrace.scheduler.live_request import LiveRequest
 from headrace.types.request import GenerationRequest
 
 OLDEST_EVERY = 4
-"""One in this many requests that start is the one that has waited longest, whatever its priority and session.
+"""One in this many starts goes to the request that has waited longest, whatever its priority and session.
 
-So a request that finds m others in the queue is among the next OLDEST_EVERY * (m + 1) that start, whoever comes
-later. Three turns in four go by priority and fair share.
+So a request that finds m others in the queue is among the next OLDEST_EVERY * (m + 1) starts, whatever arrives later.
 """
 
 
@@ -20,7 +19,7 @@ later. Three turns in four go by priority and fair share.
 class _Session:
     """virtual_time: tokens served, counted from the clock at its arrival. num_live: requests, waiting or running.
 
-    last_turn: number of the latest turn that was its own, over all sessions; 0 if it had none.
+    last_turn: the number of its latest turn over all sessions; 0 for none.
     """
 
     virtual_time: float
@@ -28,13 +27,12 @@ class _Session:
     last_turn: int = 0
 
 
-class SessionShares:
-    """How much each session has been served, as virtual time of fair queueing: the least goes first.
+class FairShares:
+    """Virtual-time fair queueing between sessions: the one served least goes first.
 
-    Between equals it is the one whose last turn is longest ago, so that one that was alone before a newcomer came
-    yields to it. The clock, where a newcomer's count begins, runs at the pace of an even share between the sessions
-    that have requests. A session that has had more than that is remembered until the clock has caught up or all is
-    idle.
+    Ties: the one whose last turn is longest ago, so a session that was alone yields to a newcomer. New sessions start
+    at the clock, which advances at an even share between sessions that have requests. A session that had more is
+    remembered until the clock catches up or everything is idle.
     """
 
     def __init__(self) -> None:
@@ -79,7 +77,7 @@ class SessionShares:
         return self._sessions[name].virtual_time - self._sessions[other].virtual_time
 
     def rank(self, name: str) -> tuple[float, int]:
-        """Of a session that has requests: virtual time, then its last turn. The lowest goes first."""
+        """Sort key of a session that has requests: virtual time, then its last turn. The lowest goes first."""
         session = self._sessions[name]
         return session.virtual_time, session.last_turn
 
@@ -87,12 +85,12 @@ class SessionShares:
 class WaitingQueue:
     """Requests that have not started, and which is next.
 
-    Lower priority numbers go first, then the session that was served least, then whoever came first. A prompt
-    counts as served when it starts, so that one session does not take several free places in a row. Who is next
-    waits until it fits: nobody slips past, or a large request would never start.
+    Lower priority numbers go first, then the session served least, then arrival. A prompt counts as served when it
+    starts, so one session does not take several free rows in a row. The next one waits until it fits; none overtakes
+    it, or a large request would never start.
     """
 
-    def __init__(self, shares: SessionShares) -> None:
+    def __init__(self, shares: FairShares) -> None:
         self._shares = shares
         self._waiting: dict[str, LiveRequest] = {}
         self._num_started = 0
@@ -101,18 +99,18 @@ class WaitingQueue:
         return len(self._waiting)
 
     def push(self, live: LiveRequest) -> None:
-        """Queue a request; its session has joined the shares."""
+        """Queue a request whose session has joined the shares."""
         self._waiting[live.id] = live
 
     def remove(self, live: LiveRequest) -> None:
-        """Take a request out that will not start."""
+        """Remove a request that will not start."""
         del self._waiting[live.id]
 
     def next(self, held_back: Container[str] = (), *, has_row: bool = True) -> LiveRequest | None:
-        """Who starts next, if anybody waits who isn't held back.
+        """The request to start next, unless all are held back.
 
-        has_row: whether there is a place; without one, somebody who runs would have to make room, and nobody does for
-        the one that has waited longest as such.
+        has_row: whether a row is free. If not, a sequence would have to be preempted, which is never done merely for
+        the longest wait.
         """
         waiting = [live for live in self._waiting.values() if live.id not in held_back]
         if not waiting:
@@ -123,23 +121,23 @@ class WaitingQueue:
         return min(waiting, key=lambda live: self.turn(live.request))
 
     def start(self, live: LiveRequest, *, has_row: bool = True) -> None:
-        """Take a request out that starts now. has_row: as it was for `next`."""
+        """Remove a request that starts now. has_row: as for `next`."""
         del self._waiting[live.id]
         self._take_turn(live.request, len(live.request.prompt), has_row)
 
     def resume(self, request: GenerationRequest, *, has_row: bool) -> None:
-        """A preempted sequence of the request goes on: that is a turn too."""
+        """A preempted sequence of the request resumes: that counts as a turn."""
         self._take_turn(request, 0, has_row)
 
     def goes_first(self, preempted: GenerationRequest, waiting: GenerationRequest, *, has_row: bool) -> bool:
-        """Whether a preempted sequence of one request goes on before another request starts.
+        """Whether a preempted sequence resumes before another request starts.
 
-        It has waited longer, for it has begun already.
+        It counts as having waited longer.
         """
         return (has_row and self._is_oldest_turn) or self.turn(preempted) <= self.turn(waiting)
 
     def turn(self, request: GenerationRequest) -> tuple[int, tuple[float, int]]:
-        """Of a request that is worked on: the lowest goes first."""
+        """Sort key of a request in progress: the lowest goes first."""
         return request.priority, self._shares.rank(request.session)
 
     @property

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute beside running streams, learned from what steps have taken."""
+"""Learns from measured steps how many prompt tokens a step may compute beside running streams."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from statistics import median_low
 from headrace.scheduler.prefill import PREFILL_GRID
 
 SLOWDOWN = 3.0
-"""A step that also computes prompts is planned to take this many times a slow one of those that only decode.
+"""A step with prompts may take this many times as long as a slow decode-only step.
 
-So a stream's longer gaps grow to three times while others' prompts are computed, and these get two thirds of the time.
-A smaller number delays newcomers, and steps with a few rows cost nearly what steps with all of them do.
+So while prompts are computed, a stream's longest gaps triple, and prompts get two thirds of the time. A smaller number
+delays new requests, although steps with few rows cost nearly as much as full ones.
 """
 
 MEDIA_SLOWDOWN = 1.75
-"""The same while a prompt with images or videos is among them, so that streams wait for two steps at most.
+"""The same while one of the prompts has images or videos: streams wait for two steps at most.
 
-Its tower has taken its time before, in slices, and what is left of the prompt is mostly short: it loses little.
+Its media were encoded before, in slices, and the remaining prompt is mostly short, so it loses little.
 """
 
 REMEASURE_EVERY = 16
-"""After this many steps in a row with prompts one goes without, and one before has half as many prompt tokens.
+"""After this many consecutive steps with prompts, one runs without, and one before it has half as many prompt tokens.
 
-All is measured by steps without prompts, and pieces of two sizes tell what a piece costs from what its tokens cost;
-until that is known every second one is of half the size.
+Steps without prompts are the baseline; chunks of two sizes separate the fixed cost of a chunk from the cost per token.
+Until both are known, every second chunk has half the size.
 """
 
 _NUM_KEPT = 5
-"""Measurements of each kind. Their median is used, so that a step that was held up by something else counts little."""
+"""Measurements kept of each kind. The median is used, so one disturbed step counts little."""
 
 _TRUSTED = 2
-"""Measurements before a number is relied on: the lower of two is no first step that waited for a compiler."""
+"""Measurements needed before a value is used: the lower of two excludes a first step that compiled."""
 
 _SHALLOW = 1024
-"""Tokens of a prompt that precede others without making them much dearer."""
+"""Preceding prompt tokens up to which a token costs about the same."""
 
 
-class Pace:
-    """A step takes what it takes without prompts, an amount for the piece of a prompt, and one for each of its tokens.
+class StepTimeModel:
+    """Step time = decode-only time by row count + a fixed cost per prompt chunk + a cost per prompt token by depth.
 
-    The first is kept by the number of decoding rows, the last by the depth: the number of tokens that precede one in
-    its prompt, which attention reads. The same durations give the same plans.
+    depth: the number of tokens that precede one in its prompt, which attention reads. Deterministic: the same durations
+    give the same plans.
     """
 
     def __init__(self) -> None:
@@ -55,26 +55,26 @@ class Pace:
         """Steps with prompts since the last one without."""
 
     def observe(self, num_rows: int, num_prompt_tokens: int, duration_s: float, depth: int = 0) -> None:
-        """A step with this many decoding rows and prompt tokens, which had this depth on average, took `duration_s`."""
+        """Record a step's duration. depth: mean depth of its prompt tokens."""
         if num_prompt_tokens == 0:
             self._plain_s.add(num_rows, duration_s)
             self._num_mixed = 0
             return
         self._num_mixed += 1
         depth += _SHALLOW
-        piece = _Piece(num_prompt_tokens, depth, max(0.0, duration_s - self.plain_step_s(num_rows)))
+        piece = _Piece(num_prompt_tokens, depth, max(0.0, duration_s - self.decode_step_s(num_rows)))
         if self._pieces and (found := piece.price_without_tokens(self._pieces[-1])) is not None:
             self._piece_s.append(found)
         self._pieces.append(piece)
         self._token_s.add(depth, max(0.0, piece.seconds - self.piece_s) / num_prompt_tokens)
 
-    def plain_step_s(self, num_rows: int) -> float:
-        """Seconds of a step that only decodes `num_rows` rows; 0 if no such step was measured."""
+    def decode_step_s(self, num_rows: int) -> float:
+        """Seconds of a step that only decodes `num_rows` rows; 0 if never measured."""
         return self._plain_s.median(num_rows)
 
     @property
     def piece_s(self) -> float:
-        """Seconds that a piece of a prompt adds to a step, however few its tokens; 0 if that was never measured."""
+        """Fixed seconds that a prompt chunk adds to a step; 0 if never measured."""
         return median_low(self._piece_s) if self._knows_pieces else 0.0
 
     @property
@@ -82,19 +82,19 @@ class Pace:
         return len(self._piece_s) >= _TRUSTED
 
     def prompt_token_s(self, depth: int = 0) -> float:
-        """Seconds that each prompt token adds to that; 0 if that was never measured."""
+        """Seconds per prompt token beyond that; 0 if never measured."""
         return self._token_s.median(depth + _SHALLOW)
 
     def spare_s(self, num_rows: int, slowdown: float = SLOWDOWN) -> float:
-        """Seconds that a step beside `num_rows` decoding rows may spend on others' prompts; 0 if nothing is known."""
+        """Seconds that a step may spend on prompts beside `num_rows` decoding rows; 0 if unknown."""
         if not self._plain_s.is_trusted:
             return 0.0
-        return slowdown * self._plain_s.slow(num_rows) - self.plain_step_s(num_rows)
+        return slowdown * self._plain_s.slow(num_rows) - self.decode_step_s(num_rows)
 
     def prompt_budget(self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN, depth: int = 0) -> int:
-        """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a plain step.
+        """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a decode-only step.
 
-        Without rows it is all of `chunk_tokens`.
+        All of `chunk_tokens` if there are no such rows.
         """
         if num_rows == 0:
             return chunk_tokens
@@ -105,14 +105,14 @@ class Pace:
         return -(-budget // 2) if is_half else budget
 
     def budget_within(self, limit_s: float, chunk_tokens: int, depth: int = 0) -> int:
-        """Prompt tokens for a step that may spend `limit_s` on them; 0 for no time."""
+        """Prompt tokens for a step that may spend `limit_s` on them; 0 if there is no time."""
         return self._tokens_within(limit_s, chunk_tokens, depth) if limit_s > 0 else 0
 
     def _tokens_within(self, limit_s: float, chunk_tokens: int, depth: int) -> int:
-        """At least 1, and more where most of the time would be the price of the piece: its tokens may take as much.
+        """At least 1; more where the fixed cost would dominate, so that the tokens may cost as much as the chunk.
 
-        At most four times as many as in the latest pieces, for what is unknown may be dear. At least a block of the
-        grid as long as the price of a piece is unknown.
+        At most four times as many as in recent chunks, because extrapolation is unsafe, and at least one grid block
+        while the fixed cost is unknown.
         """
         tokens_s, token_s = max(limit_s - self.piece_s, self.piece_s), self.prompt_token_s(depth)
         affordable = chunk_tokens if token_s * chunk_tokens <= tokens_s else int(tokens_s / token_s)
@@ -136,11 +136,11 @@ class _Latest:
         return any(len(kept) >= _TRUSTED for kept in self._kept.values())
 
     def median(self, count: int) -> float:
-        """For the nearest count of which there are enough; 0 if nothing was measured."""
+        """For the nearest count with enough measurements; 0 if there are none."""
         return median_low(self._nearest(count) or [0.0])
 
     def slow(self, count: int) -> float:
-        """The longest but one, or the median of a few."""
+        """The second longest, or the median if there are few."""
         rising = sorted(self._nearest(count)) or [0.0]
         return rising[max(len(rising) - 2, (len(rising) - 1) // 2)]
 
@@ -153,16 +153,16 @@ class _Latest:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Prompt tokens of one step, and what they added to its duration."""
+    """The prompt tokens of one step, and the time they added to it."""
 
     num_tokens: int
     depth: int
     seconds: float
 
     def price_without_tokens(self, other: _Piece) -> float | None:
-        """What a line through this piece and another one gives for no tokens; None if they are too much alike.
+        """The fixed cost by a line through two chunks; None if they are too similar.
 
-        Pieces at different depths differ in what their tokens cost, too.
+        Chunks at different depths differ in their cost per token, too.
         """
         if self.depth.bit_length() != other.depth.bit_length():
             return None

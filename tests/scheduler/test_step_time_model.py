@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.made_up import AMPLE, answer, request
 
-from headrace.scheduler.pace import REMEASURE_EVERY, SLOWDOWN, Pace
 from headrace.scheduler.prefill import PREFILL_GRID
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_time_model import REMEASURE_EVERY, SLOWDOWN, StepTimeModel
 from headrace.types.step import Chunk, StepPlan
 
 CHUNK = 2048
@@ -50,7 +50,7 @@ GPU = Machine(fixed_s=0.0037, row_s=0.0001, piece_s=0.029, token_s=20e-6)
 FLAT = Machine(fixed_s=0.02, row_s=0.001, piece_s=0.004, token_s=0.0005)
 
 
-def run(pace: Pace, machine: Machine, num_rows: int, num_steps: int, chunk: int = CHUNK) -> list[int]:
+def run(pace: StepTimeModel, machine: Machine, num_rows: int, num_steps: int, chunk: int = CHUNK) -> list[int]:
     """Budgets of steps in which there is always more prompt to compute."""
     budgets = []
     for _ in range(num_steps):
@@ -61,7 +61,7 @@ def run(pace: Pace, machine: Machine, num_rows: int, num_steps: int, chunk: int 
 
 @pytest.mark.parametrize("chunk", [1, 5, 32, 100, 2048])
 def test_without_streams_a_step_takes_the_full_chunk(chunk: int) -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     assert pace.prompt_budget(0, chunk) == chunk
     run(pace, FLAT, 4, 40)
     assert pace.prompt_budget(0, chunk) == chunk
@@ -70,9 +70,9 @@ def test_without_streams_a_step_takes_the_full_chunk(chunk: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
 @pytest.mark.parametrize("machine", [CPU, GPU, FLAT])
 def test_the_price_of_a_piece_is_found_apart_from_that_of_its_tokens(machine: Machine, num_rows: int) -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     run(pace, machine, num_rows, 60)
-    assert pace.plain_step_s(num_rows) == pytest.approx(machine.step_s(num_rows, 0))
+    assert pace.decode_step_s(num_rows) == pytest.approx(machine.step_s(num_rows, 0))
     assert pace.piece_s == pytest.approx(machine.piece_s)
     assert pace.prompt_token_s() == pytest.approx(machine.token_s)
 
@@ -83,7 +83,7 @@ def test_pieces_are_as_large_as_the_streams_bear(machine: Machine, num_rows: int
     plain_s = machine.step_s(num_rows, 0)
     # by hand: what a mixed step may take more than a plain one, without the price of the piece, in tokens
     expected = ((SLOWDOWN - 1) * plain_s - machine.piece_s) / machine.token_s
-    budgets = run(Pace(), machine, num_rows, 60)[-REMEASURE_EVERY - 1 :]
+    budgets = run(StepTimeModel(), machine, num_rows, 60)[-REMEASURE_EVERY - 1 :]
     *large, half = sorted(budgets, reverse=True)[:REMEASURE_EVERY]
     assert set(large) <= {int(expected), int(expected) - 1}
     assert half == -(-large[0] // 2)
@@ -91,50 +91,50 @@ def test_pieces_are_as_large_as_the_streams_bear(machine: Machine, num_rows: int
 
 
 def test_a_piece_is_never_mostly_its_fixed_price() -> None:
-    budgets = run(Pace(), GPU, 7, 60)[-REMEASURE_EVERY - 1 :]
+    budgets = run(StepTimeModel(), GPU, 7, 60)[-REMEASURE_EVERY - 1 :]
     assert GPU.piece_s > (SLOWDOWN - 1) * GPU.step_s(7, 0)  # no piece, however small, is within what the streams bear
     assert max(budgets) == pytest.approx(GPU.piece_s / GPU.token_s, abs=1)
 
 
 def test_a_piece_where_tokens_are_dear_is_smaller_than_a_block() -> None:
     slow = Machine(fixed_s=0.01, row_s=0.0, piece_s=0.0, token_s=0.003)
-    assert set(run(Pace(), slow, 1, 100)[-40:]) == {0, 6, 3}
+    assert set(run(StepTimeModel(), slow, 1, 100)[-40:]) == {0, 6, 3}
     slower = Machine(fixed_s=0.01, row_s=0.0, piece_s=0.0, token_s=1.0)
-    assert set(run(Pace(), slower, 1, 100)[-40:]) == {0, 1}
+    assert set(run(StepTimeModel(), slower, 1, 100)[-40:]) == {0, 1}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 31])
 def test_a_small_chunk_is_never_exceeded(chunk: int) -> None:
-    assert set(run(Pace(), FLAT, 1, 40, chunk)) == {0, chunk, -(-chunk // 2)}
+    assert set(run(StepTimeModel(), FLAT, 1, 40, chunk)) == {0, chunk, -(-chunk // 2)}
 
 
 def test_prompts_that_cost_nothing_are_not_held_up() -> None:
     for free in (Machine(0.01, 0.0, 0.0, 0.0), Machine(0.0, 0.0, 0.0, 0.0)):
-        assert set(run(Pace(), free, 3, 60)[-34:]) == {0, CHUNK, CHUNK // 2}
+        assert set(run(StepTimeModel(), free, 3, 60)[-34:]) == {0, CHUNK, CHUNK // 2}
 
 
 def test_two_plain_steps_come_before_the_first_prompt_and_one_after_every_sixteen() -> None:
-    is_plain = [budget == 0 for budget in run(Pace(), GPU, 4, 2 + 3 * (REMEASURE_EVERY + 1))]
+    is_plain = [budget == 0 for budget in run(StepTimeModel(), GPU, 4, 2 + 3 * (REMEASURE_EVERY + 1))]
     round = [False] * REMEASURE_EVERY + [True]
     assert is_plain == [True, True] + 3 * round
 
 
 @pytest.mark.parametrize(("low", "high"), [(7, 8), (4, 7)])
 def test_rows_that_come_and_go_do_not_keep_prompts_waiting(low: int, high: int) -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     budgets = [run(pace, FLAT, low + step % (high - low + 1), 1)[0] for step in range(200)]
     assert budgets.count(0) <= 2 + 200 / REMEASURE_EVERY
 
 
 def test_a_size_never_seen_is_approached_in_few_steps() -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     for _ in range(2):
         pace.observe(1, 0, 1.0)
     assert run(pace, Machine(1.0, 0.0, 0.0, 1e-9), 1, 5) == [32, 64, 256, 1024, 2048]
 
 
 def test_steps_that_waited_for_a_compiler_are_got_over() -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     pace.observe(0, 300, 30.0)  # the first prompt
     pace.observe(1, 0, 20.0)  # the first plain step
     pace.observe(1, 0, FLAT.step_s(1, 0))
@@ -144,7 +144,7 @@ def test_steps_that_waited_for_a_compiler_are_got_over() -> None:
 
 
 def test_the_model_follows_a_machine_that_slows_down() -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     run(pace, FLAT, 4, 60)
     slower = Machine(fixed_s=0.048, row_s=0.0, piece_s=0.016, token_s=0.002)
     assert max(run(pace, slower, 4, 120)[-REMEASURE_EVERY:]) == 40  # (2 * 0.048 - 0.016) / 0.002
@@ -163,7 +163,7 @@ def test_on_a_noisy_machine_streams_keep_their_share(
     fixed_s: float, piece: float, token_s: float, noise: list[float], hiccups: set[int], num_rows: int
 ) -> None:
     machine = Machine(fixed_s, 0.0, piece * fixed_s, token_s)
-    twin, pace = Pace(), Pace()
+    twin, pace = StepTimeModel(), StepTimeModel()
     # a hiccup beside another could be most of what a median looks at
     rare = {step for step in hiccups if not hiccups & set(range(step - 5 * (REMEASURE_EVERY + 1), step))}
     for step in range(200):

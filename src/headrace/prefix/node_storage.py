@@ -1,4 +1,4 @@
-"""Pieces at nodes: the only place where a tree gains, splits or loses one."""
+"""Stores the pieces of nodes: the only place where a tree gains, splits or loses one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from headrace.prefix.node import Node
 from headrace.prefix.pieces import Piece, Store
 
 
-class Holdings:
-    """Keeps bytes in step with pieces, and every leaf worth its place.
+class NodeStorage:
+    """Keeps the byte count in step with the pieces, and drops useless leaves.
 
-    A leaf is worth its place if it holds what a state can end in: a snapshot where the model needs them, else a span.
+    A leaf is useful if state can end there: a snapshot where the model needs them, else a span.
     """
 
     def __init__(self, store: Store, *, needs_snapshots: bool) -> None:
@@ -19,12 +19,12 @@ class Holdings:
         """Of all pieces held."""
 
     def put_span(self, node: Node, span: Piece) -> None:
-        """Take a span over for a node that has none."""
+        """Store the span of a node that has none."""
         node.span, node.span_bytes = span, span.num_bytes
         self.num_bytes += node.span_bytes
 
     def put_snapshot(self, node: Node, snapshot: Piece) -> None:
-        """Take a snapshot over; if the node has one already that one stays and the new one is dropped."""
+        """Store a node's snapshot; if it has one already, drop the new one."""
         if node.snapshot is not None:
             self._store.drop(snapshot)
             return
@@ -32,23 +32,21 @@ class Holdings:
         self.num_bytes += node.snapshot_bytes
 
     def drop_span(self, node: Node) -> None:
-        """Drop a node's span, if it has one."""
         if node.span is not None:
             self._store.drop(node.span)
         self.num_bytes -= node.span_bytes
         node.span, node.span_bytes = None, 0
 
     def drop_snapshot(self, node: Node) -> None:
-        """Drop a node's snapshot, if it has one."""
         if node.snapshot is not None:
             self._store.drop(node.snapshot)
         self.num_bytes -= node.snapshot_bytes
         node.snapshot, node.snapshot_bytes = None, 0
 
     def split(self, node: Node, num_tokens: int) -> Node:
-        """Put a new node after the first `num_tokens` tokens of a node's edge; the new one is returned.
+        """Insert a new node after the first `num_tokens` tokens of a node's edge, and return it.
 
-        The old one keeps the lower part, so that locks, which begin at the lower end, find both.
+        The old node keeps the lower part, so locks, which start at the lower end, cover both.
         """
         assert node.parent is not None and 0 < num_tokens < len(node.edge)
         pieces = self._store.split(node.span, num_tokens) if node.span is not None else None
@@ -64,9 +62,9 @@ class Holdings:
         return upper
 
     def prune(self, node: Node) -> Node:
-        """Take a node out if it is a leaf that isn't worth its place, then those above it likewise.
+        """Remove a useless leaf, then the nodes above it likewise. Returns the node where that stopped.
 
-        Returns the node at which that ended. A locked leaf is always worth its place.
+        A locked leaf always counts as useful.
         """
         while node.parent is not None and not node.children and not self._is_worth(node):
             self.drop_span(node)
