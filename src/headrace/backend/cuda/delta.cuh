@@ -26,6 +26,13 @@ struct Channels {
       for (int i = 0; i < QUADS; i++) reinterpret_cast<float4*>(rows + n * stride)[i * LANES + lane] = s[n][i];
   }
 
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < QUADS; i++) s[n][i] = {};
+  }
+
   // One token: y = g S q + (k·q) delta reads the state once for k and q together. k, q: [DK] in shared memory; v: of
   // the thread's channels, in place of which comes y.
   __device__ void step(const float* k, const float* q, float kq, float (&v)[N], float g, float beta, int lane) {

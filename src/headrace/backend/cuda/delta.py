@@ -7,9 +7,18 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import ops
+from headrace.backend.cuda import delta_ops as ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, Left, Prepared, Stash, Weights, Windowed
+from headrace.backend.cuda.shapes import (
+    LONGEST_WINDOW,
+    DeltaShape,
+    DeltaTable,
+    Left,
+    Prepared,
+    Stash,
+    Weights,
+    Windowed,
+)
 
 MOST_SOURCES = 8
 """That `gather` takes rows from."""
@@ -31,14 +40,14 @@ _NORM_THREADS = 256
 
 _SCAN = CudaKernel(
     "delta_scan",
-    ("chunks.cuh", "delta.cuh", "delta_scan.cuh"),
+    ("old_chunks.cuh", "delta.cuh", "old_delta_scan.cuh"),
     ("plan", "stops", "q", "k", "v", "g", "beta", "old_state"),
     ("y", "state"),
     "delta_scan<T, HK, HV, DK, DV, N>(plan, stops, q, k, v, g, beta, old_state, y, state);",
 )
 _PREPARE = CudaKernel(
     "delta_prepare",
-    ("chunks.cuh", "delta_prepare.cuh"),
+    ("old_chunks.cuh", "old_delta_prepare.cuh"),
     ("plan", "stops", "projected", "old_raw", "weight", "a_log", "dt_bias"),
     ("q", "k", "v", "g", "beta", "raw"),
     "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS>("
@@ -57,6 +66,36 @@ _WINDOW = CudaKernel(
     "old_window, old_k, old_v, old_g, old_beta, state, out, new_state, window, k, v, g, beta);",
     # 8 rows of 32 value heads, at which a GPU of 132 multiprocessors works at once
     bounds=(_LANES * _WIDEST, 2),
+)
+_TABLE = ("state", "raw", "stash_k", "stash_v", "stash_g", "stash_beta")
+_STEP = CudaKernel(
+    "delta_step",
+    ("delta.cuh", "stash.cuh", "gated_norm.cuh", "delta_step.cuh"),
+    ("plan", "projected", "weight", "a_log", "dt_bias", "norm", "eps", *_TABLE),
+    ("out",),
+    "delta_step<T, HK, HV, DK, DV, KERNEL, WIDTH, Z_AT, B_AT, A_AT, LONGEST, SLICES>("
+    "plan, projected, weight, a_log, dt_bias, norm, eps[0], const_cast<float*>(state), const_cast<T*>(raw), "
+    "Stash<T>{const_cast<T*>(stash_k), const_cast<T*>(stash_v), const_cast<float*>(stash_g), "
+    "const_cast<float*>(stash_beta)}, out);",
+    # 8 rows of 32 value heads, at which a GPU of 132 multiprocessors works at once
+    bounds=(_LANES * _WIDEST, 2),
+)
+_PREPARE_CHUNKS = CudaKernel(
+    "delta_prepare_chunks",
+    ("chunks.cuh", "stash.cuh", "delta_prepare.cuh"),
+    ("plan", "stops", "projected", "weight", "a_log", "dt_bias", *_TABLE[1:]),
+    ("q", "k", "v", "g", "beta", "raw_at_stops"),
+    "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS, LONGEST>("
+    "plan, stops, projected, weight, a_log, dt_bias, const_cast<T*>(raw), "
+    "Stash<T>{const_cast<T*>(stash_k), const_cast<T*>(stash_v), const_cast<float*>(stash_g), "
+    "const_cast<float*>(stash_beta)}, q, k, v, g, beta, raw_at_stops);",
+)
+_SCAN_CHUNKS = CudaKernel(
+    "delta_scan_chunks",
+    ("chunks.cuh", "delta.cuh", "delta_scan.cuh"),
+    ("plan", "stops", "q", "k", "v", "g", "beta", "state"),
+    ("y", "state_at_stops"),
+    "delta_scan<T, HK, HV, DK, DV, N>(plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops);",
 )
 _NORM = CudaKernel(
     "gated_norm",
@@ -88,6 +127,79 @@ def scan(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> 
     y, states = _SCAN(
         (plan, stops, q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state),
         template,
+        (head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]),
+        _THREADS,
+        ((v.shape, q.dtype), ((stops.size, *state.shape[1:]), mx.float32)),
+    )
+    return y, states
+
+
+@or_ops(ops.step)
+def step(shape: DeltaShape, weights: Weights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
+    """Rows of at most LONGEST_WINDOW tokens, from projection `[1, T, width]` to projection `[1, T, Hv · Dv]`.
+
+    The table is read and written in place; nothing but the result says that the writing is done.
+    plan: int32 `[B, 8]`, see delta_step.cuh; rows may have no tokens.
+    """
+    heads, head_v_dim = shape.num_v_heads, shape.head_v_dim
+    slices = next(number for number in (1, 2, _MOST_SLICES) if head_v_dim <= number * _WIDEST)
+    (out,) = _STEP(
+        (plan, projected, *weights, *table[:2], *table.stash),
+        {**_template(shape, projected), "Z_AT": shape.z_at, "LONGEST": LONGEST_WINDOW, "SLICES": slices},
+        (heads, plan.shape[0], 1),
+        _LANES * head_v_dim // slices,
+        (((1, projected.shape[1], heads * head_v_dim), projected.dtype),),
+    )
+    return out
+
+
+@or_ops(ops.prepare_chunks)
+def prepare_chunks(
+    shape: DeltaShape,
+    weights: Weights,
+    plan: mx.array,
+    stops: mx.array,
+    longest: int,
+    projected: mx.array,
+    table: DeltaTable,
+) -> tuple[Prepared, mx.array]:
+    """What packed chunks feed into the scan, and raw inputs `[num_stops, kernel_size - 1, channels]` before each stop.
+
+    Raw inputs before the certain end and behind it, and the uncertain tokens, are written into the table; nothing but
+    the result says that the writing is done.
+    plan int32 `[B, 9]`, stops int32 `[num_stops]`: see chunks.cuh. longest: most tokens of a row.
+    projected: `[1, T, width]`.
+    """
+    num_tokens = projected.shape[1]
+    keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
+    gates = ((num_tokens, shape.num_v_heads), mx.float32)
+    *found, raw = _PREPARE_CHUNKS(
+        (plan, stops, projected, *weights[:3], table.raw, *table.stash),
+        {**_template(shape, projected), "TOKENS": _PREPARED_TOKENS, "LONGEST": LONGEST_WINDOW},
+        (max(1, -(-longest // _PREPARED_TOKENS)), 2 * shape.num_k_heads + shape.num_v_heads, plan.shape[0]),
+        _THREADS,
+        (
+            *(keys, keys, ((num_tokens, shape.num_v_heads, shape.head_v_dim), projected.dtype), gates, gates),
+            ((stops.size, shape.kernel_size - 1, shape.num_channels), projected.dtype),
+        ),
+    )
+    return Prepared(*found), raw
+
+
+@or_ops(ops.scan_chunks)
+def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
+    """y `[T, Hv, Dv]` of packed tokens, and states `[num_stops, Hv, Dv, Dk]` after each stop.
+
+    state: of a `DeltaTable`, written in place; nothing but the result says that the writing is done. Tokens may be the
+    rows of a stash, one behind the other, with the keys for queries.
+    plan, stops: as in `prepare_chunks`. Only for heads that `refusal` names no reason for.
+    """
+    q, k, v, g, beta = tokens
+    _, num_v_heads, head_v_dim = v.shape
+    per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and q.shape[2] <= 128 else 1
+    y, states = _SCAN_CHUNKS(
+        (plan, stops, q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state),
+        {"T": q.dtype, "HK": q.shape[1], "HV": num_v_heads, "DK": q.shape[2], "DV": head_v_dim, "N": per_thread},
         (head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]),
         _THREADS,
         ((v.shape, q.dtype), ((stops.size, *state.shape[1:]), mx.float32)),

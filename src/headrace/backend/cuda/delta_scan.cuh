@@ -1,5 +1,6 @@
-// A scan over packed tokens: q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV] float32, old states [rows, HV, DV, DK]. plan,
-// stops: see chunks.cuh; out: y [T, HV, DV], state [S, HV, DV, DK] after each stop.
+// A scan over packed tokens: q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV] float32. plan, stops: see chunks.cuh. state
+// [slots, HV, DV, DK] float32: what a row begins with, and after it the state behind its certain tokens.
+// Out: y [T, HV, DV], state_at_stops [S, HV, DV, DK].
 // Tokens are staged through shared memory, a stage ahead of the one that is computed.
 
 // A block does N * CHANNELS channels of one value head of one row, CHANNELS apart those of a thread.
@@ -9,7 +10,7 @@ constexpr int CHANNELS = THREADS / LANES;
 
 template <typename T, int HK, int HV, int DK, int DV, int N>
 __device__ void delta_scan(const int* plan, const int* stops, const T* q, const T* k, const T* v, const float* g,
-                           const float* beta, const float* old_state, T* y, float* state) {
+                           const float* beta, float* state, T* y, float* state_at_stops) {
   constexpr int STAGE = 1024 / DK;           // tokens of a stage
   constexpr int SHARE = STAGE * DK / THREADS;  // elements of k that a thread brings in: all of one token
   constexpr int SHARERS = DK / SHARE;        // threads of a token
@@ -20,7 +21,7 @@ __device__ void delta_scan(const int* plan, const int* stops, const T* q, const 
   const int first = blockIdx.x * WIDE, hv = blockIdx.y, hk = hv / (HV / HK);
   const Chunk chunk(plan, blockIdx.z);
   const int num_tokens = chunk.num_tokens;
-  if (!num_tokens) return;
+  if (chunk.is_padding()) return;
   const long row = chunk.lo;
   struct alignas(16) Pack { T of[16 / sizeof(T)]; };
   constexpr int PER_PACK = 16 / sizeof(T), PACKS = SHARE / PER_PACK;
@@ -70,12 +71,16 @@ __device__ void delta_scan(const int* plan, const int* stops, const T* q, const 
 
   Channels<DK, N> s;
   auto place = [&](int of) { return ((static_cast<long>(of) * HV + hv) * DV + first + channel) * DK; };
-  s.load(old_state + place(chunk.old), CHANNELS * DK, lane);
+  if (chunk.slot >= 0 && chunk.old >= 0) s.load(state + place(chunk.slot), CHANNELS * DK, lane);
+  else s.clear();
+  // behind the stops comes the end of the certain tokens
   int stop = chunk.first_stop;
-  auto upcoming = [&] { return stop < chunk.first_stop + chunk.num_stops ? stops[stop] : num_tokens + 1; };
+  const int last_stop = chunk.first_stop + chunk.num_stops;
+  auto upcoming = [&] { return stop < last_stop ? stops[stop] : (stop == last_stop ? chunk.num_certain : num_tokens + 1); };
   int next = upcoming();
   auto leave = [&] {
-    s.store(state + place(stop), CHANNELS * DK, lane);
+    if (stop < last_stop) s.store(state_at_stops + place(stop), CHANNELS * DK, lane);
+    else if (num_tokens && chunk.slot >= 0) s.store(state + place(chunk.slot), CHANNELS * DK, lane);
     stop++, next = upcoming();
   };
   fetch(0);

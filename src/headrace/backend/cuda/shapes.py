@@ -98,12 +98,25 @@ class Prepared(NamedTuple):
 
 
 class Stash(NamedTuple):
-    """A window's uncertain tokens, of all its rows: k `[B, n, Hk, Dk]`, v `[B, n, Hv, Dv]`, g, beta `[B, n, Hv]`."""
+    """Uncertain tokens of rows: k `[B, n, Hk, Dk]`, v `[B, n, Hv, Dv]`, g, beta `[B, n, Hv]`."""
 
     k: mx.array
     v: mx.array
     g: mx.array
     beta: mx.array
+
+
+class DeltaTable(NamedTuple):
+    """A gated delta layer's running states of all sequences, each of which has a slot; kernels write it in place.
+
+    state: float32 `[S, Hv, Dv, Dk]`, a row for each slot. raw: inputs of the convolution, `[2S, kernel_size - 1 +
+    LONGEST_WINDOW, channels]`. stash: uncertain tokens, `[2S, LONGEST_WINDOW - 1, …]`. Rows 2s and 2s + 1 of raw and
+    stash belong to slot s: a step reads one and writes the other, because several blocks read what one of them writes.
+    """
+
+    state: mx.array
+    raw: mx.array
+    stash: Stash
 
 
 class Left(NamedTuple):

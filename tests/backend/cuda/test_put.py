@@ -1,0 +1,65 @@
+"""Parts of arrays written in place; without CUDA the operation that stands for it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from headrace.backend.cuda.put import put
+from headrace.perf.references import double
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "a state": ((5, 4, 16, 64), 0, 3, 1, mx.float32),
+    "keys of one slot": ((1, 2, 700, 64), 2, 300, 257, mx.bfloat16),
+    "all of it": ((3, 8), 1, 0, 8, mx.float16),
+    "odd widths": ((3, 5, 7), 1, 2, 2, mx.bfloat16),
+    "odd places of even widths": ((4, 3, 10), 1, 1, 2, mx.float32),
+    "ids": ((9,), 0, 4, 3, mx.int32),
+    "more runs than blocks": ((1500, 3, 4), 1, 1, 1, mx.float32),
+    "nothing": ((3, 4, 8), 1, 2, 0, mx.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_is_written_in_place(case: str) -> None:
+    shape, axis, at, number, dtype = CASES[case]
+    random = np.random.default_rng(len(case))
+    table = mx.array(random.integers(-99, 99, shape)).astype(dtype)
+    part = mx.array(random.integers(-99, 99, [*shape[:axis], number, *shape[axis + 1 :]])).astype(dtype)
+    wanted = double(table)
+    wanted[(slice(None),) * axis + (slice(at, at + number),)] = double(part)
+    mx.eval(table, part)
+    mx.eval(put(table, axis, at, part))
+    assert np.array_equal(double(table), wanted)
+
+
+def test_a_part_may_be_a_view_of_another_array() -> None:
+    numbers = mx.arange(2 * 7 * 6, dtype=mx.float32).reshape(2, 7, 6)
+    table = mx.zeros((6, 2, 4))
+    wanted = np.zeros((6, 2, 4))
+    wanted[1:5] = double(numbers)[:, 2:6, 1:5].transpose(1, 0, 2)
+    mx.eval(numbers, table)
+    mx.eval(put(table, 0, 1, numbers[:, 2:6, 1:5].swapaxes(0, 1)))
+    assert np.array_equal(double(table), wanted)
+    # one whose numbers begin at an odd place of its memory
+    mx.eval(put(table, 0, 1, numbers.reshape(-1)[1:9].reshape(1, 2, 4)))
+    wanted[1] = np.arange(1, 9).reshape(2, 4)
+    assert np.array_equal(double(table), wanted)
+
+
+@pytest.mark.parametrize(
+    ("axis", "at", "part"),
+    [
+        (0, 2, mx.zeros((2, 4))),
+        (0, -1, mx.zeros((1, 4))),
+        (1, 0, mx.zeros((1, 4))),
+        (0, 0, mx.zeros((1, 4), mx.float16)),
+        (0, 0, mx.zeros((1, 4, 1))),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused(axis: int, at: int, part: mx.array) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        put(mx.zeros((3, 4)), axis, at, part)
