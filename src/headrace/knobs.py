@@ -50,43 +50,43 @@ class Knob:
         source = self.source(given, environ)
         if source is None:
             return self.default
-        said = given[self.name] if self.name in given else environ[self.variable]
+        raw = given[self.name] if self.name in given else environ[self.variable]
         if not self.repeatable:
-            return self.parse(said, source)
-        return tuple(self.parse(each, source) for each in (said if self.name in given else said.split(",")))
+            return self.parse(raw, source)
+        return tuple(self.parse(each, source) for each in (raw if self.name in given else raw.split(",")))
 
-    def parse(self, said: str | bool, source: str) -> Any:
+    def parse(self, raw: str | bool, source: str) -> Any:
         """One value out of its text. Raises ConfigError that names the source."""
-        if isinstance(said, bool):
-            return said
-        said = said.strip()
+        if isinstance(raw, bool):
+            return raw
+        raw = raw.strip()
         if self.kind is bool:
-            return _parse_bool(said, source)
+            return _parse_bool(raw, source)
         if self.kind is str:
-            return self._parse_text(said, source)
-        return self._parse_number(said, source)
+            return self._parse_text(raw, source)
+        return self._parse_number(raw, source)
 
-    def _parse_text(self, said: str, source: str) -> str:
+    def _parse_text(self, raw: str, source: str) -> str:
         choices = self.metadata.get("choices", ())
-        if choices and said not in choices:
-            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {said!r}")
-        if not said:
+        if choices and raw not in choices:
+            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {raw!r}")
+        if not raw:
             raise ConfigError(f"{source} must not be empty")
-        return said
+        return raw
 
-    def _parse_number(self, said: str, source: str) -> float:
+    def _parse_number(self, raw: str, source: str) -> float:
         try:
-            number: float = self.kind(said)
+            number: float = self.kind(raw)
         except ValueError as error:
             wanted = "a whole number" if self.kind is int else "a number"
-            raise ConfigError(f"{source} must be {wanted}, not {said!r}") from error
+            raise ConfigError(f"{source} must be {wanted}, not {raw!r}") from error
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
         if low is not None and not number >= low:
-            raise ConfigError(f"{source} must be at least {low}, not {said}")
+            raise ConfigError(f"{source} must be at least {low}, not {raw}")
         if high is not None and not number <= high:
-            raise ConfigError(f"{source} must be at most {high}, not {said}")
+            raise ConfigError(f"{source} must be at most {high}, not {raw}")
         if not math.isfinite(number):
-            raise ConfigError(f"{source} must be finite, not {said}")
+            raise ConfigError(f"{source} must be finite, not {raw}")
         return number
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
@@ -106,12 +106,12 @@ class Knob:
         return f"{text}{default} [{self.variable}]".replace("%", "%%")
 
 
-def _parse_bool(said: str, source: str) -> bool:
-    if said.lower() in _TRUE:
+def _parse_bool(raw: str, source: str) -> bool:
+    if raw.lower() in _TRUE:
         return True
-    if said.lower() in _FALSE:
+    if raw.lower() in _FALSE:
         return False
-    raise ConfigError(f"{source} must be yes or no, not {said!r}")
+    raise ConfigError(f"{source} must be yes or no, not {raw!r}")
 
 
 def knobs_of(section: type) -> tuple[Knob, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from headrace.api.answer_form import AnswerHeading, server_sent
+from headrace.api.answer_encoder import AnswerHeading, server_sent
 from headrace.api.openai_chat_answer import ChatAnswer
 from headrace.types.events import (
     Event,
@@ -151,13 +151,13 @@ def test_log_probabilities_stand_with_the_text_that_they_came_with() -> None:
     }
     assert sum((entry["bytes"] for entry in told[2]["content"]), []) == list(smile)
     assert (told[3]["content"][0]["token"], told[3]["content"][0]["bytes"]) == ("<end>", None)
-    whole = ChatAnswer(HEADING, tells_logprobs=True).whole(events)
+    whole = ChatAnswer(HEADING, includes_logprobs=True).whole(events)
     ChatCompletion.model_validate(whole, strict=True)
     assert whole["choices"][0]["logprobs"]["content"] == sum((each["content"] for each in told[1:]), [])
 
 
 def test_log_probabilities_that_were_asked_for_are_a_list_even_without_tokens() -> None:
-    whole = ChatAnswer(HEADING, tells_logprobs=True).whole([Started(1), Finished(FinishReason.STOP, Usage(1, 0))])
+    whole = ChatAnswer(HEADING, includes_logprobs=True).whole([Started(1), Finished(FinishReason.STOP, Usage(1, 0))])
     assert whole["choices"][0]["logprobs"] == {"content": [], "refusal": None}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 
-from headrace.api.answer_form import AnswerHeading
+from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.openai_completion_answer import CompletionAnswer
 from headrace.types.events import (
     Event,
@@ -84,7 +84,7 @@ def test_a_ping_says_nothing_and_belongs_to_a_choice_that_goes_on() -> None:
 
 
 def test_log_probabilities_stand_at_the_place_of_their_token_in_the_text() -> None:
-    whole = CompletionAnswer(HEADING, tells_logprobs=True).whole(SCORED)
+    whole = CompletionAnswer(HEADING, includes_logprobs=True).whole(SCORED)
     choice = whole["choices"][0]
     assert choice["text"] == "é!😀z"
     told = choice["logprobs"]
@@ -97,12 +97,12 @@ def test_log_probabilities_stand_at_the_place_of_their_token_in_the_text() -> No
 
 
 def test_a_stream_tells_the_same_log_probabilities_piece_by_piece() -> None:
-    streamed = chunks(SCORED, CompletionAnswer(HEADING, tells_logprobs=True))
+    streamed = chunks(SCORED, CompletionAnswer(HEADING, includes_logprobs=True))
     for chunk in streamed[1:]:
         # The official type of a chunk is that of the whole answer, whose reason is always there. It also forgets that
         # the first token of an echo has no log-probability.
         Completion.model_validate({**chunk, "choices": [{**chunk["choices"][0], "finish_reason": "stop"}]})
-    whole = CompletionAnswer(HEADING, tells_logprobs=True).whole(SCORED)["choices"][0]["logprobs"]
+    whole = CompletionAnswer(HEADING, includes_logprobs=True).whole(SCORED)["choices"][0]["logprobs"]
     for name, values in whole.items():
         assert [each for chunk in streamed for each in chunk["choices"][0]["logprobs"][name]] == values
 

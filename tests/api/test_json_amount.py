@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.api import json_amount
-from headrace.api.anthropic_request import Thinker, read_messages
+from headrace.api.anthropic_request import ReasoningSettings, read_messages
 from headrace.api.json_amount import MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, refuse_too_much
 from headrace.api.json_body import StrictBody, infinite_number, read_json, without_half_pairs
 from headrace.api.openai_chat import read_chat_completion
@@ -29,7 +29,7 @@ CLIENTS = Path(__file__).parent.parent / "data" / "clients"
 READERS: dict[str, Callable[[bytes], object]] = {
     "chat": read_chat_completion,
     "completions": read_completion,
-    "messages": partial(read_messages, thinker=Thinker(thinks=True, is_switchable=True)),
+    "messages": partial(read_messages, reasoning=ReasoningSettings(thinks=True, is_switchable=True)),
     "responses": partial(read_response, earlier=ResponseStore(0)),
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,

@@ -11,7 +11,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from headrace.api.answer_form import AnswerHeading
+from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.anthropic_answer import MessagesAnswer
 from headrace.errors import GenerationFailed
 from headrace.types.events import (

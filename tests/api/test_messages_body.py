@@ -9,7 +9,7 @@ import pytest
 
 from headrace.api.anthropic_body import MESSAGES_FIELDS
 from headrace.api.anthropic_errors import error_body
-from headrace.api.anthropic_request import Thinker, read_messages
+from headrace.api.anthropic_request import ReasoningSettings, read_messages
 from headrace.api.openai_sampling import Call
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.types.chat import (
@@ -28,15 +28,15 @@ from headrace.types.chat import (
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 F = {"name": "f", "description": "does f", "input_schema": SCHEMA}
-SWITCHABLE = Thinker(thinks=True, is_switchable=True)
-ALWAYS = Thinker(thinks=True, is_switchable=False)
-NEVER = Thinker(thinks=False, is_switchable=False)
+SWITCHABLE = ReasoningSettings(thinks=True, is_switchable=True)
+ALWAYS = ReasoningSettings(thinks=True, is_switchable=False)
+NEVER = ReasoningSettings(thinks=False, is_switchable=False)
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
-def read(messages: Any = HELLO, thinker: Thinker = SWITCHABLE, **fields: Any) -> Call[ChatRequest]:
+def read(messages: Any = HELLO, reasoning: ReasoningSettings = SWITCHABLE, **fields: Any) -> Call[ChatRequest]:
     body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
-    return read_messages(json.dumps(body).encode(), thinker)
+    return read_messages(json.dumps(body).encode(), reasoning)
 
 
 def turns(*messages: dict[str, Any], **fields: Any) -> tuple[ChatMessage, ...]:
@@ -164,7 +164,7 @@ def test_a_turn_that_the_client_began_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "thinker", "enable_thinking", "ignored"),
+    ("fields", "reasoning", "enable_thinking", "ignored"),
     [
         ({}, SWITCHABLE, False, False),
         ({"thinking": {"type": "disabled"}}, SWITCHABLE, False, False),
@@ -181,9 +181,9 @@ def test_a_turn_that_the_client_began_is_gone_on_with() -> None:
     ],
 )
 def test_thinking_is_switched_where_it_can_be_and_never_refused(
-    fields: dict[str, Any], thinker: Thinker, enable_thinking: bool | None, ignored: bool
+    fields: dict[str, Any], reasoning: ReasoningSettings, enable_thinking: bool | None, ignored: bool
 ) -> None:
-    call = read(thinker=thinker, **fields)
+    call = read(reasoning=reasoning, **fields)
     assert call.request.enable_thinking is enable_thinking
     assert call.ignored == (("thinking",) if ignored else ())
 

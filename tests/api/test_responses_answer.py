@@ -11,7 +11,7 @@ from api.responses_calls import read
 from openai.types.responses import Response, response_stream_event
 from pydantic import TypeAdapter
 
-from headrace.api.answer_form import AnswerHeading
+from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.responses_answer import ResponsesAnswer
 from headrace.errors import EngineDead, GenerationFailed, RequestCancelled
 from headrace.types.events import (

@@ -19,7 +19,7 @@ def test_a_text_is_one_turn_of_the_user() -> None:
     assert call.request.messages == (HELLO,)
     assert call.request.request_id.startswith("resp_")
     assert (call.model, call.stream, call.include_usage, call.ignored) == (None, False, False, ())
-    assert (call.store, call.tells_logprobs, call.tells_encrypted) == (True, False, False)
+    assert (call.store, call.includes_logprobs, call.includes_encrypted) == (True, False, False)
 
 
 def test_each_response_has_an_id_of_its_own() -> None:
@@ -78,15 +78,15 @@ def test_the_form_of_the_text_is_asked_for(form: Any, structure: Structure | Non
 
 def test_log_probabilities_are_told_if_included_or_counted() -> None:
     told = read(include=["message.output_text.logprobs"])
-    assert (told.tells_logprobs, told.request.answers.num_logprobs) == (True, 0)
+    assert (told.includes_logprobs, told.request.answers.num_logprobs) == (True, 0)
     counted = read(top_logprobs=4)
-    assert (counted.tells_logprobs, counted.request.answers.num_logprobs) == (True, 4)
+    assert (counted.includes_logprobs, counted.request.answers.num_logprobs) == (True, 4)
     assert read(top_logprobs=0).request.answers.num_logprobs is None
 
 
 def test_what_is_included_is_known_or_named() -> None:
     call = read(include=["reasoning.encrypted_content", "web_search_call.action.sources", "the.moon"])
-    assert call.tells_encrypted is True
+    assert call.includes_encrypted is True
     assert call.ignored == ("include[].the.moon",)
 
 
@@ -96,9 +96,9 @@ def test_a_response_is_not_kept_if_its_client_says_so() -> None:
 
 
 def test_thinking_is_sealed_for_clients_that_ask_for_it_or_have_no_stored_response_to_name() -> None:
-    assert read(include=["reasoning.encrypted_content"]).tells_encrypted is True
-    assert read(store=False).tells_encrypted is True
-    assert read(store=True).tells_encrypted is False
+    assert read(include=["reasoning.encrypted_content"]).includes_encrypted is True
+    assert read(store=False).includes_encrypted is True
+    assert read(store=True).includes_encrypted is False
 
 
 def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from api.responses_calls import Remembered
 
-from headrace.api.answer_form import AnswerHeading, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, sparse_detail
 from headrace.api.anthropic_answer import MessagesAnswer
-from headrace.api.anthropic_request import Thinker, read_messages
+from headrace.api.anthropic_request import ReasoningSettings, read_messages
 from headrace.api.openai_answer import usage_body
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_completion import read_completion
@@ -22,7 +22,7 @@ from headrace.types.events import Finished, FinishReason, SparseUsage, Started, 
 from headrace.types.request import Bypass
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-THINKER = Thinker(thinks=True, is_switchable=True)
+REASONING = ReasoningSettings(thinks=True, is_switchable=True)
 
 
 def body(**fields: Any) -> bytes:
@@ -33,7 +33,7 @@ READERS: dict[str, Callable[..., ChatRequest | CompletionRequest]] = {
     "chat": lambda **fields: read_chat_completion(body(messages=MESSAGES, **fields)).request,
     "completion": lambda **fields: read_completion(body(prompt="x", **fields)).request,
     "response": lambda **fields: read_response(body(input="x", **fields), Remembered({})).request,
-    "message": lambda **fields: read_messages(body(messages=MESSAGES, max_tokens=1, **fields), THINKER).request,
+    "message": lambda **fields: read_messages(body(messages=MESSAGES, max_tokens=1, **fields), REASONING).request,
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import headrace
 from headrace.bench.plan import WORKLOADS, Plan
-from headrace.bench.words import TOKENS_PER_WORD, WORDS, random_text
+from headrace.bench.prompt_text import TOKENS_PER_WORD, WORDS, random_text
 from headrace.bench.workloads import Conversation, Round, build_round, num_requests
 
 PLAN = Plan((), num_prompt_tokens=300, max_tokens=20)

@@ -145,7 +145,7 @@ def test_the_command_loads_the_model_talks_and_stops_the_engine(
 ) -> None:
     engine = FakeEngine("hello there")
     monkeypatch.setattr(chat.Engine, "launch", lambda *_: engine)
-    monkeypatch.setattr(chat, "configured_words", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(chat, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(chat.Session, "over", lambda engine, words, **_: fake_session(engine))
     monkeypatch.setattr("builtins.input", person("hi"))
     chat.run([])

@@ -20,7 +20,7 @@ PROGRAM = textwrap.dedent("""
     from headrace.cli import chat, main
 
     engine = FakeEngine(sys.argv[1] * int(sys.argv[2]))
-    chat.configured_words = lambda config: SimpleNamespace(constraints=None)
+    chat.configured_text_pipeline = lambda config: SimpleNamespace(constraints=None)
     chat.Engine.launch = lambda *_: engine
     chat.Session.over = lambda engine, *_, **__: fake_session(engine)
     sys.argv = ["headrace", "chat"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, thinking_family
 
 from headrace.cli.defaults import server_defaults
-from headrace.cli.words import configured_words
+from headrace.cli.text_pipeline import configured_text_pipeline
 from headrace.config import load_config
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
@@ -69,5 +69,5 @@ def test_the_flag_for_system_notes_reaches_the_template() -> None:
     said = [("user", "question"), ("system", "late note"), ("user", "again")]
     chat = ChatRequest("r", tuple(ChatMessage(role, (TextPart(text),)) for role, text in said))
     for flags, comes_first in (((), "question"), (("--system-notes", "hoist"), "late note")):
-        text = configured_words(load_config(flags, {})).template.render(chat).text
+        text = configured_text_pipeline(load_config(flags, {})).template.render(chat).text
         assert min(("question", "late note"), key=text.index) == comes_first

@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (serve, chat):
-        monkeypatch.setattr(module, "configured_words", refuse_to_launch)
+        monkeypatch.setattr(module, "configured_text_pipeline", refuse_to_launch)
         monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
     assert main(words) == 2
     shown = capsys.readouterr()
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_too(
     def launch(config: Config, constraints: None) -> None:
         raise ModelError(f"{config.model} has no config.json")
 
-    monkeypatch.setattr(serve, "configured_words", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(serve.Engine, "launch", launch)
     assert main(["serve", "some/where", "--port", "0"]) == 2
     assert capsys.readouterr().err == "headrace: some/where has no config.json\n"
@@ -95,7 +95,7 @@ def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
     def launch(config: Config, constraints: None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "configured_words", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(chat, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(chat.Engine, "launch", launch)
     assert main(["chat"]) == 130
     assert capsys.readouterr().err == "headrace: interrupted\n"
@@ -107,7 +107,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     engine, asked = FakeEngine(model=replace(describe(), report=("level of its layers",))), []
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
     words = SimpleNamespace(constraints=None)
-    monkeypatch.setattr(doctor, "configured_words", lambda config: asked.append(config) or words)
+    monkeypatch.setattr(doctor, "configured_text_pipeline", lambda config: asked.append(config) or words)
     monkeypatch.setattr(doctor.Engine, "launch", lambda *_: engine)
     monkeypatch.setattr(doctor.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.delenv("HEADRACE_MODEL", raising=False)
@@ -164,7 +164,7 @@ def test_a_variable_that_is_no_knob_is_warned_of_by_name(
 ) -> None:
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [])
     for module in (serve, chat, doctor):
-        monkeypatch.setattr(module, "configured_words", stop_here)
+        monkeypatch.setattr(module, "configured_text_pipeline", stop_here)
     monkeypatch.setenv("HEADRACE_MAX_NUM_SEQ", "4")
     assert main([command, "some/where", *(("--port", "0") if command == "serve" else ())]) == 2
     assert "HEADRACE_MAX_NUM_SEQ is unknown" in caplog.text

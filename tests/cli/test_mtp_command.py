@@ -114,7 +114,7 @@ def stand_in(patch: pytest.MonkeyPatch, rule: Rule, is_quantised: bool = False) 
     patch.setattr(mtp, "load_head_check", lambda config, texts, tokens: check)
     patch.setattr(
         mtp,
-        "configured_words",
+        "configured_text_pipeline",
         lambda config: SimpleNamespace(tokenizer=SimpleNamespace(encode_document=list, token_ids=TokenIds(128))),
     )
     return trunk

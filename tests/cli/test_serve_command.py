@@ -64,7 +64,7 @@ def test_an_interrupted_server_does_not_wait_for_the_engine(
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
     monkeypatch.setattr(serve.Engine, "launch", lambda *_: engine)
-    monkeypatch.setattr(serve, "configured_words", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(serve.Session, "over", lambda engine, *_, **__: fake_session(engine))
     return engine
 
@@ -98,7 +98,7 @@ def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatc
 def test_what_is_being_loaded_is_said_before_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "configured_words", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
 
     def launch(*_: object) -> FakeEngine:
         raise ModelError(f"after {capsys.readouterr().out!r}")

@@ -12,7 +12,7 @@ from loopback import serving
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    words = load_words(MINIATURE, "qwen3_5")
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
     knobs = ModelConfig(self_check=False)
     engine = Engine.launch(Config("miniature", knobs, EngineConfig(prefill_chunk=64)), words.constraints)
     yield Session.over(engine, words)

@@ -13,7 +13,7 @@ from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.errors import InvalidRequest
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
@@ -47,7 +47,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    words = load_words(MINIATURE, "qwen3_5")
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=4)), words.constraints)
     yield Session.over(engine, words)
     engine.stop()

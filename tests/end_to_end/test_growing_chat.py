@@ -10,7 +10,7 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.session import idle
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart, ToolCall
 from headrace.types.events import Finished, Reasoning, Text, Usage
 from training.jobs.recall import ask, random_arrival, ship_names
@@ -97,7 +97,7 @@ async def test_a_growing_chat(
     history: str, thinks: bool, echoes: bool, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idle, "PAUSE_S", 0.0)
-    words = load_words(engines[0].model.directory, engines[0].model.model_type, history=history)
+    words = load_text_pipeline(engines[0].model.directory, engines[0].model.model_type, history=history)
     cached = Session.over(engines[0], words, prepares_turns=history == "stable")
     cold = Session.over(engines[1], words)
     dice = random.Random(f"{history} {thinks} {echoes}")

@@ -10,7 +10,7 @@ import pytest
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
 from headrace.types.events import Finished, Reasoning, Text
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 BUDGET = 1
 NUM_TOKENS = 24
-WORDS = load_words(MINIATURE, "qwen3_5")
+WORDS = load_text_pipeline(MINIATURE, "qwen3_5")
 
 
 @pytest.fixture

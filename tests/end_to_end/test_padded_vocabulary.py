@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
-from headrace.session.words import Words, load_words
+from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.speculate.depth import DepthPlanner, RowOutlook
 from headrace.types.events import TokenOutput
 from headrace.types.request import ConstraintSpec, GenerationRequest, SamplingParams
@@ -51,8 +51,8 @@ def _as_deep_as_asked() -> Iterator[None]:
 
 
 @cache
-def words() -> Words:
-    return load_words(MINIATURE, "qwen3_5")
+def words() -> TextPipeline:
+    return load_text_pipeline(MINIATURE, "qwen3_5")
 
 
 def launch(model: str) -> Engine:

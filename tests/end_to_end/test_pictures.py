@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.media import MediaLimits, MediaPolicy
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ RED, BLUE = (220, 30, 30), (40, 80, 220)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    constraints = load_words(MINIATURE, "qwen3_5").constraints
+    constraints = load_text_pipeline(MINIATURE, "qwen3_5").constraints
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=8)), constraints)
     yield engine
     engine.stop()

@@ -18,7 +18,7 @@ import headrace
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from training.jobs import tools
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ DIRECT: dict[str, Any] = {**BRIEF, "reasoning": {"effort": "none"}}
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    words = load_words(Path(headrace.__file__).parent / "miniature", "qwen3_5")
+    words = load_text_pipeline(Path(headrace.__file__).parent / "miniature", "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=4)), words.constraints)
     yield Session.over(engine, words)
     engine.stop()

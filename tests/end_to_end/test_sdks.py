@@ -22,7 +22,7 @@ from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import Overloaded
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.request import GenerationRequest
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ class Verdict(BaseModel):
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server with the bundled model, in a thread: the SDKs block."""
-    words = load_words(Path(headrace.__file__).parent / "miniature", "qwen3_5")
+    words = load_text_pipeline(Path(headrace.__file__).parent / "miniature", "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=4)), words.constraints)
     with served(Session.over(engine, words)) as base:
         yield base

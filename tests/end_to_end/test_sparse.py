@@ -14,7 +14,7 @@ from loopback import serving
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
@@ -42,7 +42,7 @@ def anyio_backend() -> str:
 
 
 def launch(**knobs: Any) -> Engine:
-    constraints = load_words(MINIATURE, "qwen3_5").constraints
+    constraints = load_text_pipeline(MINIATURE, "qwen3_5").constraints
     return Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(**knobs)), constraints)
 
 

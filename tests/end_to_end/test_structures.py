@@ -16,7 +16,7 @@ from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.errors import GrammarFailed, InvalidRequest
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
@@ -50,7 +50,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    words = load_words(MINIATURE, "qwen3_5")
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=16)), words.constraints)
     yield Session.over(engine, words)
     engine.stop()
@@ -94,7 +94,7 @@ async def test_an_answer_fits_its_schema_with_and_without_thinking(session: Sess
     assert reason is FinishReason.STOP
     jsonschema.validate(json.loads(text), SMALL)
     assert bool(thinking) == thinks
-    assert (await session.status()).num_misfits == 0
+    assert (await session.status()).num_schema_violations == 0
 
 
 @pytest.mark.parametrize("text", ["e\u0301", "\u212b\u2126", "\u1100\u1161\u11a8", "  indented\n", "<|im_end|>"])
@@ -204,7 +204,7 @@ async def test_thinking_that_max_tokens_cut_is_no_misfit(session: Session) -> No
     ((thinking, text, reason),) = await answers(session, ask("cut", SCHEMA, max_tokens=3, enable_thinking=True))
     assert thinking
     assert (text, reason) == ("", FinishReason.LENGTH)
-    assert (await session.status()).num_misfits == 0
+    assert (await session.status()).num_schema_violations == 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from loopback import serving
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from training.jobs import tools
 from training.sample import Sample, Turn
 
@@ -272,7 +272,7 @@ class Job:
 @asynccontextmanager
 async def running_job() -> AsyncIterator[Job]:
     """The bundled model behind a server, with drafts as it comes."""
-    words = load_words(MINIATURE, "qwen3_5")
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=16)), words.constraints)
     session = Session.over(engine, words)
     try:

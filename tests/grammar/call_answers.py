@@ -23,8 +23,8 @@ from headrace.text.formats.registry import FORMATS
 from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Text, ToolArguments, ToolCallStart
-from headrace.types.hold import OutputHold
 from headrace.types.model import TokenIds
+from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.request import ConstraintSpec
 
 END = 256
@@ -82,7 +82,7 @@ def takes_whole(constraint: Constraint, text: str) -> bool:
     return constraint.window(tokens).num_legal == len(tokens)
 
 
-def hold_of(form: OutputForm, special: tuple[str, ...] = ()) -> OutputHold:
+def hold_of(form: OutputForm, special: tuple[str, ...] = ()) -> OutputGuarantees:
     return compile_output(form, made(special).vocabulary).hold
 
 
@@ -117,7 +117,7 @@ def parsed(
     name: str,
     output: str,
     tools: Sequence[ToolDefinition],
-    hold: OutputHold | None = None,
+    hold: OutputGuarantees | None = None,
     *,
     think: tuple[str, str] | tuple[None, None] = (None, None),
     cuts: Sequence[int] = (),

@@ -34,8 +34,8 @@ STATUS = EngineStatus(
         FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5), OTHER, OTHER, ((Route.TEXT, 16), (Route.MEDIA, 17)),
     ),
     cache=CacheStatus(50, 30, 4, 2, 9, 5, 700, 600),
-    num_misfits=6,
-    num_broken_calls=8,
+    num_schema_violations=6,
+    num_malformed_calls=8,
     drafts=DraftStatus(3, 8),
     sparse=SparseStatus("small", 2, 30, 70, (("tools", 4), ("media", 0)), 1, 13, 14, 16),
 )  # fmt: skip

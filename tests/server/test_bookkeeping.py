@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from headrace.server.ignored import OTHERS, IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.log_format import FIELDS, JsonLines, TextLines, stack_without_messages, use_log_format
 from headrace.server.record import RequestRecord
+from headrace.server.unknown_fields import OTHERS, UnknownFields
 from headrace.types.events import Finished, FinishReason, Started, Text, Usage
 from headrace.types.media import Route
 
@@ -39,7 +39,7 @@ def test_ids_that_would_do_harm_or_are_taken_are_replaced() -> None:
 
 
 def test_ignored_fields_are_counted_and_their_number_is_bounded() -> None:
-    ignored = IgnoredFields()
+    ignored = UnknownFields()
     ignored.add(["zeal", "zeal", "x" * 1000])
     assert ignored.counts == {"zeal": 2, "x" * 64: 1}
     ignored.add([f"field{index}" for index in range(1000)])

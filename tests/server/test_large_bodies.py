@@ -1,4 +1,4 @@
-"""Bodies of megabytes: refused by their size, and never in the way of anybody else."""
+"""Bodies of megabytes: refused by their size, and never in the way of other requests."""
 
 from __future__ import annotations
 

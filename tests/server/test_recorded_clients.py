@@ -24,9 +24,9 @@ from headrace.config import ServerConfig
 from headrace.media.profile import read_profile
 from headrace.server.app import build_app
 from headrace.session.media import MediaReader
-from headrace.session.media_ways import TowerWay
+from headrace.session.media_processor import TowerProcessor
 from headrace.session.session import Session
-from headrace.session.words import Words, load_words
+from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.types.media import MediaLimits, MediaPolicy
 from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
@@ -94,8 +94,8 @@ def by_name(each: Recorded) -> str:
 
 
 @cache
-def words() -> Words:
-    return load_words(MINIATURE, "qwen3_5")
+def words() -> TextPipeline:
+    return load_text_pipeline(MINIATURE, "qwen3_5")
 
 
 def script(request: Recorded) -> Iterator[tuple[int, ...]]:
@@ -115,7 +115,7 @@ def engine_that_says(*steps: Step) -> FakeEngine:
 
 
 def session_over(engine: FakeEngine) -> Session:
-    media = MediaReader(TowerWay(PROFILE, words().tokenizer.encode), MediaPolicy(), MediaLimits())
+    media = MediaReader(TowerProcessor(PROFILE, words().tokenizer.encode), MediaPolicy(), MediaLimits())
     return Session(engine, words().tokenizer, words().template, words().family, media=media)
 
 

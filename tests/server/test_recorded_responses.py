@@ -24,7 +24,7 @@ import headrace
 from headrace.config import ServerConfig
 from headrace.server.app import build_app
 from headrace.session.session import Session
-from headrace.session.words import Words, load_words
+from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
 
@@ -91,8 +91,8 @@ def arguments(tool: dict[str, Any]) -> dict[str, str]:
 
 
 @cache
-def words() -> Words:
-    return load_words(Path(headrace.__file__).parent / "miniature", "qwen3_5")
+def words() -> TextPipeline:
+    return load_text_pipeline(Path(headrace.__file__).parent / "miniature", "qwen3_5")
 
 
 def said(request: Recorded) -> str:

@@ -61,7 +61,7 @@ PROGRAM = textwrap.dedent("""
     run._END_S = 2
     engine = Silent(*["word"] * int(sys.argv[2]), asyncio.Event(), model=describe(max_model_len=10**6))
     serve.open_listener = open_listener
-    serve.configured_words = lambda config: SimpleNamespace(constraints=None)
+    serve.configured_text_pipeline = lambda config: SimpleNamespace(constraints=None)
     serve.Engine.launch = lambda *_: engine
     serve.Session.over = lambda engine, *_, **__: fake_session(engine)
     sys.argv = ["headrace", "serve", "--port", "0", "--drain-seconds", sys.argv[1]]
@@ -226,7 +226,7 @@ def test_a_signal_ends_a_server_that_is_stuck_in_native_code(fault: str, code: i
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        ("serve.configured_words = lambda config: freezes()", -signal.SIGTERM),
+        ("serve.configured_text_pipeline = lambda config: freezes()", -signal.SIGTERM),
         # the kernel spares process 1
         ("serve.Engine.launch = lambda *_: blocks(); os.getpid = lambda: 1", 143),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.text.normalise import SystemNotes
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import BoundaryKind
@@ -21,7 +21,7 @@ def said(role: str, text: str, reasoning: str | None = None) -> ChatMessage:
 
 @pytest.mark.parametrize(("history", "is_shown"), [("stable", True), ("template", False)])
 def test_the_policy_decides_whether_old_thinking_is_shown(history: str, is_shown: bool) -> None:
-    words = load_words(MINIATURE, "qwen3_5", history=history)
+    words = load_text_pipeline(MINIATURE, "qwen3_5", history=history)
     chat = (said("user", "a"), said("assistant", "b", "long thought"), said("user", "c"))
     assert ("long thought" in words.template.render(ChatRequest("r", chat)).text) is is_shown
 
@@ -30,7 +30,7 @@ def test_the_policy_decides_whether_old_thinking_is_shown(history: str, is_shown
 def test_a_late_system_note_stays_in_its_place_unless_it_is_hoisted(
     system_notes: SystemNotes, is_in_place: bool
 ) -> None:
-    words = load_words(MINIATURE, "qwen3_5", system_notes=system_notes)
+    words = load_text_pipeline(MINIATURE, "qwen3_5", system_notes=system_notes)
     chat = (said("system", "first"), said("system", "second"), said("user", "question"), said("system", "late note"))
     text = words.template.render(ChatRequest("r", (*chat, said("user", "again")))).text
     assert text.index("first") < text.index("second") < text.index("question")
@@ -43,12 +43,12 @@ def test_a_late_system_note_stays_in_its_place_unless_it_is_hoisted(
 
 def test_a_policy_that_nobody_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="sometimes"):
-        load_words(MINIATURE, "qwen3_5", history="sometimes")
+        load_text_pipeline(MINIATURE, "qwen3_5", history="sometimes")
 
 
 @pytest.mark.parametrize("echoes", [True, False])
 def test_twelve_turns_of_a_real_tokenizer_begin_alike(echoes: bool) -> None:
-    words = load_words(MINIATURE, "qwen3_5")
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
     encode = words.tokenizer.encode
     messages: list[ChatMessage] = []
     held: tuple[int, ...] = ()

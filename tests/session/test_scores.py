@@ -8,7 +8,7 @@ from fakes import BEGIN, END, ByteTokenizer, fake_logprobs, thinking_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.session.answer import ChoiceAnswer, ChoiceEvent
+from headrace.session.output_processor import ChoiceEvent, ChoiceOutputProcessor
 from headrace.session.scores import ScoreQueue, Scorer
 from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
@@ -29,7 +29,7 @@ def answered(token_ids: tuple[int, ...], sizes: list[int], stops: tuple[str, ...
     """Events of an answer whose steps deliver so many tokens each; the last holds the scores that came at the end."""
     tokenizer = ByteTokenizer()
     parser = StreamParser(FAMILY, thinking_open=False, stop_strings=stops, tools=(NOW,))
-    choice = ChoiceAnswer(0, tokenizer.detokenizer(), parser, Scorer(tokenizer))
+    choice = ChoiceOutputProcessor(0, tokenizer.detokenizer(), parser, Scorer(tokenizer))
     events: list[ChoiceEvent] = []
     at = 0
     while choice.reason is None:

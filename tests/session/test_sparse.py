@@ -16,7 +16,7 @@ from headrace.errors import InvalidRequest
 from headrace.session import idle
 from headrace.session.session import Session
 from headrace.session.sparse import LONG_TURN, TURN_EDGE, chat_thinning, check_sparse, completion_thinning
-from headrace.session.words import load_words
+from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
@@ -145,7 +145,7 @@ def test_a_share_that_makes_no_sense_is_refused(keep: float) -> None:
 
 def test_the_bundled_models_template_shows_where_the_protected_turns_are() -> None:
     """The tokens that are kept, decoded, hold the system prompt, the question and nothing of the talk between them."""
-    words = load_words(MINIATURE, "qwen3_5")
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
     turns = (
         said("system", "Be brief."),
         said("user", "An old story."),

@@ -118,11 +118,11 @@ def test_broken_calls_are_counted_for_the_status() -> None:
     )
 
     async def count() -> list[int]:
-        counts = [(await session.status()).num_broken_calls]
+        counts = [(await session.status()).num_malformed_calls]
         for tools in ((ADD,), (), (ADD,)):
             async for _ in session.chat(ChatRequest("r", (ChatMessage("user", (TextPart("hi"),)),), tools=tools)):
                 pass
-            counts.append((await session.status()).num_broken_calls)
+            counts.append((await session.status()).num_malformed_calls)
         return counts
 
     assert asyncio.run(count()) == [0, 1, 1, 2]
@@ -152,7 +152,7 @@ def test_values_of_a_wrong_type_are_counted_and_not_logged(caplog: pytest.LogCap
         events = [event async for event in session.chat(request)]
         status = await session.status()
         num_calls = sum(isinstance(event, ToolCallStart) for event in events)
-        return num_calls, status.num_broken_calls, status.num_misfits
+        return num_calls, status.num_malformed_calls, status.num_schema_violations
 
     with caplog.at_level(logging.INFO, "headrace.session"):
         assert asyncio.run(count(call("short"))) == (0, 1, 1)

@@ -16,7 +16,7 @@ from headrace.text.stream_parser import StreamParser
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Reasoning, Text, ToolArguments
 
-THINKER = ModelFamily(name="thinker", think_open="<think>", think_close="</think>")
+REASONING = ModelFamily(name="reasoning", think_open="<think>", think_close="</think>")
 PLAIN = ModelFamily(name="plain")
 HARMONY = find_family("gpt_oss")
 
@@ -24,7 +24,7 @@ HARMONY = find_family("gpt_oss")
 def parse(
     pieces: list[str] | str,
     *,
-    family: ModelFamily = THINKER,
+    family: ModelFamily = REASONING,
     thinking_open: bool = False,
     stop: tuple[str, ...] = (),
     is_cut: bool = False,
@@ -70,8 +70,8 @@ def test_only_markers_and_the_newlines_around_them_are_dropped(fragments: list[s
 
 @given(st.lists(st.one_of(FRAGMENTS, st.text(max_size=3)), max_size=14), st.booleans())
 def test_less_than_a_marker_and_a_stop_string_is_held_back(fragments: list[str], thinking_open: bool) -> None:
-    parser = StreamParser(THINKER, thinking_open=thinking_open, stop_strings=("stop here",))
-    reference = StreamParser(THINKER, thinking_open=thinking_open, stop_strings=("stop here",))
+    parser = StreamParser(REASONING, thinking_open=thinking_open, stop_strings=("stop here",))
+    reference = StreamParser(REASONING, thinking_open=thinking_open, stop_strings=("stop here",))
     whole = sum(len(event.text) for event in (*reference.push("".join(fragments)), *reference.finish()))
     given_out = sum(len(event.text) for piece in fragments for event in parser.push(piece))
     # A block that begins in mid-answer waits for its end, so only what stands before it is bound to have come.
@@ -138,7 +138,7 @@ def test_a_block_in_mid_answer_that_is_cut_short_counts_where_it_begins_a_line()
 
 
 def test_a_long_block_in_mid_answer_goes_on_before_it_is_closed() -> None:
-    parser = StreamParser(THINKER, thinking_open=False)
+    parser = StreamParser(REASONING, thinking_open=False)
     assert parser.push("so\n<think>" + "x" * MAX_BLOCK) == (Text("so\n"),)
     assert parser.push("y" * 20) == (Reasoning("x" * MAX_BLOCK + "y" * 20),)
 
@@ -182,12 +182,12 @@ def test_an_opener_that_the_prompt_had_written_already_is_dropped() -> None:
 
 
 def test_several_things_in_one_delta_are_all_seen() -> None:
-    parser = StreamParser(THINKER, thinking_open=True)
+    parser = StreamParser(REASONING, thinking_open=True)
     assert parser.push("tail</think>\n\nanswer") == (Reasoning("tail"), Text("answer"))
 
 
 def test_white_space_deltas_are_kept_and_come_at_once() -> None:
-    parser = StreamParser(THINKER, thinking_open=False)
+    parser = StreamParser(REASONING, thinking_open=False)
     assert [parser.push(piece) for piece in ("a", " ", "\n\n", "\t")] == [
         (Text("a"),),
         (Text(" "),),
@@ -197,14 +197,14 @@ def test_white_space_deltas_are_kept_and_come_at_once() -> None:
 
 
 def test_a_stop_string_cuts_before_itself_and_ends_the_stream() -> None:
-    parser = StreamParser(THINKER, thinking_open=False, stop_strings=("END",))
+    parser = StreamParser(REASONING, thinking_open=False, stop_strings=("END",))
     assert [parser.push(piece) for piece in ("one E", "N", "D two", " three")] == [(Text("one "),), (), (), ()]
     assert parser.stopped
     assert parser.finish() == ()
 
 
 def test_what_only_looked_like_a_stop_string_comes_back() -> None:
-    parser = StreamParser(THINKER, thinking_open=False, stop_strings=("END",))
+    parser = StreamParser(REASONING, thinking_open=False, stop_strings=("END",))
     assert parser.push("one E") + parser.push("Nd") == (Text("one "), Text("ENd"))
     assert parser.push("E") + parser.finish() == (Text("E"),)
     assert not parser.stopped

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text.test_tool_turns import CALLS, called, render, said, template
 
-from headrace.api.anthropic_request import Thinker, read_messages
+from headrace.api.anthropic_request import ReasoningSettings, read_messages
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.responses_body import read_response
 from headrace.errors import InvalidRequest
@@ -138,7 +138,7 @@ def anthropic(*results: str) -> ChatRequest:
     uses = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]
     told = [{"type": "tool_result", "tool_use_id": each, "content": "1"} for each in results]
     body = {"messages": [{"role": "assistant", "content": uses}, {"role": "user", "content": told}]}
-    return read_messages(json.dumps(body).encode(), Thinker(thinks=False, is_switchable=False)).request
+    return read_messages(json.dumps(body).encode(), ReasoningSettings(thinks=False, is_switchable=False)).request
 
 
 def responses(*results: str) -> ChatRequest:

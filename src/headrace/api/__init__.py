@@ -1,1 +1,1 @@
-"""The dialects: bodies, their translation to a ChatRequest, and events as each of them writes answers."""
+"""One set of request bodies, translators to ChatRequest and answer encoders per dialect."""

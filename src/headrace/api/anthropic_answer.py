@@ -1,8 +1,8 @@
-"""Answers of /v1/messages: events of a stream, or all of them put together to one object.
+"""Answers of /v1/messages: a stream of events, or one object folded from them.
 
-A stream is: `message_start` with the prompt's tokens; for each block of thinking, text or a call `content_block_start`,
-deltas and `content_block_stop`; `message_delta` with the reason and all counts; `message_stop`. Between them `ping`.
-There are no other events: some clients give up on one that they don't know.
+A stream is `message_start` with the prompt's tokens; for each block of thinking, text or a call `content_block_start`,
+deltas and `content_block_stop`; `message_delta` with the stop reason and all counts; `message_stop`; and `ping` in
+between. There are no other events: some clients fail on unknown ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from headrace.api.answer_form import AnswerHeading, server_sent, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, server_sent, sparse_detail
 from headrace.api.anthropic_body import UNPARSED_INPUT
 from headrace.api.anthropic_errors import error_body
 from headrace.api.json_body import infinite_number
@@ -39,8 +39,6 @@ _STOP_REASONS = {
 
 
 class MessagesAnswer:
-    """Writes one answer; an AnswerForm."""
-
     def __init__(self, heading: AnswerHeading) -> None:
         self._heading = heading
         self._num_blocks = 0
@@ -61,7 +59,7 @@ class MessagesAnswer:
         return server_sent(error_body(error), "error")
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """See AnswerForm. Raises ValueError if the answer has not finished."""
+        """See AnswerEncoder. Raises ValueError if the answer has not finished."""
         message: dict[str, Any] = {}
         for event in events:
             for data in self._written(event):
@@ -71,7 +69,6 @@ class MessagesAnswer:
         return message
 
     def _written(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Events of the stream that say what one event says."""
         match event:
             case Started(num_prompt_tokens, route):
                 yield {"type": "message_start", "message": self._message(Usage(num_prompt_tokens, 0, route=route))}
@@ -103,12 +100,12 @@ class MessagesAnswer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            # How many of them are cached is not known before they are looked at; the message's end tells it.
+            # The number of cached tokens is not known yet; message_delta has it.
             "usage": _usage(usage),
         }
 
     def _in_block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Begins a block unless one of its type is open."""
+        """Open a block unless one of its type is open."""
         if self._open != block["type"]:
             yield from self._close()
             self._open = block["type"]
@@ -127,13 +124,14 @@ class MessagesAnswer:
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def _signature(self) -> str:
-        """Tells what was thought, and proves nothing: clients keep a block only if it has one."""
+        """Identifies the thinking without proving anything: clients keep a thinking block only if it has a
+        signature."""
         thought, self._thought = self._thought, hashlib.sha256()
         return base64.b64encode(thought.digest()).decode()
 
 
 def _tool_use_id(id: str) -> str:
-    """Clients know a call by an id of this form."""
+    """Clients expect call ids of this form."""
     return f"toolu_{id.removeprefix('call_')}"
 
 
@@ -144,7 +142,7 @@ def _end(finished: Finished) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Token counts in Anthropic's names, which count cached tokens beside the others."""
+    """Token counts in Anthropic's names: cached tokens are not part of input_tokens."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -157,7 +155,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _fold(data: dict[str, Any], message: dict[str, Any]) -> None:
-    """Adds what one event of a stream says to the message that clients make of it."""
+    """Apply one stream event to the message, as clients do."""
     match data["type"]:
         case "message_start":
             message.update(data["message"])
@@ -171,17 +169,17 @@ def _fold(data: dict[str, Any], message: dict[str, Any]) -> None:
                 block["_pieces"].append(delta[_PIECE_OF[delta["type"]]])
         case "content_block_stop":
             block = message["content"][-1]
-            said = "".join(block.pop("_pieces"))
+            text = "".join(block.pop("_pieces"))
             if block["type"] == "tool_use":
-                block["input"] = _input(said)
+                block["input"] = _input(text)
             else:
-                block[block["type"]] = said
+                block[block["type"]] = text
         case "message_delta":
             message.update(data["delta"], usage=data["usage"])
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; of one that broke off, what was written, which comes back as it is with the next turn."""
+    """A call's arguments as an object; of incomplete JSON the raw text, which the next turn sends back."""
     try:
         parsed = from_json(arguments or "{}")
     except ValueError:

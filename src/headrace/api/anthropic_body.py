@@ -1,4 +1,4 @@
-"""POST /v1/messages: the body's fields and blocks, in all the shapes in which clients send them."""
+"""POST /v1/messages: the body's fields and blocks, in all the forms that clients send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class SourceBody(StrictBody):
-    """Where the content of an image or a document is."""
+    """Where an image's or document's content is."""
 
     type: str
     media_type: str | None = None
@@ -25,7 +25,7 @@ class SourceBody(StrictBody):
 
 
 class BlockBody(StrictBody):
-    """A block of content; which other fields it has depends on its type."""
+    """A content block; its other fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -49,7 +49,7 @@ class MessageBody(StrictBody):
 
 
 class ToolBody(StrictBody):
-    """A tool: the client's own if it has no type or `custom`, else one that Anthropic's servers know."""
+    """A client tool if it has no type or `custom`, else one that runs on Anthropic's servers."""
 
     type: str | None = None
     name: Name
@@ -60,7 +60,7 @@ class ToolBody(StrictBody):
 
 
 class ToolChangeBody(StrictBody):
-    """A tool that a conversation adds or removes: one of `tools` by its name, or a new one."""
+    """A tool that the conversation adds or removes: one of `tools` by name, or a new one."""
 
     type: str
     name: Name | None = None
@@ -68,15 +68,13 @@ class ToolChangeBody(StrictBody):
 
 
 class ToolChoiceBody(StrictBody):
-    """Whether tools are called."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingBody(StrictBody):
-    """Whether the model thinks: not if the type is `disabled`. `display` has no effect: thinking is always shown."""
+    """`thinking`: off if the type is `disabled`. `display` has no effect: thinking is always shown."""
 
     type: str
     budget_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
@@ -84,27 +82,21 @@ class ThinkingBody(StrictBody):
 
 
 class FormatBody(StrictBody):
-    """The form of the answer."""
-
     type: str
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
 class OutputBody(StrictBody):
-    """`output_config`."""
-
     effort: str | None = None
     format: FormatBody | None = None
 
 
 class MetadataBody(StrictBody):
-    """`metadata`."""
-
     user_id: str | None = None
 
 
 class MessagesBody(SparseBody):
-    """Fields that are honoured."""
+    """The supported fields."""
 
     model: str | None = None
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
@@ -145,10 +137,10 @@ MESSAGES_FIELDS = FieldRules(
 )
 
 BLOCKS_WITHOUT_EFFECT = frozenset({"redacted_thinking"})
-"""Blocks that say nothing to a model that didn't write them."""
+"""Blocks that mean nothing to any other model than their author."""
 
 UNPARSED_INPUT = "__unparsedToolInput"
-"""Where arguments that are no JSON object stand, as the model wrote them: the name is Claude Code's."""
+"""Where arguments that are not a JSON object stand, as the model wrote them; the name is Claude Code's."""
 
 
 _OBJECTS: Mapping[str, type[BaseModel]] = {
@@ -159,6 +151,6 @@ _OBJECTS: Mapping[str, type[BaseModel]] = {
 
 
 def unknown_nested_fields(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields inside a checked body's messages and its objects that nobody knows."""
+    """Unknown fields inside a validated body's messages and objects."""
     sent = {name for message in value["messages"] for name in message} - MessageBody.model_fields.keys()
     return tuple(sorted(f"messages[].{name}" for name in sent)) + unknown_inner_fields(value, _OBJECTS)

@@ -14,16 +14,16 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
-# By these the SDK's tool runner knows that it can go on without the field.
+# These tell the SDK's tool runner to go on without the field.
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 
 def error_body(error: HeadraceError) -> dict[str, Any]:
-    """`{"type": "error", "error": {type, message}}`, as the body of a response or as the data of an `error` event."""
-    told: dict[str, Any] = {"type": _error_type(error), "message": _message(error)}
+    """`{"type": "error", "error": {type, message}}`, as a response body or as the data of an `error` event."""
+    body: dict[str, Any] = {"type": _error_type(error), "message": _message(error)}
     if isinstance(error, UnsupportedField) and error.param in _DETAILS:
-        told["details"] = _DETAILS[error.param]
-    return {"type": "error", "error": told}
+        body["details"] = _DETAILS[error.param]
+    return {"type": "error", "error": body}
 
 
 def _error_type(error: HeadraceError) -> str:
@@ -32,8 +32,7 @@ def _error_type(error: HeadraceError) -> str:
 
 def _message(error: HeadraceError) -> str:
     if isinstance(error, ContextTooLong) and error.num_tokens is not None and error.max_model_len is not None:
-        # Claude Code reads both numbers out of this sentence, and makes its conversation shorter. The answer needs a
-        # token too.
+        # Claude Code parses both numbers and shortens its conversation. The answer needs a token too.
         return f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len - 1} maximum"
     if error.param is None or error.message.startswith(error.param):
         return error.message

@@ -1,7 +1,7 @@
-"""Messages of a Messages body as turns of a chat.
+"""Translates the messages of a Messages body into turns of a chat.
 
-Thinking, text and calls of an assistant's turn become its parts; their order is the template's. A user's turn is one
-message for each tool result and one for what stands between them.
+An assistant's turn keeps its thinking, text and calls; the template orders them. A user's turn becomes one message per
+tool result and one for everything between them.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class ChatMessages:
             yield from self._user(message, f"{path}.content")
 
     def _user(self, message: MessageBody, path: str) -> Iterator[ChatMessage]:
-        said: list[ContentPart] = []
+        content: list[ContentPart] = []
         results = 0
         for block, where in _blocks(message.content, path):
             if block.type != "tool_result":
-                said += self._part(block, where)
+                content += self._part(block, where)
                 continue
-            if said:
-                yield ChatMessage("user", tuple(said))
-            said = []
+            if content:
+                yield ChatMessage("user", tuple(content))
+            content = []
             results += 1
             yield self._result(block, where)
-        if said or not results:
-            yield ChatMessage("user", tuple(said))
+        if content or not results:
+            yield ChatMessage("user", tuple(content))
 
     def _result(self, block: BlockBody, path: str) -> ChatMessage:
         parts = self._parts(block.content or "", f"{path}.content")
@@ -66,7 +66,7 @@ class ChatMessages:
         return ChatMessage("tool", (_FAILED, *parts) if block.is_error else parts, tool_call_id=call, param=param)
 
     def _assistant(self, message: MessageBody, path: str) -> ChatMessage:
-        said: list[ContentPart] = []
+        content: list[ContentPart] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         for block, where in _blocks(message.content, path):
@@ -78,14 +78,14 @@ class ChatMessages:
                     raise InvalidRequest(f"{path} must hold at most {MAX_CALLS} tool_use blocks", param=path)
                 calls.append(ToolCall(required(block.id, f"{where}.id"), name, _arguments(block.input)))
             else:
-                said += self._part(block, where)
-        return ChatMessage("assistant", tuple(said), "\n".join(filter(None, thoughts)) or None, tuple(calls))
+                content += self._part(block, where)
+        return ChatMessage("assistant", tuple(content), "\n".join(filter(None, thoughts)) or None, tuple(calls))
 
     def _parts(self, content: str | Sequence[BlockBody], path: str) -> tuple[ContentPart, ...]:
         return tuple(part for block, where in _blocks(content, path) for part in self._part(block, where))
 
     def _part(self, block: BlockBody, path: str) -> Iterator[ContentPart]:
-        """What a block of text, an image, a document or a reference says."""
+        """The content of a text, image, document or reference block."""
         match block.type:
             case "text":
                 if text := required(block.text, f"{path}.text"):
@@ -116,7 +116,7 @@ class ChatMessages:
 
 
 def _blocks(content: str | Sequence[BlockBody], path: str) -> Iterator[tuple[BlockBody, str]]:
-    """The blocks and their paths; a text is one block."""
+    """The blocks and their paths; a plain text is one block."""
     if isinstance(content, str):
         yield BlockBody(type="text", text=content), path
         return
@@ -125,7 +125,7 @@ def _blocks(content: str | Sequence[BlockBody], path: str) -> Iterator[tuple[Blo
 
 
 def _arguments(given: Any) -> str:
-    """Arguments as the model wrote them, as far as that is known."""
+    """Arguments as the model wrote them, as far as known."""
     unparsed = given.get(UNPARSED_INPUT) if isinstance(given, dict) else None
     if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
         return str(unparsed["raw"])

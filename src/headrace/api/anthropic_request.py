@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: what a body means."""
+"""Reads the bodies of /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, Req
 
 
 @dataclass(frozen=True, slots=True)
-class Thinker:
-    """What the model can do. thinks: unless it is told not to. is_switchable: it can be told."""
+class ReasoningSettings:
+    """The model's abilities. thinks: by default. is_switchable: a request can turn thinking on or off."""
 
     thinks: bool
     is_switchable: bool
 
 
-def read_messages(body: bytes, thinker: Thinker, max_model_len: int | None = None) -> Call[ChatRequest]:
-    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
+def read_messages(body: bytes, reasoning: ReasoningSettings, max_model_len: int | None = None) -> Call[ChatRequest]:
+    """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
 
-    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before it is looked at.
+    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before validation.
     """
     value = read_object(body)
     refuse_too_many(value.get("messages"), max_model_len)
     refuse_unbuilt(value, MESSAGES_FIELDS)
     parsed = check(MessagesBody, value)
     return Call(
-        request=_request(parsed, thinker),
+        request=_request(parsed, reasoning),
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=True,
-        ignored=_ignored(value, parsed, thinker),
+        ignored=_ignored(value, parsed, reasoning),
     )
 
 
@@ -56,7 +56,7 @@ def count_answer(num_tokens: int) -> dict[str, Any]:
     return {"input_tokens": num_tokens}
 
 
-def _request(parsed: MessagesBody, thinker: Thinker) -> ChatRequest:
+def _request(parsed: MessagesBody, reasoning: ReasoningSettings) -> ChatRequest:
     tools = own_tools(parsed.tools or ())
     tools += added_tools(parsed.messages, tools)
     callable_ones = callable_tools(tools, parsed.messages)
@@ -72,10 +72,10 @@ def _request(parsed: MessagesBody, thinker: Thinker) -> ChatRequest:
         sparse=requested_sparse(parsed),
         session=(parsed.metadata.user_id if parsed.metadata is not None else None) or "",
         cache_salt=parsed.cache_salt or "",
-        enable_thinking=thinks if thinker.is_switchable else None,
+        enable_thinking=thinks if reasoning.is_switchable else None,
         reasoning_effort=None if parsed.output_config is None else parsed.output_config.effort,
         thinking_budget=parsed.thinking.budget_tokens if parsed.thinking is not None and thinks else None,
-        # A turn that the client began is gone on with.
+        # The model continues an assistant turn that the client began.
         continue_final_message=parsed.messages[-1].role == "assistant",
     )
 
@@ -89,7 +89,6 @@ def _messages(parsed: MessagesBody, translate: ChatMessages) -> tuple[ChatMessag
 
 
 def _is_to_think(thinking: ThinkingBody | None) -> bool:
-    """Thinking is asked for or there is none."""
     return thinking is not None and thinking.type != "disabled"
 
 
@@ -107,13 +106,17 @@ def _json_structure(form: FormatBody, path: str) -> Structure:
     return Structure("json_schema", form.schema_, path)
 
 
-def _ignored(value: dict[str, Any], parsed: MessagesBody, thinker: Thinker) -> tuple[str, ...]:
-    """Names of what was accepted and has no effect."""
+def _ignored(value: dict[str, Any], parsed: MessagesBody, reasoning: ReasoningSettings) -> tuple[str, ...]:
+    """Names of accepted fields without effect."""
     names = unknown_fields(value, MessagesBody.model_fields, MESSAGES_FIELDS) + unknown_nested_fields(value)
     tools = [tool for tool in value.get("tools") or () if tool.get("type") in (None, "custom")]
     names += unknown_tool_fields(tools, ToolBody.model_fields) + foreign_types(parsed.tools or ())
-    # An agent that is refused what it says about thinking does not go on.
+    # Agents stop working if their thinking setting is refused.
     asked = parsed.thinking
-    if asked is not None and not thinker.is_switchable and asked.type == ("disabled" if thinker.thinks else "enabled"):
+    if (
+        asked is not None
+        and not reasoning.is_switchable
+        and asked.type == ("disabled" if reasoning.thinks else "enabled")
+    ):
         names += ("thinking",)
     return names

@@ -1,10 +1,10 @@
 """Tools of a Messages body.
 
-Tools of other types than the client's own run on Anthropic's servers or are known to Anthropic's models only. Agents
-send them along with their own, so they are left out and reported, not refused.
+Tools of other types than the client's run on Anthropic's servers or are known to its models only. Agents send them
+along with their own, so they are ignored and reported, not refused.
 
-A deferred tool is not shown at the prompt's head: that would change what stands before the conversation whenever one
-more is found. It is written out where the conversation refers to it or adds it, and may be called from there on.
+A deferred tool is not in the prompt's header: each newly found one would change everything before the conversation. It
+is rendered where the conversation refers to it or adds it, and may be called from there on.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from headrace.api.openai_tools import no_parameters, refuse_repeated
 from headrace.errors import InvalidRequest
 from headrace.types.chat import ToolChoice, ToolDefinition
 
-# Finds deferred tools on the server. There is none here, so that all tools are shown.
+# Searches deferred tools on the server. Not supported here, so all tools are shown.
 _SEARCH_TYPES = "tool_search_tool"
 
 
 def is_own(tool: ToolBody) -> bool:
-    """Whether it is a tool that the client describes and runs."""
+    """Whether the client describes and runs the tool."""
     return tool.type in (None, "custom")
 
 
 def own_tools(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
-    """The client's own tools. Raises InvalidRequest for two of one name."""
+    """The client's tools. Raises InvalidRequest for a repeated name."""
     own = [tool for tool in tools if is_own(tool)]
     refuse_repeated([tool.name for tool in own], "tools: number {} of the client's own")
     searched = any((tool.type or "").startswith(_SEARCH_TYPES) for tool in tools)
@@ -37,7 +37,7 @@ def own_tools(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
 
 
 def added_tools(messages: Sequence[MessageBody], declared: Sequence[ToolDefinition]) -> tuple[ToolDefinition, ...]:
-    """Tools of the client's own that the conversation itself defines, the first of each name."""
+    """Client tools defined by the conversation itself, the first of each name."""
     known = {tool.name for tool in declared}
     added: dict[str, ToolDefinition] = {}
     for block in _all_blocks(messages):
@@ -48,12 +48,12 @@ def added_tools(messages: Sequence[MessageBody], declared: Sequence[ToolDefiniti
 
 
 def foreign_types(tools: Sequence[ToolBody]) -> tuple[str, ...]:
-    """Types of the tools that are left out, as `tools[].TYPE`."""
+    """Types of the ignored tools, as `tools[].TYPE`."""
     return tuple(sorted({f"tools[].{tool.type}" for tool in tools if not is_own(tool)}))
 
 
 def callable_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBody]) -> tuple[ToolDefinition, ...]:
-    """The tools that are shown, then the deferred ones that the conversation refers to."""
+    """The tools in the header, then the deferred ones that the conversation refers to."""
     referred = {block.tool_name for block in _all_blocks(messages) if block.type == "tool_reference"}
     referred |= {changed_name(block) for block in _all_blocks(messages) if block.type == "tool_addition"}
     shown = [tool for tool in tools if not tool.is_deferred]
@@ -61,14 +61,14 @@ def callable_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBo
 
 
 def changed_name(block: BlockBody) -> str | None:
-    """The name of the tool that a block adds or removes; None if it says none."""
+    """The name of the tool that a block adds or removes; None if it has none."""
     if block.tool is None:
         return None
     return block.tool.name if block.tool.definition is None else block.tool.definition.name
 
 
 def shown_reference(name: str, tools: Mapping[str, ToolDefinition]) -> str:
-    """What stands where the conversation refers to a tool: its definition, as chat templates write those they list."""
+    """The definition of a referenced tool, in the form in which chat templates list tools."""
     tool = tools.get(name)
     if tool is None:
         return f"The tool {name} is not available."
@@ -79,7 +79,7 @@ def shown_reference(name: str, tools: Mapping[str, ToolDefinition]) -> str:
 
 
 def tool_choice(asked: ToolChoiceBody | None, tools: Sequence[ToolDefinition]) -> ToolChoice:
-    """Whether tools are called. Raises InvalidRequest for one that is not there."""
+    """The tool choice. Raises InvalidRequest for an undeclared tool."""
     if asked is None:
         return ToolChoice()
     choice = ToolChoice(is_parallel=not asked.disable_parallel_tool_use)
@@ -101,7 +101,7 @@ def _definition(tool: ToolBody, *, is_deferred: bool) -> ToolDefinition:
 
 
 def _all_blocks(messages: Sequence[MessageBody]) -> Iterator[BlockBody]:
-    """Every block of a conversation, those inside of others too."""
+    """Every block of a conversation, nested ones included."""
     for message in messages:
         yield from _blocks_in(message.content)
 

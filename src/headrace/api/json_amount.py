@@ -1,4 +1,4 @@
-"""How much JSON may hold, counted in its bytes before any object is made of it."""
+"""Limits on JSON, checked on the bytes before any object is made."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 from headrace.errors import InvalidRequest
 
 MAX_CONTAINERS = 32_768
-"""Objects and lists together. The largest body of an agent that was seen has 288."""
+"""Objects and lists. The largest body seen from an agent has 288."""
 
 MAX_MEMBERS = 131_072
-"""Names with a value in all objects together."""
+"""Name-value pairs in all objects."""
 
 MAX_VALUES = 1_310_720
-"""Values in all objects and lists together, of which token ids cost least: enough for 128 prompts of 8,192 ids."""
+"""Values in all objects and lists. Token ids are the cheapest: enough for 128 prompts of 8,192 ids."""
 
 MAX_DEPTH = 200
-"""Of objects and lists in each other: the JSON reader's own limit."""
+"""Nesting of objects and lists: the JSON parser's limit."""
 
 _SLICE_BYTES = 256 * 1024
 
@@ -24,9 +24,9 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},:\\'))
 
 
 def refuse_too_much(texts: Iterable[bytes], what: str, param: str | None = None) -> None:
-    """Raises InvalidRequest if JSON texts hold more than the limits, all together. what: names them in the message.
+    """Raise InvalidRequest if JSON texts together exceed the limits. what: names them in the message.
 
-    Values are counted by the commas between them. Of a text that is not JSON the counts mean nothing.
+    Values are counted by their commas. The counts mean nothing for a text that is not JSON.
     """
     num_containers = num_members = num_values = 0
     for structure in (piece for text in texts for piece in _structure(text)):
@@ -43,10 +43,10 @@ def refuse_too_much(texts: Iterable[bytes], what: str, param: str | None = None)
 
 
 def _structure(text: bytes) -> Iterator[bytes]:
-    """The characters between the strings of a JSON text that part its values, a slice of the text at a time."""
+    """The characters outside of strings, in slices."""
     is_in_string = False
     for piece in slices(text):
-        # Backslashes stand in strings only. Without escaped ones and quotes, every quote begins or ends a string.
+        # Backslashes occur in strings only. Once escaped ones are removed, every quote begins or ends a string.
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.translate(None, _NOT_STRUCTURE).split(b'"')
@@ -55,7 +55,7 @@ def _structure(text: bytes) -> Iterator[bytes]:
 
 
 def slices(text: bytes) -> Iterator[bytes]:
-    """A JSON text in pieces that cut no escaped character in two. Between them other Python threads get their turn."""
+    """Split a JSON text without cutting an escape sequence; between slices other Python threads can run."""
     start = 0
     while start < len(text):
         end = start + _SLICE_BYTES

@@ -1,4 +1,4 @@
-"""Bytes of a body to checked values, and what pydantic says about them in our own error."""
+"""Parses and validates bodies, and translates pydantic's errors into ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 _Location = tuple[int | str, ...]
 
-# What pydantic says about a wrong type names Python's types and our own classes.
+# pydantic's messages name Python's types and our classes.
 _TYPE_ERRORS: Mapping[str, str] = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -28,7 +28,7 @@ _TYPE_ERRORS: Mapping[str, str] = {
     "string_type": "a string",
 }
 
-# Halves of surrogate pairs that stand by themselves, escaped, in a JSON text without escaped backslashes.
+# Escaped lone surrogates, in a JSON text without escaped backslashes.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
@@ -39,15 +39,15 @@ _MAY_BE_INFINITE = (float, dict, list)
 
 
 class StrictBody(BaseModel):
-    """A body, or an object in one: `true` is no number and `"1"` is not 1."""
+    """A body or an object in one, with strict types: `true` is no number and `"1"` is not 1."""
 
     model_config = ConfigDict(strict=True)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body; half a surrogate pair is read as a replacement character.
+    """Parse a body that is a JSON object; a lone surrogate becomes a replacement character.
 
-    Raises InvalidRequest for anything else, NaN and bytes that are no UTF-8 too, and for more than the limits allow.
+    Raises InvalidRequest for anything else, including NaN, invalid UTF-8, and JSON over the limits.
     """
     value = read_json(body, "the body")
     if not isinstance(value, dict):
@@ -56,7 +56,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_json(text: bytes, what: str, param: str | None = None) -> Any:
-    """The value of a JSON text, as read_object reads it. what: names the text in errors. Raises InvalidRequest."""
+    """Parse a JSON text as read_object does. what: names the text in errors. Raises InvalidRequest."""
     refuse_too_much((text,), what, param)
     try:
         value = _parsed(text)
@@ -72,12 +72,12 @@ def read_json(text: bytes, what: str, param: str | None = None) -> Any:
 
 
 def _parsed(text: bytes) -> Any:
-    # Texts that are all different make the reader's cache of strings slow, and it saves next to nothing on the others.
+    # Many different strings make the parser's string cache slow, and it saves little otherwise.
     return from_json(text, allow_inf_nan=False, cache_strings="none")
 
 
 def infinite_number(value: Any) -> _Location | None:
-    """Where a parsed JSON value holds a number beyond the largest float, like 1e400; None if it holds none."""
+    """The location of a number beyond the largest float (like 1e400) in parsed JSON; None if there is none."""
     left: list[tuple[_Location, Any]] = [((), value)] if isinstance(value, _MAY_BE_INFINITE) else []
     while left:
         place, each = left.pop()
@@ -99,9 +99,9 @@ def _why_invalid(what: str, error: ValueError) -> str:
 
 
 def without_half_pairs(body: bytes) -> bytes:
-    """A JSON text with an escaped replacement character for each escaped half of a surrogate pair.
+    """Replace escaped lone surrogates by escaped replacement characters.
 
-    Clients that cut their strings by UTF-16 units, as JavaScript does, send such halves.
+    Clients that cut strings by UTF-16 units, as JavaScript does, send such halves.
     """
     no_utf_8 = b"\xff"
     if (b"\\ud" not in body and b"\\uD" not in body) or no_utf_8 in body:
@@ -114,13 +114,13 @@ def without_half_pairs(body: bytes) -> bytes:
 
 
 def check(model: type[Body], value: Mapping[str, Any]) -> Body:
-    """The value as a pydantic model. Raises InvalidRequest with the first wrong field as its param."""
+    """Validate a value as a pydantic model. Raises InvalidRequest with the first wrong field as its param."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
         located = [(_real_location(each["loc"], value, each["type"] == "missing"), each) for each in found]
-        # A union reports every branch that it tried; the one that got furthest into the body is what was meant.
+        # A union reports every branch that it tried; the deepest location belongs to the intended one.
         location = max((location for location, _ in located), key=len)
         path = field_path(location)
         message = _message([(each["type"], each["msg"]) for where, each in located if where == location])
@@ -128,7 +128,7 @@ def check(model: type[Body], value: Mapping[str, Any]) -> Body:
 
 
 def check_at(model: type[Body], value: object, path: str) -> Body:
-    """A value that stands at `path` in a body, checked by itself. Raises InvalidRequest with paths under that one."""
+    """Validate a value at `path` in a body. Raises InvalidRequest with paths under that one."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path}: input should be an object", param=path)
     try:
@@ -138,19 +138,19 @@ def check_at(model: type[Body], value: object, path: str) -> Body:
 
 
 def required(value: str | None, path: str) -> str:
-    """A value that must be there. Raises InvalidRequest."""
+    """Return a value that must be present. Raises InvalidRequest."""
     if value is None:
         raise InvalidRequest(f"{path} is missing", param=path)
     return value
 
 
 def _message(found: Sequence[tuple[str, str]]) -> str:
-    """What is wrong in one place: with the value if its type is one of those that may stand there, else with that."""
+    """The error for one location: for the value, if its type is an allowed one, else for the type."""
     expected = []
-    for kind, said in found:
+    for kind, message in found:
         if kind not in _TYPE_ERRORS and kind != "literal_error":
-            return f"{said[:1].lower()}{said[1:]}"
-        expected.append(_TYPE_ERRORS.get(kind) or said.removeprefix("Input should be "))
+            return f"{message[:1].lower()}{message[1:]}"
+        expected.append(_TYPE_ERRORS.get(kind) or message.removeprefix("Input should be "))
     return f"input should be {' or '.join(dict.fromkeys(expected))}"
 
 
@@ -163,7 +163,7 @@ def field_path(location: _Location) -> str:
 
 
 def _real_location(location: _Location, value: object, missing: bool) -> _Location:
-    """The steps of a location that exist in the body: pydantic adds the names of union branches between them."""
+    """The location without the names of union branches that pydantic inserts."""
     real: list[int | str] = []
     for index, step in enumerate(location):
         last = index == len(location) - 1

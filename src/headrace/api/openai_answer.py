@@ -1,9 +1,9 @@
-"""What the answers of chats and completions have in common.
+"""What the answers of chats and completions share.
 
-A stream is: chunks with text, for each choice a chunk with its finish reason, a usage chunk if it was asked for,
-`[DONE]`. Usage is in no other chunk unless it was asked for (one client drops the text next to it). A stream that fails
-ends with an error event and without `[DONE]`: the openai SDK raises APIError on the first, and the second would tell
-other clients that the answer is whole.
+A stream is: chunks with text, for each choice a chunk with its finish reason, a usage chunk if requested, `[DONE]`. No
+other chunk has usage unless requested, because one client drops the text next to it. A failed stream ends with an error
+event and without `[DONE]`: the openai SDK raises APIError on the first, and the second would tell other clients that
+the answer is complete.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from headrace.api.answer_form import server_sent, sparse_detail
+from headrace.api.answer_encoder import server_sent, sparse_detail
 from headrace.api.openai_errors import error_body
 from headrace.errors import HeadraceError
 from headrace.types.events import Event, Finished, Progress, Started, TokenScore, Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# JSON has no infinity: what stands for the log-probability of a token that can't come.
+# JSON has no infinity; this stands for the log-probability of an impossible token.
 _LEAST_LOGPROB = -9999.0
 
 
 class ChunkWriter(Protocol):
-    """How the chunks of one answer, and the whole of it, are written."""
+    """Encodes the chunks of one answer, and the whole of it."""
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Chunks that say what one event says."""
+        """Chunks for one event."""
 
     def ping(self) -> dict[str, Any]:
-        """A chunk that says nothing."""
+        """An empty chunk."""
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for token counts."""
+        """The last chunk of a stream whose client asked for usage."""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The answer as one object; `events` are all of a session's."""
+        """The answer as one object; `events` are all events of the session."""
 
 
 class ChunkedAnswer:
-    """An AnswerForm: chunks as a stream.
+    """Sends chunks as a stream (an AnswerEncoder).
 
-    include_usage: it ends with a chunk of token counts. counts_progress: every chunk has those of the request so far.
+    include_usage: end with a usage chunk. counts_progress: put the usage so far into every chunk.
     """
 
     def __init__(self, writer: ChunkWriter, *, include_usage: bool = False, counts_progress: bool = False) -> None:
@@ -102,12 +102,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def shown_logprob(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability that JSON can represent."""
     return max(logprob, _LEAST_LOGPROB)
 
 
 def prompt_logprobs_body(scores: Sequence[TokenScore]) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM writes it: for each token a mapping from ids, null where nothing predicted it."""
+    """`prompt_logprobs` in vLLM's form: per token a mapping by id, null for the first token."""
     return [
         None if score.logprob is None else {str(each.token_id): _decoded(each) for each in (*score.top, score)}
         for score in scores

@@ -1,7 +1,6 @@
-"""POST /v1/chat/completions: its body, and what it means.
+"""POST /v1/chat/completions: its body and its translation to a ChatRequest.
 
-What is known and honoured is declared here and in openai_sampling.py, what is known and not honoured in
-openai_fields.py.
+Supported fields are declared here and in openai_sampling.py, known but unsupported ones in openai_fields.py.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _OBJECTS: Mapping[str, type[BaseModel]] = {
 
 
 class PromptBody(StrictBody):
-    """What a chat's prompt is made of."""
+    """The fields that make the prompt."""
 
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
@@ -63,7 +62,7 @@ class PromptBody(StrictBody):
 
 
 class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
-    """Fields that are honoured."""
+    """The supported fields."""
 
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -73,9 +72,9 @@ class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
 
 
 def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[ChatRequest]:
-    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
+    """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
 
-    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before it is looked at.
+    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before validation.
     """
     value = read_object(body)
     refuse_too_many(value.get("messages"), max_model_len)
@@ -111,7 +110,7 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
 
 
 def chat_prompt(parsed: PromptBody, request_id: str) -> ChatRequest:
-    """A request that has the prompt's fields only."""
+    """A request with the prompt's fields only."""
     messages = tuple(chat_message(message, index) for index, message in enumerate(parsed.messages))
     refuse_large_arguments(messages, "messages")
     return ChatRequest(
@@ -142,7 +141,7 @@ def _num_logprobs(parsed: ChatCompletionBody) -> int | None:
 
 
 def _option(name: str, field: Any, options: Mapping[str, Any] | None) -> Any:
-    """A value that may stand in the body or in chat_template_kwargs, but not differently in both."""
+    """A value from the body or chat_template_kwargs, which must agree."""
     option = (options or {}).get(name)
     if field is not None and option is not None and field != option:
         raise InvalidRequest(f"{name} and chat_template_kwargs.{name} say different things", param=name)

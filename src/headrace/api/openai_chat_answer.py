@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions: events as chunks of a stream, or all of them as one object."""
+"""Answers of /v1/chat/completions: events as chunks of a stream, or as one object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.api.answer_form import AnswerHeading
+from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.openai_answer import prompt_logprobs_body, shown_logprob, usage_body
 from headrace.types.events import (
     Event,
@@ -26,10 +26,10 @@ _CHUNK = "chat.completion.chunk"
 
 
 class ChatAnswer:
-    """Writes one answer.
+    """Encodes one answer.
 
-    num_choices: how many it has. tells_logprobs: whether they were asked for.
-    reasoning_field: name of the thinking text.
+    num_choices: its choices. includes_logprobs: whether they were requested.
+    reasoning_field: the name of the thinking text's field.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class ChatAnswer:
         heading: AnswerHeading,
         num_choices: int = 1,
         *,
-        tells_logprobs: bool = False,
+        includes_logprobs: bool = False,
         reasoning_field: str = "reasoning_content",
     ) -> None:
         self._heading = heading
         self._num_choices = num_choices
-        self._tells_logprobs = tells_logprobs
+        self._includes_logprobs = includes_logprobs
         self._reasoning_field = reasoning_field
         self._open = list(range(num_choices))
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Chunks that say what one event says; a choice begins with one that has the role."""
+        """Chunks for one event; a choice begins with the role."""
         match event:
             case Started():
                 for choice in range(self._num_choices):
@@ -70,11 +70,11 @@ class ChatAnswer:
                 raise TypeError(f"a chat's stream has no form for {type(event).__name__}")
 
     def ping(self) -> dict[str, Any]:
-        """A chunk with an empty delta, of a choice that goes on."""
+        """A chunk with an empty delta, of an unfinished choice."""
         return self._chunk(self._open[0] if self._open else 0, {})
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The chunk with the token counts, which has no choices."""
+        """The usage chunk, which has no choices."""
         return {**self._heading.of(_CHUNK), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class ChatAnswer:
             message[self._reasoning_field] = "".join(choice.reasoning)
         if choice.calls:
             message["tool_calls"] = [_whole_call(start, pieces) for start, pieces in choice.calls]
-        logprobs = _logprobs(choice.scores) if self._tells_logprobs else None
+        logprobs = _logprobs(choice.scores) if self._includes_logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _chunk(
@@ -127,7 +127,7 @@ class ChatAnswer:
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far."""
+    """One choice so far."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -167,6 +167,6 @@ def _logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
 
 def _scored(score: TokenScore) -> dict[str, Any]:
     assert score.logprob is not None, "an answer's tokens all have log-probabilities"
-    # A special token is no part of the text, so it has no bytes in it.
+    # A special token is not part of the text, so it has no bytes.
     data = None if score.data is None else list(score.data)
     return {"token": score.text, "logprob": shown_logprob(score.logprob), "bytes": data}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: its body, and what it means. Prompts are continued as they stand, without a chat template."""
+"""POST /v1/completions: prompts to continue without a chat template."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Prompt = str | tuple[int, ...]
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
-"""Of all prompts together."""
+"""Over all prompts."""
 
-# OpenAI's. A chat has an end of its own; a plain text goes on for ever.
+# OpenAI's default. A chat ends by itself; plain text may never end.
 _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionBody(SamplingBody):
-    """Fields that are honoured."""
+    """The supported fields."""
 
     # Of four shapes; see read_prompts.
     prompt: Any = None
@@ -46,7 +46,7 @@ class CompletionBody(SamplingBody):
 
 
 def read_completion(body: bytes) -> Call[CompletionRequest]:
-    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
     refuse_unbuilt(value, COMPLETION_FIELDS)
     parsed = check(CompletionBody, value)
@@ -84,9 +84,9 @@ def read_completion(body: bytes) -> Call[CompletionRequest]:
 
 
 def read_prompts(value: object) -> tuple[Prompt, ...]:
-    """A text, a list of texts, token ids, or a list of lists of these. Raises InvalidRequest.
+    """A text, a list of texts, token ids, or a list of lists of ids. Raises InvalidRequest.
 
-    Told apart by the first element: a union of types would report an error for each of a prompt's tokens.
+    The first element decides which: a pydantic union would report an error for each of a prompt's tokens.
     """
     if value is None:
         raise InvalidRequest("prompt is missing", param="prompt")
@@ -110,7 +110,7 @@ def _prompt(value: object, path: str) -> Prompt:
 
 
 def read_token_ids(value: list[object], path: str) -> tuple[int, ...]:
-    """The ids in a list. Raises InvalidRequest for the first element that can be none."""
+    """The ids in a list. Raises InvalidRequest for the first invalid element."""
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id < 2**31:
             raise InvalidRequest(f"{path}[{index}] must be a token id", param=f"{path}[{index}]")

@@ -1,4 +1,4 @@
-"""Answers of /v1/completions: events as chunks of a stream, or all of them as one object."""
+"""Answers of /v1/completions: events as chunks of a stream, or as one object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.api.answer_form import AnswerHeading
+from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.openai_answer import prompt_logprobs_body, shown_logprob, usage_body
 from headrace.types.events import Event, Finished, HiddenScores, PromptScores, Started, Text, TokenScore, Usage
 
@@ -15,18 +15,17 @@ _KIND = "text_completion"
 
 
 class CompletionAnswer:
-    """Writes one answer.
+    """Encodes one answer.
 
-    num_prompts: how many prompts there are; each has num_choices choices, which stand one after the other.
-    tells_logprobs: whether they were asked for.
+    num_prompts: prompts, each with num_choices consecutive choices. includes_logprobs: whether they were requested.
     """
 
     def __init__(
-        self, heading: AnswerHeading, num_prompts: int = 1, num_choices: int = 1, *, tells_logprobs: bool = False
+        self, heading: AnswerHeading, num_prompts: int = 1, num_choices: int = 1, *, includes_logprobs: bool = False
     ) -> None:
         self._heading = heading
         self._num_choices = num_choices
-        self._tells_logprobs = tells_logprobs
+        self._includes_logprobs = includes_logprobs
         self._open = list(range(num_prompts * num_choices))
         self._offsets = [_Offsets() for _ in self._open]
 
@@ -45,11 +44,11 @@ class CompletionAnswer:
                 raise TypeError(f"a completion's stream has no form for {type(event).__name__}")
 
     def ping(self) -> dict[str, Any]:
-        """A chunk with an empty text, of a choice that goes on."""
+        """A chunk with an empty text, of an unfinished choice."""
         return self._chunk(self._open[0] if self._open else 0, "")
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The chunk with the token counts, which has no choices."""
+        """The usage chunk, which has no choices."""
         return {**self._heading.of(_KIND), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class CompletionAnswer:
 
     def _whole_choice(self, index: int, written: _Choice) -> dict[str, Any]:
         choice = _choice(index, "".join(written.text), written.finish_reason)
-        if self._tells_logprobs:
+        if self._includes_logprobs:
             choice["logprobs"] = _logprobs(written.scores, self._offsets[index])
         if written.prompt_scores is not None:
             choice["prompt_logprobs"] = prompt_logprobs_body(written.prompt_scores)
@@ -92,7 +91,7 @@ class CompletionAnswer:
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far."""
+    """One choice so far."""
 
     text: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -109,7 +108,7 @@ class _Choice:
 
 
 class _Offsets:
-    """Where in a choice's text its tokens begin, in characters; the parts of one character all begin with it."""
+    """Where a choice's tokens begin in its text, in characters; the parts of one character share its offset."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -135,11 +134,11 @@ def _logprobs(scores: Sequence[TokenScore], offsets: _Offsets) -> dict[str, Any]
 
 
 def _top(score: TokenScore) -> dict[str, float] | None:
-    """The most likely tokens and the one that came. Of tokens that look the same, the most likely one is told."""
+    """The most likely tokens and the sampled one. Of tokens with the same text, the most likely one is kept."""
     if score.logprob is None:
         return None
-    told: dict[str, float] = {}
+    top: dict[str, float] = {}
     for each in (*score.top, score):
         assert each.logprob is not None
-        told.setdefault(each.text, shown_logprob(each.logprob))
-    return told
+        top.setdefault(each.text, shown_logprob(each.logprob))
+    return top

@@ -8,7 +8,7 @@ from headrace.errors import AuthenticationFailed, HeadraceError, OriginRefused, 
 
 
 def error_body(error: HeadraceError) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`, as the body of a response or as the data of a stream's last event."""
+    """`{"error": {message, type, param, code}}`, as a response body or as the data of a stream's last event."""
     return {
         "error": {
             "message": error.message,

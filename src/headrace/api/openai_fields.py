@@ -1,7 +1,7 @@
-"""Fields that are known and not honoured: what each may hold without changing the answer.
+"""Known but unsupported fields, and the values that they may have without changing the answer.
 
-A field in `neutral_values` with any other value is refused with its name. A field in `without_effect` is accepted
-whatever it holds. All other fields that no body declares are accepted and reported as ignored.
+A field in `neutral_values` with any other value is refused by name. A field in `without_effect` is accepted with any
+value. All other undeclared fields are accepted and reported as ignored.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from headrace.errors import UnsupportedField
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """Known fields of one route beside those that its body declares. `null` is neutral everywhere."""
+    """Known fields of one route beside those that its body declares. `null` is always neutral."""
 
     neutral_values: Mapping[str, tuple[Any, ...]]
     without_effect: frozenset[str]
 
 
-# Fields of OpenAI's and of other servers of open models that either route may be sent.
+# Fields of OpenAI and other open-model servers, on either route.
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "grammar": ("",),
@@ -44,7 +44,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
 }
 
-# What form the answer must have; of chats it is honoured.
+# Structured output, which chats support.
 _STRUCTURE: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "guided_choice": (),
@@ -82,7 +82,7 @@ CHAT_FIELDS = FieldRules(
         "prediction": (),
         "web_search_options": (),
     },
-    # Verbosity is a wish that no open model's template reads.
+    # No open model's template reads verbosity.
     _WITHOUT_EFFECT | {"verbosity"},
 )
 
@@ -105,7 +105,7 @@ DETOKENIZE_FIELDS = FieldRules({}, frozenset())
 
 
 def refuse_unbuilt(body: Mapping[str, Any], rules: FieldRules) -> None:
-    """Raises UnsupportedField for the first field that would change the answer and can't be honoured."""
+    """Raise UnsupportedField for the first field that would change the answer and is not supported."""
     for name, neutrals in rules.neutral_values.items():
         value = body.get(name)
         if value is not None and not any(_same(value, neutral) for neutral in neutrals):
@@ -115,12 +115,12 @@ def refuse_unbuilt(body: Mapping[str, Any], rules: FieldRules) -> None:
 
 
 def unknown_fields(body: Mapping[str, Any], declared: Mapping[str, Any], rules: FieldRules) -> tuple[str, ...]:
-    """Names in a body that nobody knows, sorted."""
+    """Unknown field names in a body, sorted."""
     return tuple(sorted(body.keys() - declared.keys() - rules.neutral_values.keys() - rules.without_effect))
 
 
 def unknown_inner_fields(body: Mapping[str, Any], objects: Mapping[str, type[BaseModel]]) -> tuple[str, ...]:
-    """Names inside a checked body's objects that nobody knows, as `object.name`, sorted."""
+    """Unknown field names inside a validated body's objects, as `object.name`, sorted."""
     found = []
     for outer, declared in objects.items():
         known = {field.alias or name for name, field in declared.model_fields.items()}
@@ -129,5 +129,5 @@ def unknown_inner_fields(body: Mapping[str, Any], objects: Mapping[str, type[Bas
 
 
 def _same(value: object, neutral: object) -> bool:
-    # In Python True equals 1 and False equals 0; in a request they are different things.
+    # In Python True == 1 and False == 0; in JSON they differ.
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral

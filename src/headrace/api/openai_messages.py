@@ -1,4 +1,4 @@
-"""Messages of a chat body, in all the shapes in which clients send them."""
+"""Messages of a chat body, in all the forms that clients send."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _IMAGE_PARTS = frozenset({"image_url", "input_image"})
 _VIDEO_PARTS = frozenset({"video_url", "input_video"})
 _UNSUPPORTED_PARTS = frozenset({"image", "video", "input_audio", "audio_url", "audio", "file", "input_file"})
 
-# Marks for caches and notes of other servers; they say nothing that a template could render.
+# Cache markers and annotations of other servers, which no template renders.
 _WITHOUT_EFFECT = frozenset({"cache_control", "annotations"})
 
 
 class UrlBody(StrictBody):
-    """Where an image or a video is. How finely it is looked at (`detail`) is the model's to decide."""
+    """Where an image or a video is. `detail` has no effect: the model decides the resolution."""
 
     url: str
 
 
 class PartBody(StrictBody):
-    """A part of a message's content; which other fields it has depends on its type."""
+    """A content part; its other fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -53,22 +53,20 @@ class PartBody(StrictBody):
 
 
 class FunctionCallBody(StrictBody):
-    """Name and arguments of a call; arguments that came as text are kept as they are, valid JSON or not."""
+    """Name and arguments of a call; arguments given as text are kept as they are, valid JSON or not."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCallBody(StrictBody):
-    """A call in the history."""
-
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallBody
 
 
 class MessageBody(StrictBody):
-    """One turn. `reasoning_content` and `reasoning` are two names of one thing."""
+    """One turn. `reasoning_content` and `reasoning` mean the same."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[PartBody], Field(fail_fast=True)] | None = None
@@ -83,10 +81,10 @@ class MessageBody(StrictBody):
 
 
 def refuse_too_many(messages: object, max_model_len: int | None) -> None:
-    """Raises ContextTooLong for more messages than tokens fit the context: each comes to one at the least.
+    """Raise ContextTooLong for more messages than the context has tokens; each takes at least one.
 
-    Asked of a body that nobody has looked at: checking and rendering a hundred thousand messages takes seconds. Parts
-    and calls of a message may be as many (InvalidRequest).
+    Applied before validation: validating and rendering a hundred thousand messages takes seconds. The parts and calls
+    of a message have the same limit (InvalidRequest).
     """
     if max_model_len is None or not isinstance(messages, list):
         return
@@ -100,7 +98,7 @@ def refuse_too_many(messages: object, max_model_len: int | None) -> None:
 
 
 def chat_message(message: MessageBody, index: int) -> ChatMessage:
-    """The turn without its dialect. Raises InvalidRequest, UnsupportedField with a path under `messages[index]`."""
+    """Translate one message. Raises InvalidRequest, UnsupportedField with a path under `messages[index]`."""
     path = f"messages[{index}]"
     for name in ("function_call", "audio"):
         if getattr(message, name) is not None:
@@ -125,7 +123,7 @@ def _call(call: ToolCallBody) -> ToolCall:
 
 
 def unknown_message_fields(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Fields of messages that nobody knows, as `messages[].name`, sorted."""
+    """Unknown fields of messages, as `messages[].name`, sorted."""
     sent = {name for message in messages for name in message}
     return tuple(f"messages[].{name}" for name in sorted(sent - MessageBody.model_fields.keys() - _WITHOUT_EFFECT))
 
@@ -133,7 +131,7 @@ def unknown_message_fields(messages: Sequence[Mapping[str, Any]]) -> tuple[str, 
 def _content(message: MessageBody, path: str) -> tuple[ContentPart, ...]:
     content = message.content
     if content is None:
-        # An assistant that refused has its words in another field.
+        # A refusal's text is in another field.
         content = message.refusal or ""
     if isinstance(content, str):
         return (TextPart(content),) if content else ()

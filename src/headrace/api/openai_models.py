@@ -1,8 +1,7 @@
-"""GET /v1/models: the loaded model under the names that it answers to, for clients of OpenAI and of Anthropic alike.
+"""GET /v1/models: the loaded model under its served names, for OpenAI and Anthropic clients.
 
-A request may ask for any model name: the one loaded model serves it, unless the server is strict about names. The
-answer then carries the name that was asked for if it is a served one, else the first served name, so that nobody
-takes the answer for another model's.
+The one loaded model serves a request for any model name, unless the server is strict about names. The answer carries
+the requested name if it is a served one, else the first served name, so that it is not taken for another model's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from headrace.errors import InvalidRequest, ModelNotFound
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
-    """All served names, which are one page."""
+    """All served names on one page."""
     data = [_model(name, created, max_model_len) for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
@@ -26,7 +25,7 @@ def one_model(asked: str, names: Sequence[str], created: int, max_model_len: int
 
 
 def answer_name(asked: str | None, names: Sequence[str], *, strict: bool) -> str:
-    """The name that an answer carries. Raises ModelNotFound, or InvalidRequest if a strict server is asked for none."""
+    """The model name in an answer. Raises ModelNotFound, or InvalidRequest if a strict server gets none."""
     if asked in names:
         return str(asked)
     if not strict:

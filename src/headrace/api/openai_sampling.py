@@ -1,7 +1,7 @@
-"""Fields that chats and completions share, and what they mean.
+"""Fields that chats and completions share.
 
-Types are strict (true is no number, "1" is not 1). Ranges are OpenAI's where it has the field, else vLLM's. What needs
-the model to be checked (token ids, the context) is checked by the session.
+Types are strict (true is no number, "1" is not 1). Ranges are OpenAI's where it has the field, else vLLM's. The session
+checks what depends on the model (token ids, context).
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
 class StreamOptionsBody(StrictBody):
-    """`stream_options`."""
-
     include_usage: bool | None = None
-    # Padding against traffic analysis; there is none here, whatever is asked.
+    # Padding against traffic analysis, which is not implemented.
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SparseBody(StrictBody):
-    """Whether a long prompt may be computed in part."""
+    """Whether sparse prefill may be used."""
 
     sparse_prefill: bool | Literal["auto"] | None = None
     sparse_keep: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
 
 
 class SamplingBody(SparseBody):
-    """How an answer is drawn, how it ends, how it is sent, and who asks."""
+    """Fields for sampling, stopping, streaming and the session."""
 
     model: str | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
@@ -59,7 +57,7 @@ class SamplingBody(SparseBody):
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, allow_inf_nan=False)] = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
-    # Read by hand: pydantic would report an error for every wrong entry.
+    # Parsed by hand: pydantic would report an error per entry.
     logit_bias: Any = None
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = None
     bad_words: (
@@ -83,9 +81,9 @@ class SamplingBody(SparseBody):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Asked]):
-    """What was asked, and how its client wants the answer.
+    """A parsed request and how its answer is sent.
 
-    model: the name that was asked for. ignored: names of unknown fields, for the `x-headrace-ignored` header.
+    model: the requested name. ignored: unknown fields, for the `x-headrace-ignored` header.
     """
 
     request: Asked
@@ -96,7 +94,7 @@ class Call(Generic[Asked]):
 
 
 def requested_sampling(parsed: SamplingBody) -> RequestedSampling:
-    """How the next token is drawn. Raises InvalidRequest for biases that make no sense."""
+    """The sampling fields. Raises InvalidRequest for invalid biases."""
     return RequestedSampling(
         temperature=parsed.temperature,
         top_p=parsed.top_p,
@@ -114,7 +112,6 @@ def requested_sampling(parsed: SamplingBody) -> RequestedSampling:
 
 
 def requested_stop(parsed: SamplingBody, max_tokens: int | None) -> RequestedStop:
-    """When to end."""
     stop = parsed.stop or ()
     return RequestedStop(
         max_tokens=max_tokens,
@@ -125,27 +122,26 @@ def requested_stop(parsed: SamplingBody, max_tokens: int | None) -> RequestedSto
 
 
 def requested_sparse(parsed: SparseBody) -> RequestedSparse:
-    """Whether the prompt may be thinned."""
     return RequestedSparse(None if parsed.sparse_prefill == "auto" else parsed.sparse_prefill, parsed.sparse_keep)
 
 
 def requested_session(parsed: SamplingBody) -> str:
-    """Whose turn it is, as far as the body says it."""
+    """The session named in the body, for fair scheduling."""
     return parsed.prompt_cache_key or parsed.user or ""
 
 
 def includes_usage(parsed: SamplingBody) -> bool:
-    """Whether a stream ends with a chunk of token counts."""
+    """Whether a stream ends with a usage chunk."""
     return bool(parsed.stream_options and parsed.stream_options.include_usage)
 
 
 def counts_progress(parsed: SamplingBody) -> bool:
-    """Whether each chunk of a stream has token counts."""
+    """Whether each chunk has token counts."""
     return bool(parsed.stream_options and parsed.stream_options.continuous_usage_stats)
 
 
 def check_stream(parsed: SamplingBody) -> None:
-    """Raises InvalidRequest and UnsupportedField for what doesn't go with a stream, or without one."""
+    """Raise InvalidRequest and UnsupportedField for options that contradict `stream`."""
     if parsed.stream and parsed.prompt_logprobs is not None:
         message = "prompt_logprobs is not supported when stream is true"
         raise UnsupportedField(message, param="prompt_logprobs")

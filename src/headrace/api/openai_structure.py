@@ -1,7 +1,7 @@
-"""The form that an answer must have: OpenAI's `response_format`, and vLLM's two ways of saying more.
+"""Structured output: OpenAI's `response_format`, and vLLM's two other fields.
 
-A body says it once, or the same in several fields. Schemas, expressions and grammars are kept as they came; whether
-they can be enforced is found out by the session.
+A body may use several of them if they agree. Schemas, expressions and grammars are passed on unchanged; the session
+finds out whether they can be enforced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=10
 
 
 class JsonSchemaBody(StrictBody):
-    """A schema with a name. `strict` or not, it is enforced."""
+    """A named schema. It is enforced whether `strict` or not."""
 
     name: str | None = None
     description: str | None = None
@@ -29,7 +29,7 @@ class JsonSchemaBody(StrictBody):
 
 
 class ResponseFormatBody(StrictBody):
-    """`response_format`; which other fields it has depends on its type."""
+    """`response_format`; its other fields depend on its type."""
 
     type: str
     json_schema: JsonSchemaBody | None = None
@@ -48,7 +48,7 @@ class StructuredOutputsBody(StrictBody):
 
 
 class StructureBody(StrictBody):
-    """All the places in which a body can say what form its answer must have."""
+    """All fields that define structured output."""
 
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
@@ -59,14 +59,15 @@ class StructureBody(StrictBody):
 
 
 def answer_structure(parsed: StructureBody) -> Structure | None:
-    """The form, None for plain text. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    """The structure, None for plain text. Raises InvalidRequest, UnsupportedField with the field's path as its
+    param."""
     return agreed_form([*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)])
 
 
 def agreed_form(found: Sequence[Structure]) -> Structure | None:
-    """The one form that all fields give. Raises InvalidRequest, naming the first field that gives another.
+    """The structure that all fields agree on. Raises InvalidRequest, naming the first that differs.
 
-    Compared as JSON text: in Python `true` equals 1, and the order of properties is that of the answer.
+    Compared as JSON text: in Python `true` equals 1, and the order of properties decides the answer's.
     """
     for other in found[1:]:
         if (other.kind, json.dumps(other.value)) != (found[0].kind, json.dumps(found[0].value)):
@@ -80,7 +81,7 @@ def _of_response_format(parsed: StructureBody) -> Iterator[Structure]:
     if asked is None or asked.type == "text":
         return
     if asked.type == "json_object":
-        # Some servers take a schema here too.
+        # Some servers accept a schema here, too.
         schema = asked.schema_
         yield Structure("json_object") if schema is None else Structure("json_schema", schema)
     elif asked.type == "json_schema":
@@ -129,7 +130,7 @@ def _said(
 
 
 def _schema(schema: dict[str, Any] | bool | str, path: str) -> dict[str, Any] | bool:
-    """A schema, which may come as JSON text."""
+    """A schema, which may be given as JSON text."""
     if not isinstance(schema, str):
         return schema
     parsed = read_json(schema.encode(errors="surrogatepass"), path, path)

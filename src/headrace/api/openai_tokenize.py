@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -17,31 +17,25 @@ from headrace.types.chat import ChatRequest
 
 
 class TokenizeTextBody(StrictBody):
-    """A text to be split into tokens."""
-
     prompt: str
     model: str | None = None
     add_special_tokens: bool | None = None
 
 
 class TokenizeChatBody(PromptBody):
-    """A chat to be rendered and split into tokens."""
-
     model: str | None = None
     add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(StrictBody):
-    """Token ids to be put together to a text."""
-
-    # Read by hand: a list's every wrong element would be an error of its own.
+    # Parsed by hand: pydantic would report an error per element.
     tokens: Any = None
     model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeCall:
-    """What is to be split: a text or a chat. adds_special_tokens: of a text, BOS and what else the tokenizer adds."""
+    """A text or a chat to tokenize. adds_special_tokens: of a text, BOS and whatever the tokenizer adds."""
 
     prompt: str | ChatRequest
     adds_special_tokens: bool
@@ -51,15 +45,13 @@ class TokenizeCall:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizeCall:
-    """What is to be put together."""
-
     token_ids: tuple[int, ...]
     model: str | None
     ignored: tuple[str, ...]
 
 
 def read_tokenize(body: bytes) -> TokenizeCall:
-    """The call in a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
     if value.get("messages") is None:
         text = check(TokenizeTextBody, value)
@@ -79,7 +71,7 @@ def read_tokenize(body: bytes) -> TokenizeCall:
 
 
 def read_detokenize(body: bytes) -> DetokenizeCall:
-    """The call in a body. Raises InvalidRequest with the field's path as its param."""
+    """Parse and validate a body. Raises InvalidRequest with the field's path as its param."""
     value = read_object(body)
     parsed = check(DetokenizeBody, value)
     if not isinstance(parsed.tokens, list):
@@ -101,7 +93,7 @@ def detokenize_answer(text: str) -> dict[str, Any]:
 def tokenizer_info_answer(
     special_tokens: Mapping[str, str], chat_template: str | None, max_model_len: int
 ) -> dict[str, Any]:
-    """vLLM's shape: what a tokenizer's configuration says."""
+    """The tokenizer's configuration in vLLM's form."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_model_len,

@@ -1,4 +1,4 @@
-"""Tools of a chat body, and whether the model may or must call them."""
+"""Tools of a chat body, and the tool choice."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from headrace.api.json_body import StrictBody
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ToolChoice, ToolDefinition
 
-# A mark for caches, and a wish for arguments as they come, which is how they are sent anyway.
+# A cache marker, and eager argument streaming, which is the default here.
 _WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
 
 MAX_NAME = 256
 """Characters of a tool's name."""
 
 MAX_CALLS = 1024
-"""Calls that one turn of an assistant makes."""
+"""Calls in one assistant turn."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 class FunctionBody(StrictBody):
-    """A function that the client can run. Without `parameters` it takes none."""
+    """A client function. Without `parameters` it takes none."""
 
     name: Name
     description: str | None = None
@@ -34,40 +34,38 @@ class FunctionBody(StrictBody):
 
 
 class ToolBody(StrictBody):
-    """A tool; which other fields it has depends on its type."""
+    """A tool; its other fields depend on its type."""
 
     type: str
     function: FunctionBody | None = None
 
 
 class FunctionNameBody(StrictBody):
-    """A function by its name."""
-
     name: Name
 
 
 class NamedToolBody(StrictBody):
-    """A tool by its name."""
+    """A tool by name."""
 
     type: str
     function: FunctionNameBody | None = None
 
 
 class AllowedToolsBody(StrictBody):
-    """Some of the tools, of which the model may call one or must."""
+    """A subset of the tools, one of which may or must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolBody], Field(fail_fast=True, min_length=1)]
 
 
 class ToolChoiceBody(NamedToolBody):
-    """One tool that must be called, or some that may."""
+    """A tool that must be called, or a subset that may."""
 
     allowed_tools: AllowedToolsBody | None = None
 
 
 class ToolsBody(StrictBody):
-    """What a body says about tools beside the conversation."""
+    """The fields about tools beside the messages."""
 
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
@@ -84,7 +82,7 @@ def tool_definitions(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
 
 
 def tool_choice(parsed: ToolsBody, tools: Sequence[ToolDefinition]) -> ToolChoice:
-    """Whether tools are called. Raises InvalidRequest for one that is not there, UnsupportedField for other kinds."""
+    """The tool choice. Raises InvalidRequest for an undeclared tool, UnsupportedField for other kinds."""
     is_parallel = parsed.parallel_tool_calls is not False
     asked = parsed.tool_choice
     if asked is None or asked in ("none", "auto"):
@@ -99,7 +97,7 @@ def tool_choice(parsed: ToolsBody, tools: Sequence[ToolDefinition]) -> ToolChoic
 
 
 def refuse_repeated(names: Sequence[str], path: str) -> None:
-    """Raises InvalidRequest for the first name that stands there twice. path: with {} for its index."""
+    """Raise InvalidRequest for the first repeated name. path: with {} for its index."""
     known: set[str] = set()
     for index, name in enumerate(names):
         if name in known:
@@ -109,22 +107,22 @@ def refuse_repeated(names: Sequence[str], path: str) -> None:
 
 
 def refuse_large_arguments(messages: Sequence[ChatMessage], param: str) -> None:
-    """Raises InvalidRequest if the arguments of all calls together hold more than JSON may: templates want them parsed.
+    """Raise InvalidRequest if the arguments of all calls exceed the JSON limits: templates need them parsed.
 
-    param: the field that the messages came in.
+    param: the field of the messages.
     """
     texts = (call.arguments.encode(errors="replace") for message in messages for call in message.tool_calls)
     refuse_too_much(texts, f"{param}: the arguments of all calls together", param)
 
 
 def unknown_tool_fields(tools: Sequence[Mapping[str, Any]], declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields of tools that nobody knows, as `tools[].name`, sorted. declared: what is known of a tool's fields."""
+    """Unknown fields of tools, as `tools[].name`, sorted. declared: a tool's known fields."""
     sent = {name for tool in tools for name in tool}
     return tuple(f"tools[].{name}" for name in sorted(sent - declared.keys() - _WITHOUT_EFFECT))
 
 
 def no_parameters() -> dict[str, Any]:
-    """The schema of a function that takes nothing."""
+    """The schema of a function without parameters."""
     return {"type": "object", "properties": {}}
 
 
@@ -146,7 +144,7 @@ def _allowed(asked: ToolChoiceBody, tools: Sequence[ToolDefinition], is_parallel
 
 
 def _declared(tool: NamedToolBody, tools: Sequence[ToolDefinition], path: str) -> str:
-    """The name of a tool that must be one of those there are."""
+    """The name of a tool that must be a declared one."""
     if tool.type != "function":
         raise UnsupportedField(f"{path}.type: only function tools are supported", param=f"{path}.type")
     if tool.function is None:

@@ -1,9 +1,9 @@
-"""Answers of /v1/responses: events as a stream of named events with rising numbers, or all of them as one object.
+"""Answers of /v1/responses: a stream of named events with rising sequence numbers, or one object.
 
-A stream is: `response.created`, `response.in_progress`; for each item `response.output_item.added`, what belongs to it
-and `response.output_item.done`, which holds all of it; then `response.completed`, `response.incomplete` or
-`response.failed`, which holds everything. Codex reads the items that are done and the last event, other clients put
-the answer together from the parts between them.
+A stream is: `response.created`, `response.in_progress`; for each item `response.output_item.added`, its events, and
+`response.output_item.done` with the whole item; then `response.completed`, `response.incomplete` or `response.failed`
+with everything. Codex reads the done items and the last event; other clients assemble the answer from the events in
+between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headrace.api.answer_form import AnswerHeading, server_sent, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, server_sent, sparse_detail
 from headrace.api.responses_body import ResponseCall
 from headrace.api.responses_output import (
     CustomCallOutput,
@@ -21,7 +21,7 @@ from headrace.api.responses_output import (
     OutputItem,
     ReasoningOutput,
 )
-from headrace.api.responses_tools import told_tools
+from headrace.api.responses_tools import echoed_tools
 from headrace.errors import HeadraceError, RequestCancelled, RequestError
 from headrace.types.events import (
     Event,
@@ -44,7 +44,7 @@ _ECHOED = (
 
 
 class ResponsesAnswer:
-    """An AnswerForm. on_end: is given the whole response, however it ended, unless its client went away."""
+    """An AnswerEncoder. on_end: receives the whole response, however it ended, unless the client disconnected."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ResponsesAnswer:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it may be asked for by its id."""
+        """Whether it can be retrieved by id."""
         return self._call.store
 
     @property
@@ -73,23 +73,23 @@ class ResponsesAnswer:
         return self._status == "in_progress"
 
     def pieces(self, event: Event) -> Iterator[bytes]:
-        for body in self._said(event):
+        for body in self._event_bodies(event):
             yield server_sent(body, body["type"])
 
     def ping(self) -> bytes:
-        """See AnswerForm. The event that tells that work goes on resets the timers of all clients."""
+        """See AnswerEncoder. An in_progress event resets all clients' timers."""
         body = self._event("response.in_progress", response=self.response())
         return server_sent(body, body["type"])
 
     def end(self) -> bytes:
-        """See AnswerForm. The event of the last pieces has ended the stream."""
+        """See AnswerEncoder. The last pieces have already ended the stream."""
         return b""
 
     def failure(self, error: HeadraceError) -> bytes:
         self._status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
         is_refused = isinstance(error, RequestError)
         self._error = {"code": error.code if is_refused else "server_error", "message": error.message}
-        # What has been made of an item stays in the response.
+        # An unfinished item stays in the response.
         events = [*self._end_item("incomplete")]
         response = self.response()
         self._on_end(response)
@@ -97,22 +97,22 @@ class ResponsesAnswer:
         return b"".join(server_sent(body, body["type"]) for body in events)
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """See AnswerForm. Raises ValueError if the answer has not finished."""
+        """See AnswerEncoder. Raises ValueError if the answer has not finished."""
         for event in events:
-            for _ in self._said(event):
+            for _ in self._event_bodies(event):
                 pass
         if self._usage is None:
             raise ValueError("the events of an answer end with Finished")
         return self.response()
 
     def so_far(self, status: str = "in_progress") -> dict[str, Any]:
-        """The response under this status, with what there is of an item that is not done."""
+        """The response under this status, with the unfinished item."""
         item_status = "in_progress" if status == "in_progress" else "incomplete"
         unfinished = [] if self._open is None else [self._open.body(item_status)]
         return {**self.response(), "status": status, "output": [*self._done, *unfinished]}
 
     def response(self) -> dict[str, Any]:
-        """The response as far as its items are done."""
+        """The response with its finished items."""
         sent = self._call.body
         text, reasoning = sent.get("text") or {}, sent.get("reasoning") or {}
         return {
@@ -134,31 +134,30 @@ class ResponsesAnswer:
             "store": self._call.store,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": sent.get("tool_choice") or "auto",
-            "tools": told_tools(sent.get("tools") or []),
+            "tools": echoed_tools(sent.get("tools") or []),
             "top_logprobs": sent.get("top_logprobs") or 0,
-            # Nothing is ever cut out of an input, whatever was asked.
+            # Inputs are never truncated.
             "truncation": "disabled",
             "usage": None if self._usage is None else _usage_body(self._usage),
         }
 
-    def _said(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What one event says, as bodies of the stream's events."""
+    def _event_bodies(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
             case Started():
                 yield self._event("response.created", response=self.response())
                 yield self._event("response.in_progress", response=self.response())
             case Text(text, _, scores):
                 if not isinstance(self._open, MessageOutput):
-                    yield from self._begin(MessageOutput(tells_logprobs=self._call.tells_logprobs))
+                    yield from self._begin(MessageOutput(includes_logprobs=self._call.includes_logprobs))
                 yield from self._add(text, scores)
             case Reasoning(text):
                 if not isinstance(self._open, ReasoningOutput):
                     call = self._call
-                    item = ReasoningOutput(is_sealed=call.tells_encrypted, has_summary=call.tells_summary)
+                    item = ReasoningOutput(is_sealed=call.includes_encrypted, has_summary=call.includes_summary)
                     yield from self._begin(item)
                 yield from self._add(text)
             case HiddenScores():
-                pass  # the API has a place for scores of text only
+                pass  # the API reports scores for text only
             case ToolCallStart(_, call_id, name):
                 yield from self._begin(self._called(call_id, name))
             case ToolArguments(_, text):
@@ -221,7 +220,7 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.num_cached_tokens,
-            # Every prompt is kept as far as there is room, whatever was asked: nothing is counted for it.
+            # Every prompt is cached as far as there is room, so writes are not counted.
             "cache_write_tokens": 0,
             "route": usage.route.value,
             **sparse_detail(usage),

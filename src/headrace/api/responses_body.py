@@ -1,7 +1,6 @@
-"""POST /v1/responses: its body, and what it means.
+"""POST /v1/responses: its body and its translation to a ChatRequest.
 
-What is known and honoured is declared here and in openai_sampling.py, what is known and not honoured in
-responses_fields.py.
+Supported fields are declared here and in openai_sampling.py, known but unsupported ones in responses_fields.py.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class ResponsesBody(SamplingBody):
-    """Fields that are honoured."""
+    """The supported fields."""
 
-    # Of two shapes; see input_items.
+    # Text or items; see input_items.
     input: Any = None
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -58,51 +57,51 @@ class ResponsesBody(SamplingBody):
     store: bool | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     tools: list[Any] | None = None
-    # Of two shapes; see tool_choice.
+    # A mode or an object; see tool_choice.
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    # One response has one answer, and nothing tells scores of its prompt.
+    # A response has one choice and no prompt scores.
     n: Literal[1] | None = None
     prompt_logprobs: None = None
 
 
 class Earlier(Protocol):
-    """Responses that the server remembers."""
+    """The stored responses."""
 
     def conversation(self, response_id: str) -> Sequence[Item]:
-        """Items in and out of a response and of those before it. Raises PreviousResponseNotFound."""
+        """Input and output items of a response and those before it. Raises PreviousResponseNotFound."""
 
     def item(self, item_id: str) -> Item:
-        """One item in or out of any response. Raises NotFound."""
+        """One input or output item of any response. Raises NotFound."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall(Call[ChatRequest]):
-    """What was asked, and what the answer must know of it.
+    """A parsed request with everything its answer repeats.
 
-    body: as it came, for the fields that an answer repeats. items: the request's own input.
-    tells_encrypted: whether thinking is told in a second form, for clients that keep no other.
-    tells_summary: whether thinking also comes as a summary, for clients that show nothing else.
+    body: as received.
+    items: the request's own input. includes_encrypted: send thinking as `encrypted_content`, too, for clients that keep
+    no other form. includes_summary: send thinking as a summary, too, for clients that show nothing else.
     """
 
     body: Mapping[str, Any]
     items: tuple[Item, ...]
     tools: DeclaredTools
     store: bool
-    tells_logprobs: bool
-    tells_encrypted: bool
-    tells_summary: bool
+    includes_logprobs: bool
+    includes_encrypted: bool
+    includes_summary: bool
 
 
 def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = None) -> ResponseCall:
-    """The call in a body.
+    """Parse and validate a body.
 
-    max_model_len: context in tokens; an input of more items raises ContextTooLong before it is looked at.
-    Raises InvalidRequest, UnsupportedField with the field's path as its param, and what `earlier` raises.
+    max_model_len: context in tokens; an input of more items raises ContextTooLong before validation. Raises
+    InvalidRequest, UnsupportedField with the field's path as its param, and what `earlier` raises.
     """
     value = read_object(body)
     refuse_unbuilt(value, RESPONSES_FIELDS)
@@ -121,10 +120,10 @@ def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = Non
         items=items,
         tools=tools,
         store=parsed.store is not False,
-        tells_logprobs=num_logprobs is not None,
-        # A client whose responses aren't kept has nothing else to send back: AI SDK's keeps no thinking without it.
-        tells_encrypted=parsed.store is False or _ENCRYPTED in (parsed.include or ()),
-        tells_summary=wants_summary(parsed.reasoning),
+        includes_logprobs=num_logprobs is not None,
+        # A client that stores no responses needs it to send thinking back; AI SDK's keeps no other form.
+        includes_encrypted=parsed.store is False or _ENCRYPTED in (parsed.include or ()),
+        includes_summary=wants_summary(parsed.reasoning),
     )
 
 
@@ -153,7 +152,7 @@ def _request(
 
 
 def _own_items(parsed: ResponsesBody, earlier: Earlier, max_model_len: int | None) -> tuple[Item, ...]:
-    """The request's own input, with the items in the place of what refers to them."""
+    """The request's input, with references replaced by their items."""
     if parsed.input is None:
         if parsed.previous_response_id is None:
             raise InvalidRequest("input is missing", param="input")

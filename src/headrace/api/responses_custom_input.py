@@ -1,4 +1,4 @@
-"""The text that a model gives a custom tool: out of the JSON of its arguments, as it comes."""
+"""Extracts a custom tool's text from the JSON of its arguments, incrementally."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace.api.responses_tools import INPUT
 
 _BEGINNING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 
-# What a JSON text holds between two places where it may be cut: plain characters, a pair of surrogates, a character by
-# its number, any other escape. Half a pair is read at the end.
+# What may stand between two cuts of a JSON string: plain characters, a surrogate pair, a numeric escape, any other
+# escape. A lone surrogate is read at the end.
 _PIECE = re.compile(
     r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\[^u]'
 )
@@ -21,7 +21,7 @@ _PIECE = re.compile(
 class CustomInput:
     """Arguments in, text out.
 
-    text: what was given out. Arguments that are not the one text asked for are given out as they are, at the end.
+    text: given out so far. Arguments of another form are given out unchanged, at the end.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CustomInput:
         self._is_open = False
 
     def push(self, arguments: str) -> str:
-        """The text that a piece of the arguments adds; may be empty."""
+        """The text that more of the arguments adds; may be empty."""
         self._arguments += arguments
         if not self._is_open:
             beginning = _BEGINNING.match(self._arguments)
@@ -48,7 +48,7 @@ class CustomInput:
     def finish(self) -> str:
         """The rest of the text, once all arguments are there."""
         whole = _whole(self._arguments)
-        # Of a text that was cut off, or stands there twice, what was given out stays.
+        # If the text was cut off or occurs twice, what was given out stays.
         return self._give(whole[len(self.text) :] if whole.startswith(self.text) else "")
 
     def _give(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Fields of /v1/responses that are known and not honoured, in bodies and in the items and tools inside them."""
+"""Known but unsupported fields of /v1/responses, in bodies and in the items and tools inside them."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ ITEM_FIELDS_WITHOUT_EFFECT = frozenset(
 """Of input items: names that nobody asks for again, and notes of who wrote an item and when."""
 
 TOOL_FIELDS_WITHOUT_EFFECT = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
-"""Of functions and custom tools: every tool that is sent is shown to the model, and its result may be any text."""
+"""Of functions and custom tools: every tool is shown to the model, and its result may be any text."""
 
-# The session speaks of a chat's fields.
+# The session's errors name a chat's fields.
 _PARAMS: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -69,7 +69,7 @@ _PARAMS: Mapping[str, str] = {
 
 
 def name_own_field(error: HeadraceError) -> None:
-    """Puts the field of this API that is at fault into an error that names a chat's."""
+    """Rename a chat's field in an error to this API's."""
     head, dot, rest = (error.param or "").partition(".")
     if head in _PARAMS:
         error.param = _PARAMS[head] + dot + rest

@@ -1,4 +1,4 @@
-"""Input items of /v1/responses, in all the shapes in which clients send them."""
+"""Input items of /v1/responses, in all the forms that clients send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.errors import InvalidRequest, UnsupportedField
 
 Item = Mapping[str, Any]
 
-# What OpenAI's own servers do between two turns. There is nothing in them that a model of ours has seen.
+# Steps that OpenAI's servers run between turns; they mean nothing to other models.
 SKIPPED_ITEMS = frozenset(
     {
         "code_interpreter_call",
@@ -30,7 +30,7 @@ SKIPPED_ITEMS = frozenset(
     }
 )
 
-# Calls that a client carried out itself, and their results: each is shown as a call to a function of that name.
+# Built-in calls that a client ran itself, and their results: rendered as calls of a function with that name.
 CARRIED_CALLS: Mapping[str, str] = {
     "apply_patch_call": "apply_patch",
     "local_shell_call": "local_shell",
@@ -52,7 +52,7 @@ _ID_FORMS: Mapping[str, str] = {
 
 
 class PartBody(StrictBody):
-    """A part of a content; which other fields it has depends on its type."""
+    """A content part; its other fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -64,15 +64,13 @@ Content = str | Annotated[list[PartBody], Field(fail_fast=True)] | None
 
 
 class MessageItem(StrictBody):
-    """A turn's text."""
-
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = None
 
 
 class FunctionCallItem(StrictBody):
-    """A call in the history; the arguments are kept as they came, valid JSON or not."""
+    """A call in the history; the arguments are kept unchanged, valid JSON or not."""
 
     type: str
     call_id: str
@@ -82,7 +80,7 @@ class FunctionCallItem(StrictBody):
 
 
 class CustomCallItem(StrictBody):
-    """A call to a tool that takes plain text."""
+    """A call of a custom tool, which takes plain text."""
 
     type: str
     call_id: str
@@ -92,7 +90,7 @@ class CustomCallItem(StrictBody):
 
 
 class OutputItem(StrictBody):
-    """A call's result, of a function or a custom tool."""
+    """The result of a function or custom tool."""
 
     type: str
     call_id: str
@@ -102,15 +100,11 @@ class OutputItem(StrictBody):
 
 
 class ReasoningText(StrictBody):
-    """A piece of thinking or of its summary."""
-
     type: str | None = None
     text: str
 
 
 class ReasoningItem(StrictBody):
-    """Thinking of an earlier turn."""
-
     type: str
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
@@ -118,7 +112,7 @@ class ReasoningItem(StrictBody):
 
 
 class CarriedItem(StrictBody):
-    """A call that a client carried out, or its result, of a kind of its own."""
+    """A built-in call that a client ran itself, or its result."""
 
     type: str
     call_id: str | None = None
@@ -147,7 +141,7 @@ ITEM_BODIES: Mapping[str, type[ItemBody]] = {
 
 
 def input_items(value: object) -> tuple[Item, ...]:
-    """The items of `input`; a text is a message of the user. Raises InvalidRequest."""
+    """The items of `input`; plain text is a user message. Raises InvalidRequest."""
     if isinstance(value, str):
         return ({"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]},)
     if not isinstance(value, list):
@@ -159,7 +153,7 @@ def input_items(value: object) -> tuple[Item, ...]:
 
 
 def item_type(item: Item, path: str) -> str:
-    """What an item is. Raises InvalidRequest for one that doesn't say it."""
+    """An item's type. Raises InvalidRequest if it has none."""
     kind = item.get("type")
     if kind is None and "role" in item:
         return "message"
@@ -171,7 +165,7 @@ def item_type(item: Item, path: str) -> str:
 
 
 def item_body(item: Item, kind: str, path: str) -> ItemBody:
-    """A checked item that is neither skipped nor a reference. Raises InvalidRequest, UnsupportedField."""
+    """Validate an item that is neither skipped nor a reference. Raises InvalidRequest, UnsupportedField."""
     body = ITEM_BODIES.get(kind)
     if body is None:
         raise UnsupportedField(f"{path}.type: items of the type {kind[:64]!r} are not supported", param=f"{path}.type")
@@ -179,7 +173,7 @@ def item_body(item: Item, kind: str, path: str) -> ItemBody:
 
 
 def unknown_item_fields(items: Sequence[Item]) -> tuple[str, ...]:
-    """What of the items has no effect: items that are skipped as `input[].type`, unknown fields as `input[].name`."""
+    """What has no effect: skipped items as `input[].type`, unknown fields as `input[].name`."""
     unknown: set[str] = set()
     for item in items:
         kind = item.get("type", "message")
@@ -191,7 +185,7 @@ def unknown_item_fields(items: Sequence[Item]) -> tuple[str, ...]:
 
 
 def listed_items(items: Sequence[Item]) -> tuple[dict[str, Any], ...]:
-    """Items as they are kept and listed: each with its type and an id, texts as parts."""
+    """Items as they are stored and listed: each with type and id, texts as parts."""
     return tuple(_listed(item) for item in items)
 
 
@@ -207,17 +201,17 @@ def _listed(item: Item) -> dict[str, Any]:
 
 
 def new_id(kind: str) -> str:
-    """A random id of the form that items of this type have."""
+    """A random id with the prefix of this type."""
     return f"{_ID_FORMS.get(kind, 'item')}_{secrets.token_hex(24)}"
 
 
 def carried_arguments(item: Item) -> str:
-    """What a call of a kind of its own asked for, as JSON."""
+    """The arguments of a built-in call, as JSON."""
     asked: object = next((item[name] for name in ("arguments", "action", "operation") if name in item), {})
     return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
 
 
 def carried_output(item: Item) -> str:
-    """What a call of a kind of its own came to: its text, else JSON."""
+    """The result of a built-in call: its text, else JSON."""
     output: object = next((item[name] for name in ("output", "tools") if name in item), "")
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Output items of a response, while they are made and when they are whole."""
+"""Output items of a response, during generation and when finished."""
 
 from __future__ import annotations
 
@@ -12,68 +12,68 @@ from headrace.api.responses_tools import DeclaredTool
 from headrace.api.responses_turns import sealed
 from headrace.types.events import TokenScore
 
-Said = tuple[str, dict[str, Any]]
-"""Type and fields of a stream's event, without those that say which item it is about."""
+OutputEvent = tuple[str, dict[str, Any]]
+"""Type and fields of a stream event, without those that identify the item."""
 
 
 class OutputItem(Protocol):
-    """One item in the making."""
+    """An item being generated."""
 
     id: str
 
     def body(self, status: str) -> dict[str, Any]:
-        """The item as far as it has come."""
+        """The item so far."""
 
-    def begin(self) -> Iterator[Said]:
-        """What is said after the item was added."""
+    def begin(self) -> Iterator[OutputEvent]:
+        """Events after `output_item.added`."""
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
-        """More of it."""
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
+        """Events for more text."""
 
-    def end(self) -> Iterator[Said]:
-        """What is said before the item is done."""
+    def end(self) -> Iterator[OutputEvent]:
+        """Events before `output_item.done`."""
 
 
 class MessageOutput:
-    """Text of the answer. tells_logprobs: whether log-probabilities were asked for."""
+    """The answer's text. includes_logprobs: whether log-probabilities were requested."""
 
-    def __init__(self, *, tells_logprobs: bool) -> None:
+    def __init__(self, *, includes_logprobs: bool) -> None:
         self.id = new_id("message")
         self._text: list[str] = []
         self._scores: list[TokenScore] = []
-        self._tells_logprobs = tells_logprobs
+        self._includes_logprobs = includes_logprobs
 
     def body(self, status: str) -> dict[str, Any]:
-        # Clients take an item that was just added without content: its parts come by themselves.
+        # Clients expect an added item without content: its parts follow as events.
         content = [self._part()] if self._text else []
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
-    def begin(self) -> Iterator[Said]:
+    def begin(self) -> Iterator[OutputEvent]:
         yield "response.content_part.added", {"content_index": 0, "part": self._part()}
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
         self._text.append(text)
         self.score(scores)
-        told = _logprobs(scores) if self._tells_logprobs else []
-        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": told}
+        logprobs = _logprobs(scores) if self._includes_logprobs else []
+        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs}
 
     def score(self, scores: Iterable[TokenScore]) -> None:
-        """Scores of tokens whose text came to nothing."""
+        """Scores of tokens that produced no text."""
         self._scores += scores
 
-    def end(self) -> Iterator[Said]:
+    def end(self) -> Iterator[OutputEvent]:
         part = self._part()
         fields = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
         yield "response.output_text.done", fields
         yield "response.content_part.done", {"content_index": 0, "part": part}
 
     def _part(self) -> dict[str, Any]:
-        told = _logprobs(self._scores) if self._tells_logprobs else []
-        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": told}
+        logprobs = _logprobs(self._scores) if self._includes_logprobs else []
+        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": logprobs}
 
 
 class ReasoningOutput:
-    """Thinking. is_sealed: it comes once more as `encrypted_content`. has_summary: and once more as a summary."""
+    """Thinking. is_sealed: also sent as `encrypted_content`. has_summary: also sent as a summary."""
 
     def __init__(self, *, is_sealed: bool, has_summary: bool) -> None:
         self.id = new_id("reasoning")
@@ -92,20 +92,20 @@ class ReasoningOutput:
             "encrypted_content": sealed(text) if self._is_sealed and text else None,
         }
 
-    def begin(self) -> Iterator[Said]:
+    def begin(self) -> Iterator[OutputEvent]:
         yield "response.content_part.added", {"content_index": 0, "part": self._part()}
         if self._has_summary:
             part = self._part("summary_text")
             yield "response.reasoning_summary_part.added", {"summary_index": 0, "part": part}
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
-        """See OutputItem. Scores of thinking are not told: this API has no place for them."""
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
+        """See OutputItem. This API has no field for scores of thinking."""
         self._text.append(text)
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": text}
         if self._has_summary:
             yield "response.reasoning_summary_text.delta", {"summary_index": 0, "delta": text}
 
-    def end(self) -> Iterator[Said]:
+    def end(self) -> Iterator[OutputEvent]:
         part = self._part()
         yield "response.reasoning_text.done", {"content_index": 0, "text": part["text"]}
         yield "response.content_part.done", {"content_index": 0, "part": part}
@@ -119,7 +119,7 @@ class ReasoningOutput:
 
 
 class FunctionCallOutput:
-    """A call to a function. call_id: what its result is to be sent under."""
+    """A function call. call_id: the id for its result."""
 
     def __init__(self, call_id: str, tool: DeclaredTool) -> None:
         self.id = new_id("function_call")
@@ -128,23 +128,23 @@ class FunctionCallOutput:
         self._arguments: list[str] = []
 
     def body(self, status: str) -> dict[str, Any]:
-        said = _call(self.id, "function_call", status, self._call_id, self._tool)
-        return {**said, "arguments": "".join(self._arguments)}
+        call = _call(self.id, "function_call", status, self._call_id, self._tool)
+        return {**call, "arguments": "".join(self._arguments)}
 
-    def begin(self) -> Iterator[Said]:
+    def begin(self) -> Iterator[OutputEvent]:
         yield from ()
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
         self._arguments.append(text)
         yield "response.function_call_arguments.delta", {"delta": text}
 
-    def end(self) -> Iterator[Said]:
+    def end(self) -> Iterator[OutputEvent]:
         fields = {"name": self._tool.name, "arguments": "".join(self._arguments)}
         yield "response.function_call_arguments.done", fields
 
 
 class CustomCallOutput:
-    """A call to a tool that takes plain text: the model writes arguments, the client is told the text in them."""
+    """A custom tool's call: the client gets the text inside the model's arguments."""
 
     def __init__(self, call_id: str, tool: DeclaredTool) -> None:
         self.id = new_id("custom_tool_call")
@@ -155,25 +155,25 @@ class CustomCallOutput:
     def body(self, status: str) -> dict[str, Any]:
         return {**_call(self.id, "custom_tool_call", status, self._call_id, self._tool), "input": self._input.text}
 
-    def begin(self) -> Iterator[Said]:
+    def begin(self) -> Iterator[OutputEvent]:
         yield from ()
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[Said]:
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
         yield from _input_delta(self._input.push(text))
 
-    def end(self) -> Iterator[Said]:
+    def end(self) -> Iterator[OutputEvent]:
         yield from _input_delta(self._input.finish())
         yield "response.custom_tool_call_input.done", {"input": self._input.text}
 
 
-def _input_delta(text: str) -> Iterator[Said]:
+def _input_delta(text: str) -> Iterator[OutputEvent]:
     if text:
         yield "response.custom_tool_call_input.delta", {"delta": text}
 
 
 def _call(item_id: str, kind: str, status: str, call_id: str, tool: DeclaredTool) -> dict[str, Any]:
     call = {"id": item_id, "type": kind, "status": status, "call_id": call_id, "name": tool.name}
-    # Only where there is one: a client looks a named tool up in that namespace.
+    # Omitted if there is none: clients look a namespaced tool up there.
     return call if tool.namespace is None else {**call, "namespace": tool.namespace}
 
 

@@ -1,4 +1,4 @@
-"""What is told beside responses: pages of input items, that one was deleted, how many tokens an input has."""
+"""Bodies about stored responses: pages of input items, deletion, token counts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ _MAX_LIMIT = 100
 
 
 def deleted_body(response_id: str) -> dict[str, Any]:
-    """The answer to DELETE."""
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 def count_body(num_tokens: int) -> dict[str, Any]:
-    """How many tokens an input comes to."""
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of the items as `limit`, `order` and `after` ask for it. Raises InvalidRequest."""
+    """A page of the items for `limit`, `order` and `after`. Raises InvalidRequest."""
     order, after, limit = query.get("order", "desc"), query.get("after"), _limit(query.get("limit"))
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")

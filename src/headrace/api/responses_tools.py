@@ -1,7 +1,7 @@
-"""Tools of /v1/responses: functions, tools that take plain text, namespaces of both, and the choice among them.
+"""Tools of /v1/responses: functions, custom tools (plain text), namespaces of both, and the tool choice.
 
-A model knows functions only. A custom tool is shown to it as a function with one text, `input`; a tool in a namespace
-under a name that holds both, so that a call in the history reads the same whichever tools stand beside it.
+Models only know functions. A custom tool is rendered as a function with one text parameter, `input`; a tool in a
+namespace under a combined name, so that calls in the history read the same whichever tools are declared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tool = Mapping[str, Any]
 INPUT = "input"
 """The one parameter of a custom tool."""
 
-# Run on OpenAI's servers or loaded by its models. Agents send these with every request, whatever server it goes to.
+# These run on OpenAI's servers or models. Agents send them to every server with every request.
 UNUSED_TOOLS = frozenset(
     {
         "image_generation",
@@ -36,7 +36,7 @@ UNUSED_TOOLS = frozenset(
     }
 )
 
-# Whoever sends one of these counts on it.
+# A client that sends one of these depends on it.
 REFUSED_TOOLS = frozenset(
     {
         "apply_patch",
@@ -54,8 +54,6 @@ REFUSED_TOOLS = frozenset(
 
 
 class FunctionToolBody(StrictBody):
-    """A function."""
-
     type: Literal["function"]
     name: str = Field(min_length=1)
     description: str | None = None
@@ -64,7 +62,7 @@ class FunctionToolBody(StrictBody):
 
 
 class FormatBody(StrictBody):
-    """What texts a custom tool takes."""
+    """The texts that a custom tool accepts."""
 
     type: Literal["text", "grammar"]
     syntax: str | None = None
@@ -72,8 +70,6 @@ class FormatBody(StrictBody):
 
 
 class CustomToolBody(StrictBody):
-    """A tool that takes plain text."""
-
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
@@ -81,8 +77,6 @@ class CustomToolBody(StrictBody):
 
 
 class NamespaceBody(StrictBody):
-    """Tools under a common name."""
-
     type: Literal["namespace"]
     name: str = Field(min_length=1)
     description: str | None = None
@@ -100,7 +94,8 @@ class DeclaredTool:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTools:
-    """definitions: as the model is shown them. by_name: what is behind each of their names. unused: names of fields."""
+    """definitions: as rendered for the model. by_name: the tool behind each rendered name. unused: ignored field
+    names."""
 
     definitions: tuple[ToolDefinition, ...]
     by_name: Mapping[str, DeclaredTool]
@@ -108,7 +103,7 @@ class DeclaredTools:
 
 
 def visible_name(name: str, namespace: str | None = None) -> str:
-    """The name that the model knows a tool under."""
+    """The name under which the model knows a tool."""
     if namespace is None:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -140,7 +135,7 @@ def declared_tools(tools: Sequence[object]) -> DeclaredTools:
 def _declared(
     tool: object, path: str, unused: set[str], namespace: str | None = None
 ) -> Iterator[tuple[DeclaredTool, ToolDefinition]]:
-    """A tool, or those of a namespace. Adds to `unused` what has no effect."""
+    """A tool, or those of a namespace. Adds ignored fields to `unused`."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     match kind:
         case "function":
@@ -183,7 +178,7 @@ def _custom_description(tool: CustomToolBody) -> str | None:
 
 
 def _leave_out(tool: object, path: str, unused: set[str]) -> None:
-    """A tool that the model isn't shown: noted, or refused if its client counts on it."""
+    """Ignore a tool that the model does not see, or refuse it if its client depends on it."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{path}: input should be an object", param=path)
     kind = tool.get("type")
@@ -201,21 +196,21 @@ def _checked(body: type[Any], tool: object, path: str, unused: set[str]) -> Any:
     return checked
 
 
-def told_tools(tools: Sequence[Tool]) -> list[Tool]:
-    """Tools as an answer repeats them: with every field that typed clients take for granted."""
-    return [_told(tool) for tool in tools]
+def echoed_tools(tools: Sequence[Tool]) -> list[Tool]:
+    """Tools as an answer repeats them, with every field that typed clients require."""
+    return [_echoed(tool) for tool in tools]
 
 
-def _told(tool: Tool) -> Tool:
+def _echoed(tool: Tool) -> Tool:
     if tool["type"] == "function":
         return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
     if tool["type"] == "namespace":
-        return {**tool, "description": tool.get("description") or "", "tools": told_tools(tool["tools"])}
+        return {**tool, "description": tool.get("description") or "", "tools": echoed_tools(tool["tools"])}
     return tool
 
 
 def tool_choice(value: object, tools: DeclaredTools, *, is_parallel: bool) -> ToolChoice:
-    """The choice among declared tools. Raises InvalidRequest, UnsupportedField for one that can't be made."""
+    """The tool choice. Raises InvalidRequest, UnsupportedField for an impossible one."""
     match value:
         case None | "auto":
             return ToolChoice(is_parallel=is_parallel)

@@ -1,7 +1,7 @@
-"""Input items of /v1/responses as the turns of a chat.
+"""Translates input items of /v1/responses into turns of a chat.
 
-The API has an item for each thing that was said; a chat has turns. Thinking, text and calls that follow each other in
-this order are one turn of the assistant, as the model wrote them.
+The API has one item per message, thought or call; a chat has turns. Consecutive thinking, text and calls, in this
+order, are one turn of the assistant, as the model wrote them.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "r
 _IMAGE_PARTS = frozenset({"input_image", "image_url"})
 _OTHER_PARTS = frozenset({"input_file", "input_audio", "input_video", "computer_screenshot"})
 
-# Says that an opaque text is ours: another server's can't be read.
+# Marks an opaque text as ours: another server's can't be read.
 _SEALED = "headrace:"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """An item and where it stands."""
+class _ItemRef:
+    """An item and its index."""
 
     item: Item
     path: str
 
 
 def chat_turns(items: Sequence[Item], first_own: int = 0) -> tuple[ChatMessage, ...]:
-    """The turns that items come to.
+    """The turns of the items.
 
-    first_own: how many items before the request's own come from earlier responses.
-    Raises InvalidRequest, UnsupportedField with a path under `input[index]`.
+    first_own: the number of items from earlier responses before the request's own. Raises InvalidRequest,
+    UnsupportedField with a path under `input[index]`.
     """
     turns = _Turns()
     for index, item in enumerate(items):
-        place = _Place(item, f"input[{index - first_own}]" if index >= first_own else "previous_response_id")
+        place = _ItemRef(item, f"input[{index - first_own}]" if index >= first_own else "previous_response_id")
         turns.add(place)
     return turns.finish()
 
 
 def sealed(reasoning: str) -> str:
-    """Thinking as `encrypted_content`: for clients that send nothing else of it back. It is encoded, not secret."""
+    """Thinking as `encrypted_content`, for clients that send nothing else of it back. Encoded, not secret."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
@@ -78,8 +78,6 @@ def _unsealed(content: str | None) -> str:
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """What an assistant's turn holds so far."""
-
     content: tuple[ContentPart, ...] = ()
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -89,14 +87,14 @@ class _AssistantTurn:
 
 
 class _Turns:
-    """Turns in the making: the assistant's last one may still grow."""
+    """Builds turns; the assistant's last one may still grow."""
 
     def __init__(self) -> None:
         self._turns: list[ChatMessage] = []
         self._open: _AssistantTurn | None = None
         self._names: dict[str, str] = {}
 
-    def add(self, place: _Place) -> None:
+    def add(self, place: _ItemRef) -> None:
         kind = item_type(place.item, place.path)
         if kind in SKIPPED_ITEMS:
             return
@@ -149,7 +147,7 @@ class _Turns:
         name, param = self._names.get(call_id), f"{path}.call_id"
         self._append(ChatMessage("tool", content, tool_call_id=call_id, name=name, param=param))
 
-    def _add_carried(self, carried: CarriedItem, place: _Place) -> None:
+    def _add_carried(self, carried: CarriedItem, place: _ItemRef) -> None:
         call_id = carried.call_id or carried.id
         if call_id is None:
             raise InvalidRequest(f"{place.path}.call_id is missing", param=f"{place.path}.call_id")
@@ -164,7 +162,7 @@ class _Turns:
         self._turns.append(turn)
 
     def _assistant(self) -> _AssistantTurn:
-        """The assistant's turn that may still grow, a new one if there is none."""
+        """The assistant's open turn, or a new one."""
         if self._open is None:
             self._open = _AssistantTurn()
         return self._open

@@ -1,4 +1,4 @@
-"""GET /v1/status and /v1/cache: the server, the model, the prefix cache and every request in work, as JSON."""
+"""GET /v1/status and /v1/cache: the server, the model, the prefix cache and every request in progress, as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def status_body(
     version: str,
     ignored: Mapping[str, int],
 ) -> dict[str, Any]:
-    """names: that the model is served under. ignored: how often each unknown field was sent."""
+    """names: the served names. ignored: how often each unknown field was sent."""
     body = asdict(status)
     body["counters"]["finished"] = dict(status.counters.finished)
     body["counters"]["routes"] = dict(status.counters.routes)
@@ -42,7 +42,7 @@ def status_body(
 
 
 def cache_body(cache: CacheStatus | None) -> dict[str, Any]:
-    """The prefix cache by itself. Rates are of all lookups since the start, null before the first."""
+    """The prefix cache alone. Rates cover all lookups since the start; null before the first."""
     if cache is None:
         return {"object": "cache", "enabled": False}
     return {

@@ -20,7 +20,7 @@ class Answer:
 
     arrivals_s: when each piece of text came, thinking or content; a piece may hold several tokens.
     num_prompt_tokens, num_cached_tokens: as the server says, None if it doesn't.
-    num_output_tokens: as `token_source` says. error: what the server or the connection said instead of an answer.
+    num_output_tokens: as `token_source` says. error: what the server or the connection reported instead of an answer.
     """
 
     started_s: float
@@ -94,7 +94,7 @@ class AnswerReader:
     def answer(self, ended_s: float) -> Answer:
         """All of it, after the last event."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
-        said = _count(self._usage.get("completion_tokens"))
+        reported = _count(self._usage.get("completion_tokens"))
         return Answer(
             started_s=self._started_s,
             ended_s=ended_s,
@@ -104,8 +104,8 @@ class AnswerReader:
             finish_reason=self._finish_reason,
             num_prompt_tokens=_count(self._usage.get("prompt_tokens")),
             num_cached_tokens=_count(_mapping(self._usage.get("prompt_tokens_details")).get("cached_tokens")),
-            num_output_tokens=self._count_tokens(reasoning + content) if said is None else said,
-            token_source=self._counted_by if said is None else "usage",
+            num_output_tokens=self._count_tokens(reasoning + content) if reported is None else reported,
+            token_source=self._counted_by if reported is None else "usage",
             error=self._error,
         )
 

@@ -63,9 +63,9 @@ class Client:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             # Some servers can't list what they serve, and need not where the model was named.
             if not self.model:
-                said = f"{self.target.url}/v1/models lists no model ({_reason(error)})"
+                note = f"{self.target.url}/v1/models lists no model ({_reason(error)})"
                 raise ConfigError(
-                    f"{self.target.label}: {said}; name one with --model or --peer LABEL=URL,MODEL"
+                    f"{self.target.label}: {note}; name one with --model or --peer LABEL=URL,MODEL"
                 ) from error
         return server
 
@@ -108,8 +108,8 @@ async def _refusal(response: httpx.Response) -> str | None:
     text = (await response.aread()).decode("utf-8", "replace")
     with suppress(ValueError):
         text = error_text(json.loads(text))
-    said = "" if response.status_code != httpx.codes.OK else "the answer is no event stream: "
-    return f"status {response.status_code}: {said}{text[:_SHOWN_BODY_CHARACTERS]}"
+    note = "" if response.status_code != httpx.codes.OK else "the answer is no event stream: "
+    return f"status {response.status_code}: {note}{text[:_SHOWN_BODY_CHARACTERS]}"
 
 
 async def _read(response: httpx.Response, reader: AnswerReader, began_s: float, on_text: Callable[[], None]) -> None:

@@ -77,25 +77,25 @@ def check(plan: Plan) -> None:
         raise ConfigError(f"every server needs a label of its own, not {', '.join(labels)}: see --label and --peer")
 
 
-def parse_url(said: str, flag: str) -> str:
+def parse_url(text: str, flag: str) -> str:
     """The server's root out of what a person gives, with or without `/v1`. Raises ConfigError that names the flag."""
-    url = said.strip().rstrip("/").removesuffix("/v1")
+    url = text.strip().rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)
         usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
     except ValueError:  # a port that is no number
         usable = False
     if not usable:
-        raise ConfigError(f"{flag} must be like http://127.0.0.1:8080, not {said!r}")
+        raise ConfigError(f"{flag} must be like http://127.0.0.1:8080, not {text!r}")
     return url
 
 
-def parse_peer(said: str) -> Target:
+def parse_peer(text: str) -> Target:
     """A target out of `LABEL=URL` or `LABEL=URL,MODEL`. Raises ConfigError."""
-    label, mark, rest = said.partition("=")
+    label, mark, rest = text.partition("=")
     url, _, model = rest.partition(",")
     if not mark or not label.strip():
-        raise ConfigError(f"--peer must be LABEL=URL or LABEL=URL,MODEL, not {said!r}")
+        raise ConfigError(f"--peer must be LABEL=URL or LABEL=URL,MODEL, not {text!r}")
     return Target(label.strip(), parse_url(url, "--peer"), model.strip() or None)
 
 

@@ -48,8 +48,8 @@ def report(
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    said = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "targets"}
-    return {**said, "tokenizer": None if plan.tokenizer is None else str(plan.tokenizer), "temperature": 0}
+    settings = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "targets"}
+    return {**settings, "tokenizer": None if plan.tokenizer is None else str(plan.tokenizer), "temperature": 0}
 
 
 def _level(level: PlayedLevel, levels: Sequence[PlayedLevel]) -> dict[str, Any]:

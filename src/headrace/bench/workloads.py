@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from headrace.bench.plan import Plan
-from headrace.bench.words import WORDS, random_text
+from headrace.bench.prompt_text import WORDS, random_text
 
 _CONVERSATIONS_PER_STREAM = 2
 _LONG_ANSWER_TOKENS = 16

@@ -30,8 +30,9 @@ def run(argv: Sequence[str]) -> None:
         make_folder(given.json)
     here = current()
     copied = copy_bytes_per_s()
-    said = versions()
-    print(f"{here.name} ({here.kind}), MLX {said['mlx']}, mlx-lm {said['mlx-lm']}, copies {copied / 1e9:.0f} GB/s")
+    library_versions = versions()
+    copies = f"copies {copied / 1e9:.0f} GB/s"
+    print(f"{here.name} ({here.kind}), MLX {library_versions['mlx']}, mlx-lm {library_versions['mlx-lm']}, {copies}")
     figures: list[Figure] = []
 
     def take(figure: Figure) -> None:
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
                 "command": ["headrace", "bench", "model", *argv],
                 "device": here.name,
                 "machine": machine(),
-                "versions": said,
+                "versions": library_versions,
                 "copy_bytes_per_s": copied,
                 "figures": [as_json(figure, copied) for figure in figures],
             }
@@ -116,18 +117,18 @@ def _plan(given: argparse.Namespace) -> ModelPlan:
     )
 
 
-def _positive(said: str) -> int:
-    if not said.isdecimal() or int(said) < 1:
-        raise argparse.ArgumentTypeError(f"{said!r} is no whole number over 0")
-    return int(said)
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number over 0")
+    return int(text)
 
 
-def _numbers(said: str) -> tuple[int, ...]:
-    return () if said == "none" else tuple(map(_positive, said.split(",")))
+def _numbers(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(_positive, text.split(",")))
 
 
-def _rows_at_context(said: str) -> tuple[tuple[int, int], ...]:
-    if said == "none":
+def _rows_at_context(text: str) -> tuple[tuple[int, int], ...]:
+    if text == "none":
         return ()
-    pairs = [part.partition("@") for part in said.split(",")]
+    pairs = [part.partition("@") for part in text.split(",")]
     return tuple((_positive(rows), _positive(context)) for rows, _, context in pairs)

@@ -17,9 +17,9 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def whole_numbers(said: str) -> tuple[int, ...]:
+def whole_numbers(text: str) -> tuple[int, ...]:
     """`1,2,4`, each once."""
-    return tuple(dict.fromkeys(int(number) for number in said.split(",")))
+    return tuple(dict.fromkeys(int(number) for number in text.split(",")))
 
 
 def make_folder(file: Path) -> None:

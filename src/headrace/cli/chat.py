@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 from typing import TextIO
 
 from headrace.cli.defaults import server_defaults
-from headrace.cli.words import configured_words
+from headrace.cli.text_pipeline import configured_text_pipeline
 from headrace.config import load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
@@ -40,11 +40,11 @@ def run(argv: Sequence[str]) -> None:
         sections=("models", "engine", "defaults"),
     )
     warn_of_unknown_variables()
-    words = configured_words(config)
-    engine = Engine.launch(config, words.constraints)
+    text = configured_text_pipeline(config)
+    engine = Engine.launch(config, text.constraints)
     try:
         # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
-        session = Session.over(engine, words, defaults=server_defaults(config.defaults))
+        session = Session.over(engine, text, defaults=server_defaults(config.defaults))
         for line in (*engine.model.report, *session.notes):
             print(line)
         print("/reset starts over, /exit ends, Ctrl-C stops an answer")
@@ -114,7 +114,7 @@ class Conversation:
 
 
 class _Turn:
-    """What one answer said, and when."""
+    """What one answer entered, and when."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -155,19 +155,19 @@ def converse(conversation: Conversation, runner: asyncio.Runner, ask: Callable[[
     """Turns until /exit or the end of input. Ctrl-C stops an answer, and at the prompt only the line."""
     while True:
         try:
-            said = ask(_PROMPT).strip()
+            entered = ask(_PROMPT).strip()
         except EOFError:
             return
         except KeyboardInterrupt:
             print()
             continue
-        if said == "/exit":
+        if entered == "/exit":
             return
-        if said == "/reset":
+        if entered == "/reset":
             conversation.reset()
-        elif said:
+        elif entered:
             try:
                 # The runner turns Ctrl-C into a cancellation of the turn, and that into KeyboardInterrupt here.
-                runner.run(conversation.say(said))
+                runner.run(conversation.say(entered))
             except KeyboardInterrupt:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.backend.doctor import machine_report
-from headrace.cli.words import configured_words
+from headrace.cli.text_pipeline import configured_text_pipeline
 from headrace.config import Config, load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.session.session import Session
@@ -30,9 +30,9 @@ def run(argv: Sequence[str]) -> None:
 
 def _model_report(config: Config) -> list[str]:
     """Loads the model as the server would and says what came of it."""
-    words = configured_words(config)
-    engine = Engine.launch(config, words.constraints)
+    text = configured_text_pipeline(config)
+    engine = Engine.launch(config, text.constraints)
     try:
-        return [*engine.model.report, *Session.over(engine, words).notes]
+        return [*engine.model.report, *Session.over(engine, text).notes]
     finally:
         engine.stop()

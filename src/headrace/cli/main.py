@@ -40,17 +40,17 @@ _PIPE_CLOSED = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code: 0, 2 for an error, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] not in _COMMANDS:
-        return _without_command(words)
-    module, _ = _COMMANDS[words[0]]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in _COMMANDS:
+        return _without_command(arguments)
+    module, _ = _COMMANDS[arguments[0]]
     # Our own log in full, except in the middle of a conversation; of the libraries only what went wrong.
     logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
-    if words[0] != "chat":
+    if arguments[0] != "chat":
         logging.getLogger("headrace").setLevel(logging.INFO)
     set_up_libraries()
     try:
-        _import_command(module).run(words[1:])
+        _import_command(module).run(arguments[1:])
     except HeadraceError as error:
         print(f"headrace: {with_flags(error.message)}", file=sys.stderr)
         return _USAGE_ERROR
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("headrace: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except SystemExit as end:
-        # argparse ends this way after --help.
+        # argparse exits this way after --help.
         return int(end.code or 0)
     return 0
 
@@ -106,7 +106,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _without_command(words: Sequence[str]) -> int:
+def _without_command(arguments: Sequence[str]) -> int:
     listed = "\n".join(f"  {name:<8}{help}" for name, (_, help) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="headrace",
@@ -117,9 +117,9 @@ def _without_command(words: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     try:
-        _, rest = parser.parse_known_args(words)
+        _, rest = parser.parse_known_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
-    said = f"there is no command {rest[0]!r}" if rest else "a command is missing"
-    print(f"headrace: {said}; commands: {', '.join(_COMMANDS)}", file=sys.stderr)
+    message = f"there is no command {rest[0]!r}" if rest else "a command is missing"
+    print(f"headrace: {message}; commands: {', '.join(_COMMANDS)}", file=sys.stderr)
     return _USAGE_ERROR

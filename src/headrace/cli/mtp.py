@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.cli.bench_parser import Parser
 from headrace.cli.mtp_texts import TEXTS
-from headrace.cli.words import configured_words
+from headrace.cli.text_pipeline import configured_text_pipeline
 from headrace.config import load_config, warn_of_unknown_variables
 from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
 from headrace.errors import ConfigError
@@ -28,19 +28,19 @@ _UNUSABLE = 1
 
 def run(argv: Sequence[str]) -> None:
     """One of the two. Raises ConfigError and ModelError, and SystemExit with 1 if a head is not usable."""
-    command, *words = argv or [""]
+    command, *arguments = argv or [""]
     if command == "extract":
-        _extract(words)
+        _extract(arguments)
     elif command == "check":
-        _check(words)
+        _check(arguments)
     elif command in ("-h", "--help"):
         print(f"usage: headrace mtp extract SOURCE OUT | check MODEL\n\n{_COMMANDS}")
     else:
-        said = f"there is no command {command!r} of mtp" if command else "a command of mtp is missing"
-        raise ConfigError(f"{said}: {_COMMANDS}")
+        message = f"there is no command {command!r} of mtp" if command else "a command of mtp is missing"
+        raise ConfigError(f"{message}: {_COMMANDS}")
 
 
-def _extract(words: Sequence[str]) -> None:
+def _extract(arguments: Sequence[str]) -> None:
     parser = Parser(
         prog="headrace mtp extract",
         description="Write a checkpoint's prediction head in bfloat16 into a file that is found beside any checkpoint "
@@ -49,22 +49,22 @@ def _extract(words: Sequence[str]) -> None:
     )
     parser.add_argument("source", metavar="SOURCE", help="full-precision checkpoint: folder or Hugging Face id")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the checkpoint that needs the head, or a file")
-    given = parser.parse_args(list(words))
+    given = parser.parse_args(list(arguments))
     done = extract_head(given.source, given.out.expanduser())
     print(f"{done.file}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, out of {', '.join(done.shards)}")
     print("norms: zero-centred, as the file says" if done.is_centred else "norms: told by their numbers when loaded")
 
 
-def _check(words: Sequence[str]) -> None:
+def _check(arguments: Sequence[str]) -> None:
     config = load_config(
-        words,
+        arguments,
         program="headrace mtp check",
         about="Measure how often a model's prediction head is right, and say why if it hardly ever is. "
         "Ends with 1 if the head is of no use.",
         sections=("models",),
     )
     warn_of_unknown_variables()
-    tokenizer = configured_words(config).tokenizer
+    tokenizer = configured_text_pipeline(config).tokenizer
     check = load_head_check(config, [tokenizer.encode_document(text) for text in TEXTS], tokenizer.token_ids)
     print(f"head: {check.head.report}")
     print(f"text: {_NUM_TOKENS} tokens of the model's own after each of {len(TEXTS)} passages", flush=True)

@@ -13,13 +13,13 @@ from typing import Any
 
 from headrace.cli.defaults import server_defaults
 from headrace.cli.media import media_limits, media_policy
-from headrace.cli.words import configured_words
+from headrace.cli.text_pipeline import configured_text_pipeline
 from headrace.config import Config, load_config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
 from headrace.session.session import Session
-from headrace.session.words import Words
+from headrace.session.text_pipeline import TextPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ def run(argv: Sequence[str]) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
     with open_listener(config.server) as listener:
         print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
-        words = configured_words(config)
-        engine = Engine.launch(config, words.constraints)
+        text = configured_text_pipeline(config)
+        engine = Engine.launch(config, text.constraints)
         try:
-            left_s = _serve(config, engine, words, listener)
+            left_s = _serve(config, engine, text, listener)
         except KeyboardInterrupt:
             # Somebody is in a hurry: the engine's thread would end only after the step that it is at.
             raise
@@ -51,11 +51,11 @@ def run(argv: Sequence[str]) -> None:
             logger.warning("the engine is still busy, the process ends without it")
 
 
-def _serve(config: Config, engine: Engine, words: Words, listener: socket.socket) -> float:
+def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.socket) -> float:
     """Serves until a signal comes; gives the seconds that are left for the rest of the end."""
     session = Session.over(
         engine,
-        words,
+        text,
         prepares_turns=config.engine.prefix_cache == "on",
         media=(media_policy(config.media), media_limits(config.media)),
         defaults=server_defaults(config.defaults),
@@ -75,9 +75,9 @@ def ready_text(config: Config, url: str, session: Session) -> str:
         question: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     else:
         route, question = "completions", {"prompt": "The capital of France is"}
-    words = ["curl", "-N", f"{url}/v1/{route}", "-H", "Content-Type: application/json"]
+    command = ["curl", "-N", f"{url}/v1/{route}", "-H", "Content-Type: application/json"]
     if config.server.api_key is not None:
         # The key itself stays out of terminals and logs.
-        words += ["-H", "Authorization: Bearer YOUR_KEY"]
-    words += ["-d", json.dumps({"model": name, **question, "stream": True})]
-    return f"{name} is served at {url}/v1\n\n{shlex.join(words)}\n"
+        command += ["-H", "Authorization: Bearer YOUR_KEY"]
+    command += ["-d", json.dumps({"model": name, **question, "stream": True})]
+    return f"{name} is served at {url}/v1\n\n{shlex.join(command)}\n"

@@ -17,7 +17,7 @@ from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_val
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import Structure, ToolDefinition
-from headrace.types.hold import OutputHold
+from headrace.types.output_guarantees import OutputGuarantees
 
 HARMONY = "harmony"
 """The syntax in which an output is a row of messages, and a call is one of them."""
@@ -78,7 +78,7 @@ class CompiledOutput:
     """
 
     grammar: str
-    hold: OutputHold
+    guarantees: OutputGuarantees
     path: str
 
 
@@ -109,12 +109,12 @@ def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
     grammar = rules.text_of(whole)
     if others:
         grammar = json.dumps({"grammars": [{"name": "output", "lark_grammar": grammar}, *others]})
-    return CompiledOutput(grammar, _hold(form, rules), form.path)
+    return CompiledOutput(grammar, _guarantees(form, rules), form.path)
 
 
-def _hold(form: OutputForm, rules: Rules) -> OutputHold:
+def _guarantees(form: OutputForm, rules: Rules) -> OutputGuarantees:
     syntaxes = () if form.calls is None else CALL_SYNTAXES.get(form.syntax or "", ())
-    return OutputHold(
+    return OutputGuarantees(
         thinks=form.thinking is not None,
         call_openers=tuple(each.opener for each in syntaxes),
         is_mixed=form.structure is None and all(each.is_clear for each in syntaxes),

@@ -19,7 +19,7 @@ from headrace.grammar.constraint import Constraint
 from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.thinking import Lines, ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.types.hold import OutputHold
+from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.request import ConstraintSpec, ThinkingLimit
 
 MAX_CHARACTERS = 1_000_000
@@ -46,7 +46,7 @@ class ConstraintFactory:
         _ = self.vocabulary.compiled
         self._compiler.warm_up()
 
-    def known(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputHold] | None:
+    def known(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputGuarantees] | None:
         """As `spec` if the form has been compiled already, else None: compiles nothing.
 
         Raises InvalidRequest for a form that is too large.
@@ -64,7 +64,7 @@ class ConstraintFactory:
         self._find(output.grammar)
         return output
 
-    def spec(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputHold]:
+    def spec(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputGuarantees]:
         """What an engine is given, with the grammar compiled, and what a reader of the output has to know of it.
 
         It may take long, and raises, as `output`. The grammar stays compiled there if other forms take its place here.
@@ -95,8 +95,8 @@ class ConstraintFactory:
 
 def _spec(
     output: CompiledOutput, thinking: ThinkingLimit | None, compiled: LLMatcher
-) -> tuple[ConstraintSpec, OutputHold]:
-    return ConstraintSpec(output.grammar, thinking, output.path, compiled), output.hold
+) -> tuple[ConstraintSpec, OutputGuarantees]:
+    return ConstraintSpec(output.grammar, thinking, output.path, compiled), output.guarantees
 
 
 def _key(form: OutputForm) -> str:

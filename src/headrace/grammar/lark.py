@@ -22,7 +22,7 @@ class Rules:
     """A grammar that is being written.
 
     special_tokens: ids of special tokens by their names. In markers they are written by their ids; a text can't hold
-    them. json_values: see OutputHold; whoever writes rules of calls adds to them.
+    them. json_values: see OutputGuarantees; whoever writes rules of calls adds to them.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:

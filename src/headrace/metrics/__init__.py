@@ -1,1 +1,1 @@
-"""What happened so far, as numbers: counted here, and written for Prometheus here. No clock: times are passed in."""
+"""Counters and histograms, and their Prometheus text. No clock: times are passed in."""

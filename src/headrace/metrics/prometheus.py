@@ -1,8 +1,7 @@
 """An engine's status as Prometheus text (exposition format 0.0.4).
 
-Names and labels are vLLM's where it has the metric, so that its dashboards and autoscalers work; what is ours alone
-begins with `headrace:`. A snapshot in, a text out: the client library would add a registry and a dependency to what is
-a page of string formatting.
+Names and labels are vLLM's where it has the metric, so that its dashboards and autoscalers work; our own metrics begin
+with `headrace:`. Plain string formatting of a snapshot; the client library would add a registry and a dependency.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from headrace.types.status import DiskStatus, EngineStatus, Histogram, ProcessSt
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Shown from the start: a counter that appears with its first event hides that event from rates.
+# Present from the start: a counter that appears with its first event hides that event from rates.
 _FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 
 
 def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str:
-    """All metrics. model_name: the first name that the model is served under."""
+    """All metrics. model_name: the first served name."""
     labels = {"model_name": model_name, "engine": "0"}
     lines = [*_gauges(status, labels), *_counters(status, labels), *_histograms(status, labels)]
     lines += [*_cache(status, labels), *_drafts(status, labels), *_sparse(status, labels)]
@@ -50,7 +49,7 @@ def _histograms(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str
     shown = (
         ("vllm:time_to_first_token_seconds", "From arrival to the first token.", counters.time_to_first_token_s),
         ("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", token),
-        # Its older name, which many dashboards still ask for.
+        # Its older name, which many dashboards still use.
         ("vllm:time_per_output_token_seconds", "Same as vllm:inter_token_latency_seconds.", token),
         ("vllm:e2e_request_latency_seconds", "From arrival to the end, of finished requests.", counters.request_s),
         ("vllm:request_queue_time_seconds", "From arrival to the first step.", counters.queue_s),
@@ -60,7 +59,7 @@ def _histograms(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str
 
 
 def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
-    """Nothing if the prefix cache is off."""
+    """Empty if the prefix cache is off."""
     cache = status.cache
     if cache is None:
         return
@@ -96,7 +95,7 @@ def _disk(disk: DiskStatus, labels: Mapping[str, str]) -> Iterator[str]:
 
 
 def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
-    """Nothing if no tokens are guessed ahead."""
+    """Empty without speculative decoding."""
     if status.drafts is None:
         return
     counted = status.counters.drafts
@@ -115,7 +114,7 @@ def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
 
 
 def _sparse(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
-    """Nothing if no prompts are thinned."""
+    """Empty without sparse prefill."""
     sparse = status.sparse
     if sparse is None:
         return
@@ -146,9 +145,9 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
     for route, count in status.counters.routes:
         yield _sample(name, {**labels, "route": route.value}, count)
     help = "Answers that ended by themselves and arguments of calls that don't fit their JSON schema."
-    yield from _counter("headrace:schema_misfits", help, status.num_misfits, labels)
+    yield from _counter("headrace:schema_misfits", help, status.num_schema_violations, labels)
     help = "What began as a tool call and could not be made one; it was given as text."
-    yield from _counter("headrace:broken_tool_calls", help, status.num_broken_calls, labels)
+    yield from _counter("headrace:broken_tool_calls", help, status.num_malformed_calls, labels)
     for name, help, num_bytes in (
         ("budget", "What sequences may take.", memory.budget_bytes),
         ("weights", "The model's weights.", memory.weights_bytes),

@@ -1,4 +1,4 @@
-"""Counters and histograms over all requests since the start. One thread feeds them."""
+"""Counters and histograms over all requests since the start, for one thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headrace.types.media import Route
 from headrace.types.status import Counters, DraftCounters, Histogram
 
 UNFINISHED = ("abort", "error")
-"""Reasons of choices that did not end by themselves."""
+"""Reasons of choices that did not finish."""
 
-# Seconds. Wide enough for a 135M model on a CPU as well as for a queue of an hour.
+# Seconds. Wide enough for a 135M model on a CPU and for an hour in the queue.
 _FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -29,7 +29,7 @@ _REQUEST_BOUNDS = (
 
 
 class _Buckets:
-    """A histogram that grows."""
+    """A growing histogram."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -37,7 +37,7 @@ class _Buckets:
         self._total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """A value belongs to the first bucket whose bound it does not exceed."""
+        """Count a value in the first bucket whose bound it does not exceed."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
@@ -47,7 +47,7 @@ class _Buckets:
 
 @dataclass(slots=True)
 class _Timing:
-    """Where a request stands. Times are seconds of one clock, whichever the caller uses."""
+    """A request's timestamps, in seconds of the caller's clock."""
 
     submitted: float
     num_prompt_tokens: int
@@ -61,8 +61,8 @@ class _Timing:
 class Stats:
     """Fed by the engine's thread; times are monotonic seconds.
 
-    A request is forgotten when its last choice has finished, or when it ended otherwise. What is said about an
-    unknown request is counted as far as it makes sense alone.
+    A request is dropped when its last choice has finished or it ended otherwise. Events of an unknown request are
+    counted as far as possible.
     """
 
     def __init__(self) -> None:
@@ -93,14 +93,14 @@ class Stats:
         self._requests[request_id] = _Timing(now, num_prompt_tokens, num_choices)
 
     def scheduled(self, request_id: str, now: float) -> None:
-        """A request takes part in a step; only the first one matters."""
+        """A request takes part in a step; only the first time matters."""
         timing = self._requests.get(request_id)
         if timing is not None and not timing.is_scheduled:
             timing.is_scheduled = True
             self._queue.observe(now - timing.submitted)
 
     def output(self, output: TokenOutput, now: float) -> None:
-        """A step brought tokens of one choice, or its end; of a request that was not submitted here, nothing counts.
+        """A step gave tokens of one choice, or its end; ignored for a request that was not submitted here.
 
         The prompt counts with the first output. Several tokens at once share the time since the choice's last one.
         """
@@ -130,11 +130,10 @@ class Stats:
                 self._close(output.request_id, now)
 
     def ended(self, request_id: str, reason: str, now: float) -> None:
-        """A request ended with choices that have not finished: all of these are counted under the reason.
+        """A request ended with unfinished choices, which are counted under the reason.
 
-        reason: of UNFINISHED, or a finish reason that was seen outside of the engine (a stop string). Only with the
-        latter the request counts for the time that requests take. An unknown request is no error: it may just have
-        finished.
+        reason: of UNFINISHED, or a finish reason detected outside of the engine (a stop string). Only with the latter
+        the request counts for request durations. An unknown request is no error: it may just have finished.
         """
         timing = self._requests.get(request_id)
         if timing is None:
@@ -156,7 +155,7 @@ class Stats:
             self._accepted_at[place] += 1
 
     def counters(self) -> Counters:
-        """Everything so far, but for preemptions: the scheduler counts those, and whoever asks both puts them in."""
+        """Everything so far except preemptions, which the scheduler counts and the caller adds."""
         return Counters(
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,

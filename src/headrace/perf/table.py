@@ -18,11 +18,10 @@ TITLES: Row = (
 
 
 def line(figure: Figure, copy_bytes_per_s: float) -> str:
-    """One figure, told as soon as it is there."""
     cells = zip(TITLES[3:], row(figure, None, copy_bytes_per_s)[3:], strict=True)
-    told = ", ".join(f"{title} {cell}".strip() for title, cell in cells if cell)
+    metadata = ", ".join(f"{title} {cell}".strip() for title, cell in cells if cell)
     unit = "tokens/s" if figure.is_prefill else "ms"
-    return f"{figure.measure}, {figure.side}: {_value(figure)} {unit}{', ' if told else ''}{told}"
+    return f"{figure.measure}, {figure.side}: {_value(figure)} {unit}{', ' if metadata else ''}{metadata}"
 
 
 def table(figures: Sequence[Figure], copy_bytes_per_s: float) -> str:
@@ -56,11 +55,11 @@ def row(figure: Figure, first: Figure | None, copy_bytes_per_s: float) -> Row:
 
 def as_json(figure: Figure, copy_bytes_per_s: float) -> dict[str, Any]:
     """Raw times and counts, and what they come to."""
-    told = asdict(figure)
-    told["tokens_per_s"] = 1 / figure.token_s
+    metadata = asdict(figure)
+    metadata["tokens_per_s"] = 1 / figure.token_s
     if figure.num_bytes is not None:
-        told["share_of_copy"] = figure.num_bytes / figure.time_s.median / copy_bytes_per_s
-    return told
+        metadata["share_of_copy"] = figure.num_bytes / figure.time_s.median / copy_bytes_per_s
+    return metadata
 
 
 def _value(figure: Figure) -> str:

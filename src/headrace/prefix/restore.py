@@ -61,17 +61,17 @@ def plan_restore(
 
 def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
     num_reused, num_agreed = match.num_tokens, match.num_agreed_tokens
-    told = f"reused {num_reused} of {match.num_prompt_tokens} prompt tokens"
+    report = f"reused {num_reused} of {match.num_prompt_tokens} prompt tokens"
     if num_reused:
-        told += f" ({_place(num_reused, boundaries)})"
+        report += f" ({_place(num_reused, boundaries)})"
     if match.mismatch is not Mismatch.EMPTY:
-        told += f"; parted at token {num_agreed} ({_place(num_agreed, boundaries)})"
-    told += f": {_REASONS[match.mismatch]}"
+        report += f"; parted at token {num_agreed} ({_place(num_agreed, boundaries)})"
+    report += f": {_REASONS[match.mismatch]}"
     if num_reused < min(num_agreed, match.limit):
-        told += f"; no state is held after token {num_reused}"
+        report += f"; no state is held after token {num_reused}"
     elif match.limit < min(num_agreed, match.num_prompt_tokens - 1):
-        told += f"; no more than {match.limit} were to be reused"
-    return told
+        report += f"; no more than {match.limit} were to be reused"
+    return report
 
 
 def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tuple[int, ...]:

@@ -96,22 +96,22 @@ class Rows:
         flight.
         """
         short = [sequence.id for sequence in self._started.values() if sequence.lacks_bytes]
-        nobody_starts = bool(short)
+        none_may_start = bool(short)
         held_back = set(short)
         while True:
             has_row = self._admission.has_rows(1, len(self.running()))
-            live = None if nobody_starts else self._waiting.next(held_back, has_row=has_row)
+            live = None if none_may_start else self._waiting.next(held_back, has_row=has_row)
             preempted = self._next_preempted(held_back)
             if preempted is not None and (
                 live is None or self._waiting.goes_first(preempted.request, live.request, has_row=has_row)
             ):
                 if not self._resume(preempted):
                     held_back.add(preempted.id)
-                    nobody_starts = True
+                    none_may_start = True
             elif live is None:
                 return
             elif not self._start(live, held_back):
-                nobody_starts = True
+                none_may_start = True
 
     def _next_preempted(self, held_back: Iterable[str]) -> Sequence | None:
         """The next in turn of those preempted before this step; ties: the oldest."""

@@ -1,1 +1,1 @@
-"""HTTP: routes, who may come in, streams that live and die with their connection. Knows no tokens and no arrays."""
+"""HTTP: routes, access control, streams tied to their connection. No tokens, no arrays."""

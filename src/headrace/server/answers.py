@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions and /v1/messages: one flow for every route that generates."""
+"""POST /v1/chat/completions, /v1/completions and /v1/messages: one flow for all generating routes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api.answer_form import AnswerForm, AnswerHeading
+from headrace.api.answer_encoder import AnswerEncoder, AnswerHeading
 from headrace.api.anthropic_answer import MessagesAnswer
-from headrace.api.anthropic_request import Thinker, read_messages
+from headrace.api.anthropic_request import ReasoningSettings, read_messages
 from headrace.api.openai_answer import ChunkedAnswer
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_chat_answer import ChatAnswer
@@ -26,10 +26,10 @@ from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, HeadraceError, RequestCancelled, RequestError
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
-from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.record import RequestRecord
 from headrace.server.responses import closing_error, ignored_headers, read_body
+from headrace.server.unknown_fields import UnknownFields
 from headrace.session.generation import generation_ids
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
@@ -39,34 +39,32 @@ log = logging.getLogger("headrace.server")
 
 Asked = TypeVar("Asked", bound=ChatRequest | CompletionRequest)
 
-# A larger body is parsed in a thread: half a second of parsing would hold up every stream.
+# A larger body is parsed in a thread: half a second of parsing would delay every stream.
 _INLINE_BODY_BYTES = 64 * 1024
 
-# Names under which clients tell a session, the first that is there counts.
+# Headers that name a client's session; the first one present counts.
 _SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
 
-# Whose turn it is can be any text; of two that differ only behind this, the requests share their turn.
+# A session name may be any text; requests whose names differ only beyond this length share their turn.
 _MAX_SESSION_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[Asked]):
-    """One route: how its body is read, what answers it, and how the answer is written."""
+    """One API: how its body is read, what generates the answer, and how that is encoded."""
 
     read: Callable[[bytes], Call[Asked]]
     events: Callable[[Asked], AsyncGenerator[Event, None]]
-    form: Callable[[Call[Asked], AnswerHeading], AnswerForm]
+    form: Callable[[Call[Asked], AnswerHeading], AnswerEncoder]
 
 
 def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
-    """/v1/chat/completions."""
-
     def form(call: Call[ChatRequest], heading: AnswerHeading) -> ChunkedAnswer:
         asked = call.request.answers
         writer = ChatAnswer(
             heading,
             asked.num_choices,
-            tells_logprobs=asked.num_logprobs is not None,
+            includes_logprobs=asked.num_logprobs is not None,
             reasoning_field=config.reasoning_field,
         )
         return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=asked.counts_progress)
@@ -76,20 +74,17 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
 
 
 def messages_dialect(session: Session) -> Dialect[ChatRequest]:
-    """/v1/messages."""
-    thinker = Thinker(session.thinks, session.switches_thinking)
-    read = partial(read_messages, thinker=thinker, max_model_len=session.model.max_model_len)
+    reasoning = ReasoningSettings(session.thinks, session.switches_thinking)
+    read = partial(read_messages, reasoning=reasoning, max_model_len=session.model.max_model_len)
     return Dialect(read, session.chat, lambda call, heading: MessagesAnswer(heading))
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
-    """/v1/completions."""
-
     def form(call: Call[CompletionRequest], heading: AnswerHeading) -> ChunkedAnswer:
         request = call.request
-        tells_logprobs = request.answers.num_logprobs is not None
+        includes_logprobs = request.answers.num_logprobs is not None
         writer = CompletionAnswer(
-            heading, len(request.prompts), request.answers.num_choices, tells_logprobs=tells_logprobs
+            heading, len(request.prompts), request.answers.num_choices, includes_logprobs=includes_logprobs
         )
         counts_progress = request.answers.counts_progress
         return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=counts_progress)
@@ -99,16 +94,16 @@ def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer in the making."""
+    """An answer in progress."""
 
-    form: AnswerForm
+    form: AnswerEncoder
     events: AsyncGenerator[Event, None]
     record: RequestRecord
     headers: dict[str, str]
 
 
 class AnswerRoute(Generic[Asked]):
-    """Answers the calls of one dialect, streamed or whole."""
+    """Answers the calls of one dialect, streamed or not."""
 
     def __init__(
         self,
@@ -116,7 +111,7 @@ class AnswerRoute(Generic[Asked]):
         config: ServerConfig,
         names: tuple[str, ...],
         live: LiveRequests,
-        ignored: IgnoredFields,
+        ignored: UnknownFields,
     ) -> None:
         self._dialect = dialect
         self._config = config
@@ -125,7 +120,7 @@ class AnswerRoute(Generic[Asked]):
         self._ignored = ignored
 
     async def answer(self, request: Request) -> Response:
-        """Reads the call and answers it. The guard has put a RequestRecord into the request's state."""
+        """Answer a call. The guard has put a RequestRecord into the request's state."""
         record: RequestRecord = request.state.record
         try:
             call = await self._read(request)
@@ -170,7 +165,7 @@ class AnswerRoute(Generic[Asked]):
         return JSONResponse(answer.form.whole(collected), headers=answer.headers)
 
     async def _stream(self, request: Request, answer: _Answer) -> Response:
-        # Up to the first event a request can still be refused with a status of its own.
+        # Until the first event a request can still be refused with an error status.
         started = await while_connected(request.receive, _first(answer))
         return EventStream(
             _pieces(answer, started),
@@ -178,13 +173,13 @@ class AnswerRoute(Generic[Asked]):
             headers=answer.headers,
             ping=answer.form.ping,
             ping_interval_s=self._config.ping_interval_s,
-            on_leaving=lambda: answer.record.end_answer("abort"),
-            farewell=lambda: _farewell(answer),
+            on_disconnect=lambda: answer.record.end_answer("abort"),
+            final_chunk=lambda: _final_chunk(answer),
         )
 
 
 async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes. The caller closes the events, which aborts a request that is not finished."""
+    """The stream's bytes. The caller closes the events, which aborts an unfinished request."""
     form = answer.form
     try:
         for piece in form.pieces(started):
@@ -200,14 +195,14 @@ async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None
     except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException:  # a panic of a library in Rust is no Exception
-        # An outer wall: the status is out already, only an event can still tell the client.
+        # An exception boundary: the status is sent already, so only an event can report the error.
         log.exception("%s failed", answer.record.request_id)
         answer.record.end_answer("error")
         message = f"the server failed; its log has the reason: {answer.record.request_id}"
         yield form.failure(GenerationFailed(message))
 
 
-def _farewell(answer: _Answer) -> bytes:
+def _final_chunk(answer: _Answer) -> bytes:
     answer.record.end_answer("error")
     return answer.form.failure(closing_error())
 
@@ -228,7 +223,7 @@ async def _first(answer: _Answer) -> Event:
 
 
 def _end_of(error: HeadraceError) -> str:
-    """What a log calls an end that is no finish."""
+    """The log's word for an end without a finish reason."""
     if isinstance(error, RequestCancelled):
         return "abort"
     return "refused" if isinstance(error, RequestError) else "error"

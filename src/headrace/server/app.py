@@ -1,4 +1,4 @@
-"""The routes and what stands around them, as one ASGI application."""
+"""The routes and middleware as one ASGI application."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialec
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.guard import Guard
 from headrace.server.hosts import OwnNames
-from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.operations import OperationRoutes
 from headrace.server.response_routes import ResponseRoutes
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
+from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 
 
 def build_app(session: Session, config: ServerConfig) -> Starlette:
-    """Raises ConfigError for an allowed origin that is none."""
+    """Raises ConfigError for an invalid allowed origin."""
     names = config.served_model_name or (session.model.name,)
     live = LiveRequests()
-    ignored = IgnoredFields()
+    ignored = UnknownFields()
     chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
     completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
     responses = ResponseRoutes(session, config, names, live, ignored)
@@ -68,11 +68,11 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
         exception_handlers={
             HeadraceError: _on_error,
             HTTPException: _on_http_error,
-            ClientGone: _on_leaving,
-            ClientDisconnect: _on_leaving,
+            ClientGone: _on_disconnect,
+            ClientDisconnect: _on_disconnect,
         },
     )
-    # A redirect to the path without its last slash would lose the body of a POST in some clients.
+    # With some clients a redirect to the path without its last slash would lose the body of a POST.
     app.router.redirect_slashes = False
     return app
 
@@ -87,7 +87,7 @@ def _model_routes(session: Session, names: tuple[str, ...]) -> list[Route]:
         asked = request.path_params["name"]
         return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
 
-    # Names may be hub ids with a slash in them.
+    # Names may be hub ids, which contain a slash.
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
 
 
@@ -100,7 +100,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.url.path, request.headers)
 
 
-async def _on_leaving(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
@@ -112,7 +112,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _meant_path(request: Request) -> str | None:
-    """A path that exists and differs by its prefix `/v1`, missing, repeated or superfluous, or by a last slash."""
+    """An existing path that differs only by its prefix `/v1` (missing, repeated or superfluous) or by a last slash."""
     rest = request.url.path.rstrip("/")
     while rest.startswith("/v1/"):
         rest = rest.removeprefix("/v1")

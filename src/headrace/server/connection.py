@@ -1,4 +1,4 @@
-"""Work that lives as long as the client's connection, and event streams that show signs of life."""
+"""Work tied to the client's connection, and event streams with keep-alives."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Result = TypeVar("Result")
 
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status of an answer that has no reader any more, as logs of web servers have it."""
+"""The logged status of an answer whose client disconnected, as web servers use it."""
 
 
 class ClientGone(Exception):
-    """The client closed its connection before the answer was there."""
+    """The client disconnected before the answer."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; when the client goes away first, work is cancelled and ClientGone raised.
+    """The result of `work`; if the client disconnects first, cancel the work and raise ClientGone.
 
-    Nothing is written during a long prompt, so only reading tells that the client is gone. The request's body must
-    have been read before.
+    Nothing is written during a long prompt, so only reading detects a disconnect. The request's body must have been
+    read before.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
@@ -34,7 +34,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
             return working.result()
         raise ClientGone
     finally:
-        # Cancelled work closes its generators, which is what aborts the request in the engine: wait for that.
+        # Cancelled work closes its generators, which aborts the request in the engine: wait for that.
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
@@ -46,12 +46,14 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events: headers at once, signs of life, and an end as soon as the client goes away.
+    """A stream of server-sent events: headers at once, keep-alives, and an end as soon as the client disconnects.
 
-    pieces: the bytes to send. source: what the pieces are made from; closed with the stream in every case, also when
-    the client goes before the first piece was made. ping: makes the bytes that are sent whenever nothing else was for
-    `ping_interval_s` seconds. on_leaving: called when the client goes before the end. farewell: makes the bytes that
-    end the stream when the server does, which cancels it.
+    pieces: the bytes to send.
+    source: what the pieces are made from; always closed with the stream, even if the client disconnects before the
+    first piece.
+    ping: makes the keep-alive that is sent after `ping_interval_s` seconds without output. on_disconnect: called when
+    the client disconnects before the end. final_chunk: makes the bytes that end the stream when the server shuts down,
+    which cancels it.
     """
 
     media_type = "text/event-stream"
@@ -64,17 +66,17 @@ class EventStream(Response):
         headers: dict[str, str],
         ping: Callable[[], bytes],
         ping_interval_s: float,
-        on_leaving: Callable[[], None],
-        farewell: Callable[[], bytes],
+        on_disconnect: Callable[[], None],
+        final_chunk: Callable[[], bytes],
     ) -> None:
         self._pieces = pieces
         self._source = source
         self._ping = ping
         self._ping_interval_s = ping_interval_s
-        self._on_leaving = on_leaving
-        self._farewell = farewell
+        self._on_disconnect = on_disconnect
+        self._final_chunk = final_chunk
         self._last_sent = 0.0
-        # Proxies that buffer would turn a stream into one late answer.
+        # Buffering proxies would turn a stream into one late answer.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
 
@@ -82,17 +84,17 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._write(send))
         except ClientGone:
-            self._on_leaving()
+            self._on_disconnect()
         except asyncio.CancelledError:
-            await send({"type": "http.response.body", "body": self._farewell(), "more_body": False})
+            await send({"type": "http.response.body", "body": self._final_chunk(), "more_body": False})
         finally:
             await self._pieces.aclose()
             await self._source.aclose()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        # Beside the stream and not around each of its pieces: at many streams a timer for every token would be a
-        # good part of the server's work. A message is written whole, so the two can't mix.
+        # One task for the stream, not a timer per piece: with many streams a timer for every token would be a good part
+        # of the server's work. A message is written whole, so the two can't mix.
         pinging = asyncio.ensure_future(self._send_pings(send))
         try:
             async for piece in self._pieces:

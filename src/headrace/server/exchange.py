@@ -11,14 +11,14 @@ from headrace.server.record import RequestRecord
 
 _EXPOSED_HEADERS = "x-request-id, request-id, x-headrace-ignored, retry-after"
 
-# How much of a body that no route has read is dropped before the connection is closed, and for how long. A connection
-# that is closed while the client still sends loses the answer on the way; some clients then retry what can never work.
+# How much of an unread body is dropped before the connection is closed, and for how long. Closing a connection while
+# the client still sends loses the answer, and some clients then retry what can never work.
 _MAX_DROPPED_BYTES = 256 * 1024 * 1024
 _MAX_DROPPING_S = 30.0
 
 
 class Exchange:
-    """Adds the headers that every answer has, notes the status, and lets answers arrive that come before the body.
+    """Adds the common headers, records the status, and delivers answers that come before the body is read.
 
     headers: of the request. origin: the page's that may read the answer.
     """
@@ -52,7 +52,7 @@ class Exchange:
     def _start(self, headers: MutableHeaders, status: int) -> None:
         self._record.status = status
         headers["x-request-id"] = self._record.request_id
-        # Anthropic's clients look for it under this name.
+        # The name that Anthropic's clients expect.
         headers["request-id"] = self._record.request_id
         if not self._is_read:
             headers["connection"] = "close"
@@ -68,4 +68,4 @@ class Exchange:
                 while not self._is_read and num_bytes <= _MAX_DROPPED_BYTES:
                     num_bytes += len((await self.receive()).get("body", b""))
         except TimeoutError:
-            return  # the connection is closed now, whatever its client makes of that
+            return  # the connection is closed anyway

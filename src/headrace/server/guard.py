@@ -1,6 +1,6 @@
-"""Everything that happens to a request before its route: its id, host, origin and key; and the log line after it.
+"""Handles every request before its route (id, host, origin, key) and logs it afterwards.
 
-Also the outer wall: whatever a route lets through becomes a 500 in the API's shape, and the end of the server a 503.
+Also the outermost exception boundary: an unhandled exception becomes a 500 in the API's format, a shutdown a 503.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.server.responses import closing_error, error_response
 
 log = logging.getLogger("headrace.server")
 
-# Probes of a supervisor carry no key, and health says nothing about anyone.
+# Supervisors' probes carry no key, and health reveals nothing.
 _OPEN_PATHS = frozenset({"/health"})
 
 _FOREIGN_HOST = (
@@ -41,7 +41,7 @@ _FOREIGN_HOST = (
 
 
 class Guard:
-    """ASGI middleware around the routes. Puts the RequestRecord of each request into its state."""
+    """ASGI middleware around the routes. Puts a RequestRecord into each request's state."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, live: LiveRequests, own_names: OwnNames) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class Guard:
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, or passes a lifespan through."""
+        """Serve one request, or pass a lifespan through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -66,8 +66,8 @@ class Guard:
         try:
             await self._admit(scope, headers)(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
-            # Only a server that is about to end cancels its requests. Not raised again: uvicorn would log that as an
-            # error, and answer in its own words.
+            # Only a shutdown cancels requests. Not raised again: uvicorn would log it as an error and answer in its own
+            # format.
             record.end_answer("error")
             if record.status is None:
                 await _refusal(scope, headers, closing_error())(scope, exchange.receive, exchange.send)
@@ -77,7 +77,7 @@ class Guard:
             log.exception("request %s failed", record.request_id)
             record.end_answer("error")
             if record.status is not None:
-                # The status is on its way: only a broken connection tells the client that the body is not whole.
+                # The status has been sent: only a broken connection tells the client that the body is incomplete.
                 raise
             failure = GenerationFailed("the server failed; its log has the reason under this request's id")
             failure.__cause__ = error
@@ -114,7 +114,7 @@ class Guard:
         if self._key is None:
             return True
         sent = [_bearer(value) for value in headers.getlist("authorization")] + headers.getlist("x-api-key")
-        # Headers are latin-1 on the wire; a key is whatever bytes its client sent.
+        # Headers are latin-1 on the wire; a key is the bytes its client sent.
         return bool(sent) and all(hmac.compare_digest(each.encode("latin-1"), self._key) for each in sent)
 
 

@@ -1,7 +1,7 @@
-"""Which names a server without a key answers to.
+"""The host names that a server without a key accepts.
 
 Any web page can have a name of its own resolved to 127.0.0.1 after it was loaded (DNS rebinding). To a browser the
-server is then part of that page, and no Origin header tells otherwise; only the Host header does.
+server is then part of that page, and the Origin header does not show it; only the Host header does.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from urllib.parse import urlsplit
 from headrace.errors import ConfigError
 
 _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
-"""Names of this machine: its own, and those that Docker and Podman give it in containers."""
+"""This machine's names: its own, and those that Docker and Podman define in containers."""
 
 _HOSTLESS = frozenset({"*", "null"})
-"""Origins without a host: any, and that of local files."""
+"""Origins without a host: any, and local files."""
 
 _HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[a-zA-Z0-9_.-]+)(:[0-9]*)?")
 
 
 class OwnNames:
-    """Names of one server.
+    """The names of one server.
 
-    host: the address or name that it listens on. origins: pages that may use it; their hosts may be its names, since
-    they are trusted already.
+    host: the address or name that it listens on. origins: allowed pages; their hosts are accepted names too, since they
+    are trusted already.
     """
 
     def __init__(self, host: str, origins: Iterable[str]) -> None:
-        """Raises ConfigError for an origin that is none."""
+        """Raises ConfigError for an invalid origin."""
         origins = tuple(origins)
         self._names = _LOCAL_NAMES | {host.lower(), *(_name_of(each) for each in origins if each not in _HOSTLESS)}
         self._has_any = "*" in origins
 
     def has(self, host: str) -> bool:
-        """Whether a Host header holds one of them. An IP address always is one: no page can give it a new meaning.
+        """Whether a Host header names this server. An IP address always does: no page can redefine it.
 
-        A request without the header is no page's: browsers always send it.
+        A request without the header is no browser's: browsers always send it.
         """
         if self._has_any or not host:
             return True

@@ -1,4 +1,4 @@
-"""How log lines are written: for people, or as JSON for machines. Neither quotes what an exception says."""
+"""Log formats: text, or JSON lines. Neither includes exception messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 FIELDS = "fields"
-"""Attribute of a log record that holds its values by name."""
+"""The attribute of a log record that holds its values by name."""
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -20,16 +20,16 @@ _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def use_log_format(log_format: str) -> None:
-    """Makes every handler of the root logger write in this format."""
+    """Make every handler of the root logger write in this format."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines() if log_format == "json" else TextLines(TEXT_FORMAT))
 
 
 class TextLines(logging.Formatter):
-    """A line for each record, and the stack of an exception without its message."""
+    """One line per record, and the stack of an exception without its message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.exc_text = None  # another handler's formatter leaves its text here for the next one
+        record.exc_text = None  # another handler's formatter leaves its text here
         return super().format(record)
 
     def formatException(self, ei: _ExceptionInfo) -> str:
@@ -37,7 +37,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(TextLines):
-    """A JSON object on a line for each record; one that has fields is those fields."""
+    """One JSON object per line; a record with fields becomes those fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -53,9 +53,9 @@ class JsonLines(TextLines):
 
 
 def stack_without_messages(error: BaseException) -> str:
-    """The stack and the type of an exception and of its causes, the first cause first.
+    """The stack and type of an exception and of its causes, the first cause first.
 
-    A message may quote a request: libraries put what they were given into theirs.
+    A message may quote a request: libraries include their input.
     """
     return "\n\nThen:\n\n".join(reversed(list(_stacks(error))))
 

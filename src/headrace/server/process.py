@@ -1,4 +1,4 @@
-"""What the operating system says about this process."""
+"""The operating system's figures for this process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 
 from headrace.types.status import ProcessStatus
 
-# The unit of the same number differs.
+# macOS reports bytes, Linux KiB.
 _PEAK_MEMORY_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class ProcessMeter:
-    """Measures the process from the moment it is made."""
+    """Measures the process from its creation on."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on how long and how often clients may keep it waiting.
+"""uvicorn's HTTP/1.1, with limits on how long and how often clients may keep it waiting.
 
-A request's body has its bound where it is read (`responses.read_body`): only the route knows how large it may be and in
-which form its error is written.
+A request's body has its limit where it is read (`responses.read_body`): only the route knows its maximum size and the
+format of its errors.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 HEAD_S = 20.0
-"""Seconds that a request's line and headers may take to arrive, from the connection's or their own first byte."""
+"""Seconds for a request's line and headers to arrive, from the connection's start or their first byte."""
 
 MAX_WAITING = 512
-"""Connections from one address that may wait for their client. Beyond, those that have waited longest are closed."""
+"""Connections from one address that may wait for their client. Beyond that the longest waiting are closed."""
 GRACE_S = 1.0
-"""A connection that waits no longer than this isn't closed: many clients may connect at once."""
+"""A connection that has waited less than this isn't closed: many clients may connect at once."""
 
 LINGER_S = 2.0
-"""Seconds in which a client may take an error after which the connection ends. What it sends meanwhile is dropped."""
+"""Seconds in which a client may read an error before the connection closes. What it sends meanwhile is dropped."""
 
 
 class WaitingConnections(ServerState):
-    """uvicorn's state of a server, and in it the connections on which the server waits for the client, by address.
+    """uvicorn's server state, plus the connections that wait for their client, by address.
 
-    Such are open ones without a request, and those whose request has not arrived whole.
+    These are open connections without a request or with an incomplete one.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WaitingConnections(ServerState):
         """With the time since when each waits, the longest first."""
 
     def note(self, connection: Protocol, *, waits: bool, restarts: bool = False) -> None:
-        """A connection waits for its client, or doesn't. restarts: it waits for something else than before."""
+        """A connection waits for its client, or no longer does. restarts: it waits for something else than before."""
         mine = self._by_address.setdefault(connection.address, {})
         if not waits:
             mine.pop(connection, None)
@@ -77,24 +77,21 @@ class Protocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client is not None else ""
         self._note()
 
     def data_received(self, data: bytes) -> None:
-        """A piece of a request."""
         if not self._is_ending:
             super().data_received(data)
             self._note()
 
     def on_response_complete(self) -> None:
-        """An answer has been sent; the next request may have arrived with the one before it."""
+        """An answer has been sent; the next request may have arrived with the previous one."""
         super().on_response_complete()
         self._note()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Either side has closed."""
         super().connection_lost(exc)
         self._set_timer(None)
         self.server_state.note(self, waits=False)
@@ -105,7 +102,7 @@ class Protocol(H11Protocol):
             return
         waits_for_head = self.conn.their_state is h11.IDLE
         was_in_body, self._is_in_body = self._is_in_body, self.conn.their_state is h11.SEND_BODY
-        # An upload may come on a connection that was idle for long before.
+        # An upload may come on a connection that was idle for long.
         restarts = self._is_in_body and not was_in_body
         self.server_state.note(self, waits=waits_for_head or self._is_in_body, restarts=restarts)
         if not waits_for_head or self.timeout_keep_alive_task is not None:
@@ -125,11 +122,11 @@ class Protocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What a client has sent is no HTTP."""
+        """The client sent invalid HTTP."""
         self._end(HTTPStatus.BAD_REQUEST, msg)
 
     def _end(self, status: HTTPStatus, message: str) -> None:
-        """End with an error, unless an answer is on its way already: only a broken connection can end that."""
+        """End with an error, unless an answer has begun: only a broken connection can end that."""
         self._is_ending = True
         self._set_timer(None)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -147,7 +144,7 @@ class Protocol(H11Protocol):
         head = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # A connection that is closed while the client still sends would lose the error on the way.
+        # Closing a connection while the client still sends would lose the error.
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)

@@ -1,4 +1,4 @@
-"""What is logged about a request: times, counts and reasons, never what was said."""
+"""What is logged about a request: times, counts and reasons, never content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.types.events import (
 
 _MAX_METHOD_LENGTH = 16
 _MAX_PATH_LENGTH = 128
-"""Clients choose them, and each request has a line."""
+"""Clients choose paths, and each request has a log line."""
 
 
 class RequestRecord:
@@ -38,21 +38,21 @@ class RequestRecord:
         self._answer: _AnswerRecord | None = None
 
     def begin_answer(self, answer_id: str, model: str) -> None:
-        """The request is one for generated text."""
+        """The request asks for generated text."""
         self._answer = _AnswerRecord(answer_id, model)
 
     def take(self, event: Event) -> None:
-        """An event of the answer is on its way to the client."""
+        """An event of the answer is being sent."""
         if self._answer is not None:
             self._answer.take(event, self._clock())
 
     def end_answer(self, reason: str) -> None:
-        """The answer ended otherwise than by its choices' finishes."""
+        """The answer ended in another way than by its choices' finish reasons."""
         if self._answer is not None:
             self._answer.reasons.append(reason)
 
     def fields(self) -> dict[str, Any]:
-        """Names and values for a log that machines read. Seconds are rounded to microseconds."""
+        """Names and values for JSON logs. Seconds are rounded to microseconds."""
         fields: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self._method,
@@ -63,22 +63,22 @@ class RequestRecord:
         return {**fields, **self._answer.fields(self._arrived)} if self._answer is not None else fields
 
     def line(self) -> str:
-        """The same for people."""
-        told = self.fields()
-        words = [f"{self._method} {self._path} {self.status or '-'} {told['duration_s']:.3f}s {self.request_id}"]
+        """The same as text."""
+        values = self.fields()
+        words = [f"{self._method} {self._path} {self.status or '-'} {values['duration_s']:.3f}s {self.request_id}"]
         if self._answer is not None:
-            words += _answer_words(told)
+            words += _answer_words(values)
         return " ".join(words)
 
 
-def _answer_words(told: dict[str, Any]) -> Iterator[str]:
-    yield f"{told['answer_id']} {told['model']}"
-    yield f"{told['num_prompt_tokens']}+{told['num_output_tokens']} tokens, {told['num_cached_tokens']} cached"
-    if told["time_to_first_token_s"] is not None:
-        yield f"first after {told['time_to_first_token_s']:.3f}s"
-    if told["tokens_per_s"] is not None:
-        yield f"{told['tokens_per_s']:.1f} tokens/s"
-    yield ",".join(told["finish_reasons"]) or "-"
+def _answer_words(values: dict[str, Any]) -> Iterator[str]:
+    yield f"{values['answer_id']} {values['model']}"
+    yield f"{values['num_prompt_tokens']}+{values['num_output_tokens']} tokens, {values['num_cached_tokens']} cached"
+    if values["time_to_first_token_s"] is not None:
+        yield f"first after {values['time_to_first_token_s']:.3f}s"
+    if values["tokens_per_s"] is not None:
+        yield f"{values['tokens_per_s']:.1f} tokens/s"
+    yield ",".join(values["finish_reasons"]) or "-"
 
 
 class _AnswerRecord:

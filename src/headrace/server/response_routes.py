@@ -1,4 +1,4 @@
-"""/v1/responses: answers as those of a chat, and the responses that are remembered."""
+"""/v1/responses: answers like a chat's, and stored responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api.answer_form import AnswerHeading
+from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.api.responses_answer import ResponsesAnswer
@@ -24,20 +24,20 @@ from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect
 from headrace.server.connection import while_connected
-from headrace.server.ignored import IgnoredFields
 from headrace.server.live import LiveRequests
 from headrace.server.response_store import ResponseStore, StoredResponse
 from headrace.server.responses import ignored_headers, read_body
+from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
 from headrace.types.events import Event
 
 
 class ResponseRoutes:
-    """Makes responses, each from a whole conversation or going on from one that is remembered."""
+    """Generates responses, from a whole conversation or continuing a stored one."""
 
     def __init__(
-        self, session: Session, config: ServerConfig, names: tuple[str, ...], live: LiveRequests, ignored: IgnoredFields
+        self, session: Session, config: ServerConfig, names: tuple[str, ...], live: LiveRequests, ignored: UnknownFields
     ) -> None:
         self._session = session
         self._config = config
@@ -45,11 +45,10 @@ class ResponseRoutes:
         self._live = live
         self._ignored = ignored
         self._store = ResponseStore(config.stored_response_bytes)
-        # Held by the requests that make them: what is here is being answered.
+        # The requests hold these strongly: what is here is being answered.
         self._open: WeakValueDictionary[str, ResponsesAnswer] = WeakValueDictionary()
 
     def dialect(self) -> Dialect[ChatRequest]:
-        """POST /v1/responses."""
         return Dialect(self._read, self._events, self._form)
 
     async def count_input_tokens(self, request: Request) -> Response:
@@ -85,7 +84,7 @@ class ResponseRoutes:
         return JSONResponse(item_page(stored.input_items, request.query_params))
 
     async def cancel(self, request: Request) -> Response:
-        """POST /v1/responses/{id}/cancel: ends a response in the making. Raises InvalidRequest if it is finished."""
+        """POST /v1/responses/{id}/cancel: ends an unfinished response. Raises InvalidRequest if it is finished."""
         response_id = request.path_params["id"]
         answer = self._open.get(response_id)
         if answer is None or not answer.is_open:
@@ -117,7 +116,7 @@ class ResponseRoutes:
 
 @contextmanager
 def _own_field_names() -> Iterator[None]:
-    """Errors of the session name the fields of a chat."""
+    """The session's errors name the fields of a chat; rename them."""
     try:
         yield
     except HeadraceError as error:
@@ -126,4 +125,4 @@ def _own_field_names() -> Iterator[None]:
 
 
 def _forget(response: dict[str, Any]) -> None:
-    """What is not to be stored."""
+    """Does not store a response."""

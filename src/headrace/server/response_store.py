@@ -1,4 +1,4 @@
-"""Finished responses, kept in memory so that a later request can go on from them."""
+"""Finished responses, kept in memory so that later requests can continue them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_RESPONSES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it was answered, and its request's own input. previous_id: what the request went on from."""
+    """A response as sent, and its request's own input. previous_id: what the request continued."""
 
     response: Mapping[str, Any]
     input_items: tuple[Item, ...]
@@ -35,9 +35,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, the least recently used forgotten first, each before those that it went on from; an Earlier.
+    """Responses by id (an Earlier). The least recently used go first, each before those that it continued.
 
-    max_bytes: of all of them as JSON; a single one that is larger is not kept. Requests are read in threads, too.
+    max_bytes: of all of them as JSON; a larger single one is not stored. Requests are read in threads, too.
     """
 
     def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
@@ -57,7 +57,7 @@ class ResponseStore:
             self._stored[stored.id] = stored, num_bytes
             self._num_bytes += num_bytes
             self._owner_of_item.update((item["id"], stored.id) for item in stored.items)
-            # What it went on from is to stay longer than the response itself.
+            # The responses that it continues must stay longer than itself.
             self._use(stored.id)
             while self._num_bytes > self._max_bytes or len(self._stored) > self._max_responses:
                 self._forget(next(iter(self._stored)))
@@ -71,7 +71,7 @@ class ResponseStore:
             return self._stored[response_id][0]
 
     def remove(self, response_id: str) -> None:
-        """Forgets a response; those that went on from it can't be gone on from any more. Raises NotFound."""
+        """Delete a response; those that continued it can't be continued any more. Raises NotFound."""
         with self._lock:
             if response_id not in self._stored:
                 raise _not_found(response_id)
@@ -96,7 +96,7 @@ class ResponseStore:
             return next(item for item in self._stored[owner][0].items if item["id"] == item_id)
 
     def _chain(self, response_id: str | None) -> Iterator[StoredResponse]:
-        """A response and those before it, as far as they are there, the latest first."""
+        """A response and those before it, as far as they are stored, the latest first."""
         while response_id is not None and response_id in self._stored:
             stored, _ = self._stored[response_id]
             yield stored
@@ -110,7 +110,7 @@ class ResponseStore:
         stored, num_bytes = self._stored.pop(response_id, (None, 0))
         self._num_bytes -= num_bytes
         for item in stored.items if stored is not None else ():
-            # An item that came in again belongs to the later response.
+            # An item that was sent in again belongs to the later response.
             if self._owner_of_item.get(item["id"]) == response_id:
                 del self._owner_of_item[item["id"]]
 

@@ -1,4 +1,4 @@
-"""Answers that any route may give."""
+"""HTTP responses shared by all routes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError
 
 IGNORED_HEADER = "x-headrace-ignored"
 
-# What may stand in a header; a field's name can be any text that a client thought of.
+# Safe in a header; a field's name can be any text.
 _HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _MAX_IGNORED = 32
 _MAX_NAME_LENGTH = 64
 
-# How long the next piece of a body may take to arrive, and how fast all of it must come on the whole.
+# Timeouts for the next piece of a body, and for all of it by a minimum rate.
 _PIECE_S = 60.0
 _BYTES_PER_S = 16_384
 
 
 def error_response(error: HeadraceError, path: str, headers: Mapping[str, str]) -> Response:
-    """The error with its status, as the dialect of the request writes it. path, headers: of the request."""
+    """The error with its status, in the request's dialect. path, headers: of the request."""
     speaks_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
     body = anthropic_errors.error_body(error) if speaks_anthropic else openai_errors.error_body(error)
     return JSONResponse(body, status_code=error.status, headers=_error_headers(error))
@@ -42,12 +42,12 @@ def _error_headers(error: HeadraceError) -> dict[str, str]:
 
 
 def closing_error() -> EngineDead:
-    """What ends a request that is still being answered when the server ends."""
+    """Ends requests in progress when the server shuts down."""
     return EngineDead("the server is shutting down")
 
 
 def ignored_headers(names: Sequence[str]) -> dict[str, str]:
-    """The header that names the fields which had no effect, if there are any."""
+    """The header that names ignored fields, if there are any."""
     if not names:
         return {}
     shown = [_HEADER_UNSAFE.sub("?", name)[:_MAX_NAME_LENGTH] for name in names[:_MAX_IGNORED]]
@@ -57,10 +57,10 @@ def ignored_headers(names: Sequence[str]) -> dict[str, str]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, announced or chunked.
+    """The body, with a length or chunked.
 
-    Raises BodyTooLarge and BodyTooSlow, after which there may be more of it; starlette's ClientDisconnect if the
-    client goes away.
+    Raises BodyTooLarge and BodyTooSlow, after which there may be more of it; starlette's ClientDisconnect if the client
+    disconnects.
     """
     pieces: list[bytes] = []
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""From an application to a listening process, and back down in order."""
+"""Runs an application in a listening process, and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from headrace.session.session import Session
 log = logging.getLogger("headrace.server")
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell has it: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as shells use it: 128 plus the number of SIGINT."""
 
-# A process that has not ended so long after the time for requests is killed.
+# A process that has not ended this long after the time for requests is killed.
 _END_S = 5
 
-# Of that, what is left for the way out when everything has been waited for.
+# Of that, the time for exiting once everything has ended.
 _EXIT_S = 1
 
 _POLL_S = 0.1
 
-# How long a client has to take the error that ends its request, and a request to end once its connection is closed.
-_FAREWELL_S = 1
+# Time for a client to read the error that ends its request, and for a request to end once its connection is closed.
+_FINAL_CHUNK_S = 1
 
-# Agents pause between requests while their tools run. A connection that the server closes just as the next request
-# is sent looks like a broken server to them.
+# Agents pause between requests while their tools run. A connection that closes just as the next request is sent looks
+# to them like a broken server.
 _KEEP_ALIVE_S = 75
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
-    """A bound socket that doesn't listen yet: a taken port is known before minutes go into loading a model.
+    """A bound socket that doesn't listen yet, so that a taken port is reported before minutes of loading.
 
     Raises ConfigError for an address that can't be bound, and for a public one without a key.
     """
@@ -61,7 +61,7 @@ def open_listener(config: ServerConfig) -> socket.socket:
     if config.api_key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise ConfigError(f"--host {config.host} can be reached by others: a public address needs --api-key")
     listener = socket.socket(family, kind, protocol)
-    # A port of a server that has just ended may be used again at once.
+    # A port of a server that has just ended can be reused at once.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -72,7 +72,7 @@ def open_listener(config: ServerConfig) -> socket.socket:
 
 
 def base_url(listener: socket.socket) -> str:
-    """Where a bound socket is reached, with the port that it really has."""
+    """The URL of a bound socket, with its actual port."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -82,9 +82,9 @@ def base_url(listener: socket.socket) -> str:
 def serve(session: Session, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]) -> float:
     """Serve until SIGINT or SIGTERM. `announce` is called once connections are accepted.
 
-    Returns the seconds that are left until the process has to be over. From here on signals are the server's, to the
-    process's end. Raises KeyboardInterrupt after a second SIGINT: then the process should end at once, and EngineDead
-    once the engine has ended by itself.
+    Returns the seconds left until the process must have ended. From here on signals are the server's. Raises
+    KeyboardInterrupt after a second SIGINT, upon which the process should end at once, and EngineDead if the engine has
+    died.
     """
     server = HttpServer(session, config, announce)
     server.watchdog = start_watchdog(config.drain_seconds + _END_S)
@@ -113,12 +113,12 @@ class _Workers(ThreadPoolExecutor):
 class HttpServer(uvicorn.Server):
     """Serves one session. Calls `announce` when it listens, not before.
 
-    has_ended: nothing is served any more, and one more SIGINT ends the process. signalled_at: when the first signal
-    came, in monotonic seconds. engine_error: why the engine has ended by itself, which ends the server.
+    has_ended: nothing is served any more, and another SIGINT ends the process. signalled_at: when the first signal
+    came, in monotonic seconds. engine_error: why the engine died, which ends the server.
     """
 
     def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
-        # Our own log has a line for each request, so uvicorn's is off.
+        # Our log has a line for each request, so uvicorn's is off.
         settings = uvicorn.Config(
             build_app(session, config),
             log_config=None,
@@ -127,8 +127,8 @@ class HttpServer(uvicorn.Server):
             http=Protocol,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            # The last resort: what it cancels then gets no proper end and leaves a traceback in the log.
-            timeout_graceful_shutdown=math.ceil(config.drain_seconds + 3 * _FAREWELL_S),
+            # The last resort: what it cancels gets no proper end and leaves a traceback in the log.
+            timeout_graceful_shutdown=math.ceil(config.drain_seconds + 3 * _FINAL_CHUNK_S),
         )
         super().__init__(settings)
         self.server_state = WaitingConnections()
@@ -145,25 +145,25 @@ class HttpServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; gives whether the server ends."""
+        """Called by uvicorn ten times a second. Returns whether the server ends."""
         if not self.should_exit and (reason := self._session.health()) is not None:
             self.engine_error, self.should_exit = reason, True
         return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would give signals back before the engine has stopped; see `serve`."""
+        """uvicorn would restore signals before the engine has stopped; see `serve`."""
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the end, a second SIGINT hurries it, one more ends the process where it stands."""
+        """The first signal starts the shutdown, a second SIGINT hurries it, a third ends the process at once."""
         if sig == signal.SIGINT and (self.force_exit or self.has_ended):
             os._exit(INTERRUPTED)
         self.signalled_at = min(self.signalled_at, time.monotonic())
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to listen. Raises ConfigError when another process got hold of the port meanwhile."""
+        """Start listening. Raises ConfigError if another process has taken the port meanwhile."""
         try:
             await super().startup(sockets)
         except OSError as error:
@@ -172,7 +172,7 @@ class HttpServer(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops to listen and waits for the requests that are being answered, as long as there is time."""
+        """Stop listening and wait for requests in progress as long as there is time."""
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn waits for nothing then
@@ -182,7 +182,7 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(ending, return_exceptions=True)
 
     async def _end_requests(self) -> None:
-        """Ends requests when their time is over, each with an error of its own kind (see the Guard)."""
+        """End requests when their time is over, each with its own error (see the Guard)."""
         until = time.monotonic() + self._drain_s
         while not self.force_exit and (left_s := until - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, _POLL_S))
@@ -190,17 +190,17 @@ class HttpServer(uvicorn.Server):
             request.cancel()
         await self._requests_end()
         for connection in self.server_state.connections:
-            # Its client doesn't read, and what is written to it would wait for ever.
+            # Its client doesn't read, so writing to it would block forever.
             connection.transport.abort()
         await self._requests_end()
 
     async def _requests_end(self) -> None:
         if requests := set(self.server_state.tasks):
-            await asyncio.wait(requests, timeout=_FAREWELL_S)
+            await asyncio.wait(requests, timeout=_FINAL_CHUNK_S)
 
 
 class _Unhandled:
-    """Logs exceptions that no task took. asyncio's own line shows arguments of callbacks, which may be content."""
+    """Logs exceptions that no task handled. asyncio's own line shows arguments of callbacks, which may be content."""
 
     def __init__(self) -> None:
         self._told_of_files_at = -math.inf
@@ -209,6 +209,6 @@ class _Unhandled:
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             log.error("an exception was never handled", exc_info=error)
-        elif loop.time() - self._told_of_files_at > _POLL_S:  # asyncio tells of it thousands of times at once
+        elif loop.time() - self._told_of_files_at > _POLL_S:  # asyncio reports it thousands of times at once
             log.warning("no more files may be open (ulimit -n): new connections wait until others are closed")
             self._told_of_files_at = loop.time()

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api.anthropic_request import Thinker, count_answer, read_messages
+from headrace.api.anthropic_request import ReasoningSettings, count_answer, read_messages
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_tokenize import (
     detokenize_answer,
@@ -22,17 +22,17 @@ from headrace.api.openai_tokenize import (
 )
 from headrace.config import ServerConfig
 from headrace.server.connection import while_connected
-from headrace.server.ignored import IgnoredFields
 from headrace.server.responses import ignored_headers, read_body
+from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 
 Parsed = TypeVar("Parsed")
 
 
 class TokenRoutes:
-    """Text to tokens and back, as the model's own tokenizer and template do it."""
+    """Tokenizes and detokenizes with the model's tokenizer and template."""
 
-    def __init__(self, session: Session, config: ServerConfig, names: tuple[str, ...], ignored: IgnoredFields) -> None:
+    def __init__(self, session: Session, config: ServerConfig, names: tuple[str, ...], ignored: UnknownFields) -> None:
         self._session = session
         self._config = config
         self._names = names
@@ -47,7 +47,7 @@ class TokenRoutes:
             work = self._session.tokenize_chat(call.prompt)
         token_ids = await while_connected(request.receive, work)
         answer = tokenize_answer(token_ids, self._session.model.max_model_len)
-        # Of a long text it takes seconds to write by the standard library.
+        # The standard library takes seconds to encode a long text.
         body = await asyncio.to_thread(to_json, answer)
         return Response(body, media_type="application/json", headers=ignored_headers(call.ignored))
 
@@ -64,8 +64,8 @@ class TokenRoutes:
         return JSONResponse(answer)
 
     async def count_message_tokens(self, request: Request) -> Response:
-        thinker = Thinker(self._session.thinks, self._session.switches_thinking)
-        call = await self._read(request, partial(read_messages, thinker=thinker))
+        reasoning = ReasoningSettings(self._session.thinks, self._session.switches_thinking)
+        call = await self._read(request, partial(read_messages, reasoning=reasoning))
         self._check(call.model, call.ignored)
         token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
         return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))

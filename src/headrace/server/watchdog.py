@@ -1,4 +1,4 @@
-"""A process that kills this one if it outlives a signal for too long."""
+"""A process that kills this one if it survives a signal for too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 logger = logging.getLogger(__name__)
 
-# Standard input is the pipe below: a byte for each signal, the end of file once the watched process is gone.
+# Standard input is the pipe below: a byte per signal, end of file once the watched process is gone.
 _PROGRAM = """
 import os, select, signal, sys, time
 
@@ -35,15 +35,15 @@ if received and os.getppid() == watched:
 def start_watchdog(limit_s: float) -> subprocess.Popen[bytes] | None:
     """Have this process killed `limit_s` seconds after its first SIGINT or SIGTERM, unless it has ended by then.
 
-    A thread could not do that: native code that holds the interpreter's lock stops every thread and every Python signal
-    handler. The interpreter's own handler in C still writes the signal's number to a file descriptor, here a pipe.
-    None if no process can be started.
+    A thread could not do that: native code that holds the interpreter's lock blocks every thread and every Python
+    signal handler. The interpreter's C handler still writes the signal's number to a file descriptor, here a pipe. None
+    if no process can be started.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     words = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), str(limit_s)]
     try:
-        # its own session: Ctrl-C in a terminal is not for it
+        # its own session, so Ctrl-C in a terminal does not reach it
         process = subprocess.Popen(words, stdin=read_end, start_new_session=True)
     except OSError as error:
         logger.warning("no watchdog could be started, so a signal may not end a busy process: %s", error.strerror)

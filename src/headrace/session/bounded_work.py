@@ -1,4 +1,4 @@
-"""Work of clients that waits for a helper process."""
+"""Client work that waits for a helper process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_WAITING = 128
 
 
 class BoundedWork:
-    """Runs so many calls at once in threads, lets MAX_WAITING wait without one, and refuses more."""
+    """Runs a few calls in threads, lets MAX_WAITING wait without a thread, and refuses more."""
 
     def __init__(self, num_threads: int) -> None:
         self._free = asyncio.Semaphore(num_threads)
@@ -34,7 +34,7 @@ class BoundedWork:
             self._num_waiting -= 1
 
     def start(self, function: Callable[..., object], *args: object) -> bool:
-        """Run a function in the background; False if too many wait already."""
+        """Run a function in the background. Returns False if too many are waiting."""
         if self._num_waiting >= MAX_WAITING:
             return False
         task = asyncio.create_task(self.run(function, *args))

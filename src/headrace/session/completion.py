@@ -1,4 +1,4 @@
-"""Completions: prompts without roles, answered as the model writes."""
+"""Completions: prompts without roles, answered as plain text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
-from headrace.session.answer import ChoiceAnswer, PromptAnswers
 from headrace.session.generation import Generations, generation_ids
+from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
 from headrace.session.scores import Scorer
 from headrace.session.settings import check_prompt_ids, naming
 from headrace.session.sparse import completion_thinning
@@ -16,20 +16,18 @@ from headrace.text.template import RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import CompletionRequest
 
-# A completion is text as the model wrote it: no thinking, no frames.
+# A completion is the model's text, unparsed: no thinking, no calls.
 _PLAIN_TEXT = ModelFamily("plain text")
 
 
 class CompletionPrompts:
-    """Makes the prompts of completions."""
-
     def __init__(self, generations: Generations, tokenizer: Tokenizer, scorer: Scorer) -> None:
         self._generations = generations
         self._tokenizer = tokenizer
         self._scorer = scorer
 
-    def make(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
-        """Its prompts, each with the ways back of its choices. Raises RequestError."""
+    def make(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
+        """Its prompts, each with its choices' output processors. Raises RequestError."""
         request_ids = generation_ids(request.request_id, len(request.prompts))
         num_choices = request.answers.num_choices
         return tuple(
@@ -39,7 +37,7 @@ class CompletionPrompts:
 
     def _one(
         self, request: CompletionRequest, request_id: str, prompt: str | tuple[int, ...], first_choice: int
-    ) -> PromptAnswers:
+    ) -> PromptOutputProcessor:
         token_ids = self._token_ids(prompt)
         echo = None
         if request.echo:
@@ -50,10 +48,10 @@ class CompletionPrompts:
             detokenizer = self._tokenizer.detokenizer()
             detokenizer.follow(token_ids)
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
-            choices.append(ChoiceAnswer(choice, detokenizer, parser, scorer))
+            choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
         generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
         draft = self._generations.model.sparse_draft
-        return PromptAnswers(
+        return PromptOutputProcessor(
             replace(generation, thinning=completion_thinning(request.sparse, draft, len(token_ids))),
             choices,
             self._scorer,
@@ -64,7 +62,7 @@ class CompletionPrompts:
 
     def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            self._generations.refuse_misfit((prompt,), "prompt")
+            self._generations.refuse_too_long((prompt,), "prompt")
             token_ids = tuple(naming("prompt", self._tokenizer.encode_document)(prompt))
         else:
             check_prompt_ids(prompt, self._generations.model.tokens, "prompt")

@@ -1,4 +1,4 @@
-"""What a chat's output may be, as the engine is told it, and whether the answer became that."""
+"""The constraint on a chat's output, and checks of finished answers against it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from headrace.grammar.compile import (
 )
 from headrace.grammar.compiler import NUM_PROCESSES
 from headrace.grammar.factory import ConstraintFactory
-from headrace.session.answer import ChoiceAnswer
 from headrace.session.bounded_work import BoundedWork
+from headrace.session.output_processor import ChoiceOutputProcessor
 from headrace.text.formats.registry import FORMATS
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart, ToolDefinition
 from headrace.types.events import FinishReason
-from headrace.types.hold import OutputHold
+from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.request import ConstraintSpec, LateThinking, ThinkingLimit
 
 log = logging.getLogger("headrace.session")
@@ -35,18 +35,18 @@ _ANY_OBJECT = {"type": "object"}
 
 
 _HARMONY_TURN, _HARMONY_ANSWER = "<|start|>assistant", "<|channel|>final<|message|>"
-"""How a model that writes a row of messages begins one, and the one for the user."""
+"""How Harmony begins a message, and the one for the user."""
 
 _HARMONY_RECIPIENT = " to="
 """In the header of a call."""
 
-_THOUGHT, _SAID = "first thought", "then said"
+_THOUGHT, _ANSWERED = "first thought", "then answered"
 
 
 class ChatConstraints:
     """Constraints of chats with one model.
 
-    num_misfits: answers that ended by themselves and yet don't fit the schema that they were held to.
+    num_schema_violations: answers that ended normally but do not match their schema.
     """
 
     def __init__(self, family: ModelFamily, template: ChatTemplate, factory: ConstraintFactory) -> None:
@@ -55,15 +55,15 @@ class ChatConstraints:
         self._factory = factory
         self._work = BoundedWork(NUM_PROCESSES)
         self._lock = threading.Lock()
-        self.num_misfits = 0
+        self.num_schema_violations = 0
 
     async def spec(
         self, request: ChatRequest, prompt: RenderedPrompt
-    ) -> tuple[ConstraintSpec | None, OutputHold | None]:
-        """What the engine has to hold the output to, compiled already, and what its reader has to know of the grammar.
+    ) -> tuple[ConstraintSpec | None, OutputGuarantees | None]:
+        """The engine's constraint, compiled, and the grammar's guarantees for the parser.
 
-        None for nothing, and for no grammar. Raises InvalidRequest, and Overloaded if too many forms wait to be
-        compiled. It may take long: a schema takes milliseconds, a large one seconds.
+        None for no constraint, and for no grammar. Raises InvalidRequest, and Overloaded if too many grammars wait to
+        be compiled. A schema takes milliseconds to compile, a large one seconds.
         """
         form, limit, known = await asyncio.to_thread(self._prepared, request, prompt)
         if form is None:
@@ -72,13 +72,13 @@ class ChatConstraints:
 
     def _prepared(
         self, request: ChatRequest, prompt: RenderedPrompt
-    ) -> tuple[OutputForm | None, ThinkingLimit | None, tuple[ConstraintSpec, OutputHold] | None]:
-        """What is to be compiled, if anything, and that compiled if it is known already."""
+    ) -> tuple[OutputForm | None, ThinkingLimit | None, tuple[ConstraintSpec, OutputGuarantees] | None]:
+        """What to compile, if anything, and the result if it is cached."""
         thinking = _thinking_form(request, prompt, self._family)
         form = self._form(request, thinking)
-        is_held = form is not None
-        has_limit = thinking is not None or not is_held
-        limit = self._limit(request, is_open=prompt.thinking_open, is_held=is_held) if has_limit else None
+        is_constrained = form is not None
+        has_limit = thinking is not None or not is_constrained
+        limit = self._limit(request, is_open=prompt.thinking_open, is_constrained=is_constrained) if has_limit else None
         return form, limit, None if form is None else self._factory.known(form, limit)
 
     def _form(self, request: ChatRequest, thinking: ThinkingForm | None) -> OutputForm | None:
@@ -91,7 +91,7 @@ class ChatConstraints:
         return OutputForm(request.structure, calls, self._family.tool_format, thinking)
 
     def _calls(self, request: ChatRequest) -> CallsForm | None:
-        """Calls that have to be held to something; None if there may be none, or any."""
+        """The constraint on calls; None if there may be none, or any."""
         choice, tools = request.tool_choice, callable_tools(request)
         if choice.mode == "required" and not tools:
             raise InvalidRequest("a call is required, but there is no tool that may be called", param="tool_choice")
@@ -99,14 +99,14 @@ class ChatConstraints:
             return None
         is_strict = any(tool.strict for tool in tools)
         if choice.mode == "auto" and not is_strict and choice.is_parallel:
-            # Beside a form of the answer calls need one, too; a choice of tools is a limit as well.
+            # With a structured answer calls need a grammar, too; a choice of tools is a constraint as well.
             is_limited = request.structure is not None or choice.names is not None
             if not is_limited or not can_enforce_calls(self._family.tool_format):
                 return None
         return CallsForm(tools, is_required=choice.mode == "required", is_parallel=choice.is_parallel)
 
-    def _limit(self, request: ChatRequest, *, is_open: bool, is_held: bool) -> ThinkingLimit | None:
-        """None also for a model that doesn't think: it keeps within any limit. is_held: by a grammar."""
+    def _limit(self, request: ChatRequest, *, is_open: bool, is_constrained: bool) -> ThinkingLimit | None:
+        """None also for a model that doesn't think. is_constrained: by a grammar."""
         opener, closer = self._family.think_open, self._family.think_close
         if request.thinking_budget is None or opener is None or closer is None:
             return None
@@ -117,7 +117,7 @@ class ChatConstraints:
             closer=closer,
             closing=tuple(self._factory.vocabulary.tokenizer.encode(closing)),
             is_open=is_open,
-            late=None if is_held else self._late(request, closing),
+            late=None if is_constrained else self._late(request, closing),
         )
 
     def _late(self, request: ChatRequest, closing: str) -> LateThinking:
@@ -129,7 +129,7 @@ class ChatConstraints:
         return LateThinking(openers, bare_openers, max_inline=MAX_BLOCK - len(closing))
 
     def _closing(self, closer: str, *, has_tools: bool) -> str:
-        """What ends thinking and begins what follows, as the model's own template writes it."""
+        """What ends thinking and begins what follows, as the model's template writes it."""
         if self._family.speaks_harmony:
             return closer + (_HARMONY_TURN if has_tools else _HARMONY_TURN + _HARMONY_ANSWER)
         return self._between or f"\n{closer}\n\n"
@@ -138,10 +138,10 @@ class ChatConstraints:
     def _between(self) -> str | None:
         return _between(self._template, self._family.think_close or "")
 
-    def check_answers(self, request: ChatRequest, choices: Sequence[ChoiceAnswer]) -> None:
-        """Checks in the background whether JSON answers fit their schema.
+    def check_answers(self, request: ChatRequest, choices: Sequence[ChoiceOutputProcessor]) -> None:
+        """Check in the background whether JSON answers match their schema.
 
-        They have been delivered by then, so a misfit is only logged and counted.
+        They have been delivered by then, so a violation is only logged and counted.
         """
         if request.structure is None or request.structure.kind not in ("json_schema", "json_object"):
             return
@@ -154,12 +154,12 @@ class ChatConstraints:
     def _check(self, name: str, schema: Any, text: str) -> None:
         if (reason := self._factory.misfit(schema, text)) is not None:
             with self._lock:
-                self.num_misfits += 1
+                self.num_schema_violations += 1
             log.error("%s does not fit its schema: %s", name, reason)
 
 
 def callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
-    """Tools whose calls are looked for in the answer. The prompt shows all of them: its beginning stays the same."""
+    """Tools whose calls are parsed in the answer. The prompt shows all tools, so that its prefix stays the same."""
     choice = request.tool_choice
     if choice.mode == "none":
         return ()
@@ -178,15 +178,15 @@ def _thinking_form(request: ChatRequest, prompt: RenderedPrompt, family: ModelFa
 
 
 def _between(template: ChatTemplate, closer: str) -> str | None:
-    """What a chat template writes between thinking and answer; None if it doesn't show that."""
+    """What a chat template writes between thinking and answer; None if unknown."""
     messages = (
         ChatMessage("user", (TextPart("?"),)),
-        ChatMessage("assistant", (TextPart(_SAID),), reasoning=_THOUGHT),
+        ChatMessage("assistant", (TextPart(_ANSWERED),), reasoning=_THOUGHT),
     )
     try:
         text = template.render(ChatRequest("", messages, continue_final_message=True), finds_boundaries=False).text
     except InvalidRequest:
         return None
     _, _, behind = text.rpartition(_THOUGHT)
-    between, found, _ = behind.rpartition(_SAID)
+    between, found, _ = behind.rpartition(_ANSWERED)
     return between if found and between.strip() == closer.strip() else None

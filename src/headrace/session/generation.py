@@ -1,4 +1,4 @@
-"""From what a request asks for to what the engine is asked for."""
+"""Builds engine requests from client requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headrace.session.settings import (
     check_sampling,
     check_stop,
     fit_max_tokens,
-    refuse_misfit,
     refuse_oversized,
+    refuse_too_long,
     resolve_sampling,
 )
 from headrace.session.sparse import check_sparse
@@ -24,27 +24,27 @@ from headrace.types.request import GenerationRequest
 
 
 class Generations:
-    """Makes the requests that one engine gets."""
+    """Builds requests for one engine."""
 
     def __init__(self, model: ModelDescription, tokenizer: Tokenizer, defaults: Defaults) -> None:
-        """defaults: the model's and the server's together."""
+        """defaults: the model's and the server's, merged."""
         self.model = model
         self._tokenizer = tokenizer
         self._defaults = defaults
 
     def check(self, request: ChatRequest | CompletionRequest) -> None:
-        """What can be told without the prompt. Raises InvalidRequest, naming the field."""
+        """Check what does not need the prompt. Raises InvalidRequest, naming the field."""
         check_sampling(request.sampling, self.model.tokens)
         check_stop(request.sampling, request.stop, self.model.tokens)
         check_sparse(request.sparse, self.model.sparse_draft)
 
     def refuse_oversized(self, texts: Sequence[str], param: str) -> None:
-        """Raises ContextTooLong for texts that are too long to be encoded, whatever for."""
+        """Raise ContextTooLong for texts that are never encoded."""
         refuse_oversized(texts, self.model.max_model_len, param)
 
-    def refuse_misfit(self, texts: Sequence[str], param: str) -> None:
-        """Raises ContextTooLong for texts that can't fit the context, without counting their tokens."""
-        refuse_misfit(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
+    def refuse_too_long(self, texts: Sequence[str], param: str) -> None:
+        """Raise ContextTooLong for texts that can't fit the context, without counting their tokens."""
+        refuse_too_long(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
 
     def make(
         self,
@@ -59,11 +59,11 @@ class Generations:
         Raises ContextTooLong and InvalidRequest, naming that field.
         """
         if self._tokenizer.token_ids.end > self.model.tokens.end:
-            # a text may hold tokens that the weights have no rows for
+            # a text may contain tokens that the weights have no rows for
             check_prompt_ids(prompt.token_ids, self.model.tokens, param)
         stop_token_ids = frozenset(request.stop.token_ids)
         if not request.stop.ignore_eos:
-            # Many a config.json names the end of a document only, and the tokenizer the end of a turn.
+            # config.json often lists only the end of a document, and the tokenizer the end of a turn.
             end = self._tokenizer.eos_token_id
             stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
         asked = self._defaults.max_tokens if request.stop.max_tokens is None else request.stop.max_tokens
@@ -86,14 +86,14 @@ class Generations:
 
 
 def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
-    """Ids under which the engine knows a request's prompts: the request's own if it has one."""
+    """Engine ids of a request's prompts: the request's own if it has one."""
     if num_prompts == 1:
         return (request_id,)
     return tuple(f"{request_id}-{index}" for index in range(num_prompts))
 
 
 def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """The larger of what is asked for by itself and with an echo."""
+    """The larger of what is requested directly and with an echo."""
     wanted = [request.answers.num_prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo:
         wanted.append(request.answers.num_logprobs)

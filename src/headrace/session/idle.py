@@ -1,7 +1,7 @@
-"""While nobody asks for anything: compute finished turns as the next prompt will show them.
+"""Computes finished turns while the server is idle, as the next prompt will render them.
 
-A template may show an answer otherwise than the model wrote it (without its thinking). What the engine holds of the
-answer is then of no use to the next turn, and the answer would be computed again while somebody waits.
+A template may render an earlier answer differently from the model's output (without its thinking). The state of that
+output is then useless for the next turn, which would have to compute the answer again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 log = logging.getLogger("headrace.session")
 
 SESSION = "idle"
-"""Whose turn this work is."""
+"""The session name of this work."""
 
 PAUSE_S = 0.25
-"""An agent's next request comes at once: its rendering should not have to share the processor with ours."""
+"""An agent's next request comes at once, and its rendering should not have to share the processor with this work."""
 
 _MAX_WAITING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """A chat's request, the answer as its client will send it back, and what the engine worked with.
+    """A chat's request, its answer as the client will send it back, and the engine's request and output.
 
-    output: token ids of the answer, without the one that ended it.
+    output: token ids of the answer, without a final stop token.
     """
 
     request: ChatRequest
@@ -45,7 +45,7 @@ class FinishedTurn:
 
 
 class IdleTurns:
-    """Finished turns that wait for a quiet moment, the latest first; of many, the oldest are forgotten.
+    """Finished turns waiting for an idle moment, latest first; the oldest are dropped.
 
     render: how a request and its answer begin the next prompt; called in a thread.
     """
@@ -58,7 +58,7 @@ class IdleTurns:
         self._work: asyncio.Task[None] | None = None
 
     def add(self, turn: FinishedTurn) -> None:
-        """A turn has finished; the same conversation's earlier ones are of no more use."""
+        """Add a turn; earlier ones of the same conversation are dropped."""
         for earlier in list(self._waiting):
             messages = earlier.request.messages
             if turn.request.messages[: len(messages)] == messages:
@@ -67,14 +67,14 @@ class IdleTurns:
 
     @asynccontextmanager
     async def put_off(self) -> AsyncGenerator[None, None]:
-        """Nothing is prepared while somebody is inside; what was in progress is given up."""
+        """While inside, nothing is prepared; work in progress is aborted."""
         self._num_busy += 1
         try:
             await self._give_up()
             yield
         finally:
             self._num_busy -= 1
-        # Not after an error or a cancellation: the event loop may be about to end.
+        # Not after an error or a cancellation: the event loop may be about to close.
         if self._num_busy == 0 and self._waiting:
             self._work = asyncio.create_task(self._prepare_all())
 
@@ -90,7 +90,7 @@ class IdleTurns:
             turn = self._waiting.pop()
             try:
                 await self._prepare(turn)
-            except HeadraceError as error:  # nobody waits for it: the next turn is slower, that's all
+            except HeadraceError as error:  # only the next turn becomes slower
                 log.debug("%s is not prepared for its next turn: %s", turn.generation.request_id, error)
 
     async def _prepare(self, turn: FinishedTurn) -> None:

@@ -10,13 +10,13 @@ Item = TypeVar("Item")
 
 
 async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """The items of all streams as they come, those of each in order. Closes the streams at its own end.
+    """The items of all streams as they come, those of each in order. Closes the streams at the end.
 
     The first error of a stream ends everything.
     """
     pending: dict[asyncio.Task[Item], AsyncGenerator[Item, None]] = {}
     try:
-        if len(streams) == 1:  # the usual case, without a task for each item
+        if len(streams) == 1:  # the usual case: no task per item
             async for item in streams[0]:
                 yield item
             return

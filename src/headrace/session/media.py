@@ -1,4 +1,4 @@
-"""Media of a chat: read, prepared, and put into its prompt."""
+"""Reads and prepares a chat's media and inserts them into its prompt."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from headrace.media.fetch import MediaFetcher
 from headrace.media.inline import split_frames
 from headrace.media.prepare import MediaFiles
 from headrace.media.prompt import expanded_length
-from headrace.session.media_ways import MediaWay, ShownItem
+from headrace.session.media_processor import MediaProcessor, ProcessedItem
 from headrace.text.normalise import media_parts
 from headrace.text.template import RenderedPrompt
 from headrace.types.chat import ChatRequest, ContentPart, MediaPart, TextPart
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 
 KEPT_BYTES = 256 * 1024 * 1024
-"""Of prepared media that are kept for the next turn of a chat, which sends all of its pictures again."""
+"""Prepared media kept for the next turn of a chat, which sends all of its pictures again."""
 
 log = logging.getLogger("headrace.session")
 
 Render = Callable[[ChatRequest], RenderedPrompt]
-"""A chat's prompt, each image or video one placeholder."""
+"""Renders a chat's prompt, with one placeholder per image or video."""
 
 _Key = tuple[bytes, str, bool, object]
 
@@ -36,24 +36,24 @@ _Key = tuple[bytes, str, bool, object]
 class MediaReader:
     """Reads media for one model. Belongs to one event loop."""
 
-    def __init__(self, way: MediaWay, policy: MediaPolicy, limits: MediaLimits) -> None:
-        """Raises ConfigError for a policy that makes no sense."""
-        self._way = way
+    def __init__(self, processor: MediaProcessor, policy: MediaPolicy, limits: MediaLimits) -> None:
+        """Raises ConfigError for an invalid policy."""
+        self._processor = processor
         self._limits = limits
         self._fetcher = MediaFetcher(policy)
         self._decoder = MediaDecoder(limits)
         self._decoders = asyncio.Semaphore(MAX_DECODERS)
-        self._kept: OrderedDict[_Key, tuple[ShownItem, ...]] = OrderedDict()
+        self._kept: OrderedDict[_Key, tuple[ProcessedItem, ...]] = OrderedDict()
         self._kept_bytes = 0
 
     async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
-        """The prompt of a chat with all of its media in place. render: makes it without, in any thread.
+        """The prompt of a chat with all of its media. render: renders it without them, in any thread.
 
         Raises InvalidRequest that names a part, ContextTooLong for `max_tokens` or more, and what `render` raises.
         """
         parts = media_parts(request.messages)
-        if self._way.sees_videos or all(part.kind == "image" for part in parts):
-            # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+        if self._processor.sees_videos or all(part.kind == "image" for part in parts):
+            # Rendering and encoding a long prompt takes up to a second; other streams go on meanwhile.
             prompt = await run_in_thread(render, request)
             prepared = await self._read_all(parts, max_tokens)
         else:
@@ -64,9 +64,9 @@ class MediaReader:
             prompt = await run_in_thread(render, _with_frames(request, num_frames))
         return await run_in_thread(self._place, prompt, [item for items in prepared for item in items])
 
-    async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ShownItem, ...]]:
-        """What the model is shown of each part."""
-        prepared: list[tuple[ShownItem, ...]] = []
+    async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ProcessedItem, ...]]:
+        """The processed items of each part."""
+        prepared: list[tuple[ProcessedItem, ...]] = []
         num_tokens = 0
         for part in parts:
             prepared.append(await self._read(part, max_tokens))
@@ -75,10 +75,11 @@ class MediaReader:
                 raise ContextTooLong.of_prompt(max_tokens, num_tokens, part.param, at_least=True)
         return prepared
 
-    def _place(self, prompt: RenderedPrompt, prepared: Sequence[ShownItem]) -> tuple[RenderedPrompt, PromptMedia]:
-        """The prompt with its media's placeholders. Raises InvalidRequest if the template has not shown each item."""
+    def _place(self, prompt: RenderedPrompt, prepared: Sequence[ProcessedItem]) -> tuple[RenderedPrompt, PromptMedia]:
+        """The prompt with its media's placeholders. Raises InvalidRequest if the template has not rendered each
+        item."""
         try:
-            expanded = self._way.expand(prompt.token_ids, prepared)
+            expanded = self._processor.expand(prompt.token_ids, prepared)
         except ValueError as error:
             message = f"the model's chat template does not show all media of these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
@@ -88,7 +89,7 @@ class MediaReader:
         )
         return replace(prompt, token_ids=expanded.token_ids, boundaries=boundaries), expanded.media
 
-    async def _read(self, part: MediaPart, max_tokens: int) -> tuple[ShownItem, ...]:
+    async def _read(self, part: MediaPart, max_tokens: int) -> tuple[ProcessedItem, ...]:
         frames = split_frames(part.source, self._limits.sampled_frames, part.param) if part.kind == "video" else None
         files = [await self._fetcher.read(source, part.param) for source in frames or (part.source,)]
         key = (
@@ -102,10 +103,10 @@ class MediaReader:
             return self._kept[key]
         item = MediaFiles(part.kind, tuple(files), frames is not None, part.options, part.param)
         async with self._decoders:
-            prepared = self._kept.get(key)  # another request may have sent the same one meanwhile
+            prepared = self._kept.get(key)  # another request may have sent the same item meanwhile
             if prepared is None:
                 limits = replace(self._limits, tokens=max_tokens)
-                prepared = await run_in_thread(self._way.prepare, item, limits, self._decoder)
+                prepared = await run_in_thread(self._processor.prepare, item, limits, self._decoder)
                 self._keep(key, prepared)
             return prepared
 
@@ -113,8 +114,8 @@ class MediaReader:
         """Prepare in the background for the first item."""
         self._decoder.warm()
 
-    def _keep(self, key: _Key, prepared: tuple[ShownItem, ...]) -> None:
-        if key in self._kept:  # two requests have read the same one at the same time
+    def _keep(self, key: _Key, prepared: tuple[ProcessedItem, ...]) -> None:
+        if key in self._kept:  # two requests have read the same item at the same time
             return
         self._kept[key] = prepared
         self._kept_bytes += _num_bytes(prepared)
@@ -123,12 +124,12 @@ class MediaReader:
             self._kept_bytes -= _num_bytes(oldest)
 
 
-def _num_bytes(prepared: Sequence[ShownItem]) -> int:
+def _num_bytes(prepared: Sequence[ProcessedItem]) -> int:
     return sum(item.num_bytes for item in prepared)
 
 
 def _with_frames(request: ChatRequest, num_frames: Mapping[int, int]) -> ChatRequest:
-    """The request with an image for each frame in a video's place. num_frames: by the part's identity."""
+    """The request with an image for each frame of a video. num_frames: by the part's identity."""
     messages = tuple(
         replace(message, content=tuple(shown for part in message.content for shown in _shown(part, num_frames)))
         for message in request.messages

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as clients get them, and which piece of text each of them belongs to."""
+"""Log-probabilities as shown to clients, and the piece of text that each belongs to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from headrace.types.events import TokenLogprobs, TokenScore
 
 
 class Scorer:
-    """Token ids and their log-probabilities as clients are told them."""
+    """Converts token ids and their log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def score(self, told: TokenLogprobs) -> TokenScore:
+    def score(self, logprobs: TokenLogprobs) -> TokenScore:
         """One token of an answer, with its alternatives."""
-        top = tuple(self._token(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(told.top, start=1))
-        return replace(self._token(told.token_id, told.logprob, told.rank), top=top)
+        top = tuple(
+            self._token(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(logprobs.top, start=1)
+        )
+        return replace(self._token(logprobs.token_id, logprobs.logprob, logprobs.rank), top=top)
 
-    def prompt(self, token_ids: Sequence[int], told: Sequence[TokenLogprobs | None]) -> tuple[TokenScore, ...]:
-        """All tokens of a prompt; what nothing predicted has no log-probability."""
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> tuple[TokenScore, ...]:
+        """All tokens of a prompt; the first has no log-probability."""
         return tuple(
             self._token(token_id, None, None) if each is None else self.score(each)
-            for token_id, each in zip(token_ids, told, strict=True)
+            for token_id, each in zip(token_ids, logprobs, strict=True)
         )
 
     def _token(self, token_id: int, logprob: float | None, rank: int | None) -> TokenScore:
@@ -35,16 +37,16 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """Scores that become due with a piece of text. hidden: of tokens before it. own: of those that begin in it."""
+    """The scores sent with a piece of text. hidden: of tokens before it. own: of those that begin in it."""
 
     hidden: tuple[TokenScore, ...] = ()
     own: tuple[TokenScore, ...] = ()
 
 
 class ScoreQueue:
-    """Scores of one choice's tokens that no event has carried yet, each with the text that its token decoded to.
+    """Scores of one choice that no event has carried yet, each with the text of its token.
 
-    A parser gives pieces of that text in order and drops others (markers). A piece is found by searching backwards from
+    A parser emits pieces of that text in order and drops others (markers). A piece is found by searching backwards from
     the end of what the parser has decided, because dropped text lies before it.
     """
 
@@ -62,7 +64,7 @@ class ScoreQueue:
         end = max(len(queued) - num_held, 0)
         for text in reversed(texts):
             end = queued.rfind(text, 0, end)
-            if end < 0:  # no piece of what was queued: better early than lost
+            if end < 0:  # not a piece of the queued text: better early than lost
                 return [TextScores(own=self.rest()), *[TextScores()] * (len(texts) - 1)]
             starts.append(end)
         taken: list[TextScores] = []
@@ -79,7 +81,7 @@ class ScoreQueue:
         return rest
 
     def _skip(self, num_characters: int) -> tuple[TokenScore, ...]:
-        """The tokens that end within so many characters, and special tokens without text behind them."""
+        """The tokens that end within so many characters, and special tokens without text after them."""
         skipped: list[TokenScore] = []
         while self._queue:
             score, text = self._queue[0]

@@ -24,14 +24,14 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.session.answer import ChoiceAnswer, PromptAnswers, usage_of
 from headrace.session.completion import CompletionPrompts
 from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.generation import Generations
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
-from headrace.session.media_ways import find_way
+from headrace.session.media_processor import find_media_processor
+from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor, usage_of
 from headrace.session.scores import Scorer
 from headrace.session.settings import (
     NO_DEFAULTS,
@@ -44,7 +44,7 @@ from headrace.session.settings import (
 )
 from headrace.session.source import TokenSource, TokenStream
 from headrace.session.sparse import chat_thinning
-from headrace.session.words import Words, load_words
+from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.text.detokenize import Detokenizer
 from headrace.text.encoder import LONG_TEXT
 from headrace.text.fences import LineTracker
@@ -55,9 +55,9 @@ from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Finished, Progress, Started, TokenOutput
-from headrace.types.hold import OutputHold
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
+from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.status import EngineStatus
 
 log = logging.getLogger("headrace.session")
@@ -72,8 +72,8 @@ _NUM_LONG_TEXTS = 4
 class Session:
     """Serves requests with one engine.
 
-    prepares_turns: whether finished chats are made ready for their next turn in quiet moments, see IdleTurns.
-    constraints: the engine's own; None to make others of the same tokenizer, for an engine that refuses them.
+    prepares_turns: whether finished chats are prepared for their next turn while idle, see IdleTurns.
+    constraints: the engine's; None to make others of the same tokenizer, for an engine that refuses them.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Session:
         media: MediaReader | None = None,
         defaults: Defaults = NO_DEFAULTS,
     ) -> None:
-        """media: None for a model that sees nothing."""
+        """media: None for a text model."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
@@ -98,10 +98,10 @@ class Session:
         self._server_defaults = defaults
         self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
-        self._num_broken_calls = 0
-        # Threads that wait for a helper process to encode must not keep other work waiting.
+        self._num_malformed_calls = 0
+        # Threads that wait for a helper process to encode must not delay other work.
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_TEXTS, "long-text")
-        self._num_misfit_calls = 0
+        self._num_call_violations = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer), LineTracker)
@@ -111,26 +111,26 @@ class Session:
     def over(
         cls,
         engine: TokenSource,
-        words: Words | None = None,
+        text: TextPipeline | None = None,
         *,
         prepares_turns: bool = False,
         media: tuple[MediaPolicy, MediaLimits] = (MediaPolicy(), MediaLimits()),
         defaults: Defaults = NO_DEFAULTS,
     ) -> Session:
-        """A session with the tokenizer and the template that lie in the model's folder.
+        """A session with the tokenizer and the template in the model's folder.
 
-        words: these, if they have been read already. media: what is taken of images and videos, by a model that sees.
-        Raises ModelError, and ConfigError for a policy that makes no sense.
+        text: the pipeline, if it is loaded already.
+        media: what a model with vision accepts. Raises ModelError, and ConfigError for an invalid policy.
         """
-        words = words or load_words(engine.model.directory, engine.model.model_type)
-        way = find_way(engine.model, words.tokenizer.encode)
-        reader = None if way is None else MediaReader(way, *media)
+        text = text or load_text_pipeline(engine.model.directory, engine.model.model_type)
+        processor = find_media_processor(engine.model, text.tokenizer.encode)
+        reader = None if processor is None else MediaReader(processor, *media)
         return cls(
             engine,
-            words.tokenizer,
-            words.template,
-            words.family,
-            constraints=words.constraints,
+            text.tokenizer,
+            text.template,
+            text.family,
+            constraints=text.constraints,
             prepares_turns=prepares_turns,
             media=reader,
             defaults=defaults,
@@ -142,7 +142,7 @@ class Session:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for start-up: how the model's family is served, and the sampling that requests get without asking."""
+        """Lines for start-up: how the model's family is served, and the default sampling."""
         refused = () if self.takes_chats else ("no chat template: completions only, chats are refused",)
         return (*explain(self._family), *refused, *explain_defaults(self._model_defaults, self._server_defaults))
 
@@ -162,12 +162,12 @@ class Session:
 
     @property
     def thinks(self) -> bool:
-        """Whether the model thinks before it answers, unless it is told not to."""
+        """Whether the model thinks by default."""
         return self._family.think_close is not None
 
     @property
     def switches_thinking(self) -> bool:
-        """Whether a request can tell the model to think or not to."""
+        """Whether a request can turn thinking on or off."""
         return self._family.switches_thinking
 
     def warm(self) -> None:
@@ -179,38 +179,39 @@ class Session:
         return self._engine.health()
 
     async def status(self) -> EngineStatus:
-        """What the engine is doing. Raises EngineDead."""
+        """The engine's status. Raises EngineDead."""
         self._refuse_if_dead()
         return replace(
             await self._engine.status(),
-            num_misfits=self._constraints.num_misfits + self._num_misfit_calls,
-            num_broken_calls=self._num_broken_calls,
+            num_schema_violations=self._constraints.num_schema_violations + self._num_call_violations,
+            num_malformed_calls=self._num_malformed_calls,
         )
 
     async def clear_cache(self) -> int:
-        """Drops what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
+        """Drop what the prefix cache holds and isn't in use. Returns the bytes freed. Raises EngineDead."""
         self._refuse_if_dead()
         return await self._engine.clear_cache()
 
     async def abort(self, request_id: str) -> bool:
-        """Cancels one prompt's work by its id (see `generation_ids`). False if there is no such work."""
+        """Abort one prompt by its id (see `generation_ids`). Returns False if there is no such work."""
         return await self._engine.abort(request_id)
 
     def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
         """Events of a chat's answers.
 
-        Started comes once the engine has queued the request, then text and reasoning of every choice as they are made,
-        and a Finished for each choice. Closing the generator aborts the request in the engine. Raises RequestError
-        before Started when the request can't be served, EngineDead, GenerationFailed, and RequestCancelled.
+        Started comes once the engine has queued the request, then text and reasoning of every choice as they are
+        generated, and a Finished for each choice. Closing the generator aborts the request in the engine. Raises
+        RequestError before Started when the request can't be served, EngineDead, GenerationFailed, and
+        RequestCancelled.
         """
         return self._answer(request, partial(self._chat_prompts, request), partial(self._note_chat, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
-        """Events of a completion's answers, as for a chat. Prompts are worked on side by side."""
+        """Events of a completion's answers, as for a chat. Prompts run concurrently."""
         return self._answer(request, partial(self._completion_prompts, request))
 
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
-        """The prompt that a chat comes to, also one that leaves no room for an answer. Raises InvalidRequest.
+        """The prompt of a chat, even if it leaves no room for an answer. Raises InvalidRequest.
 
         It may be longer than the context, but texts that are too long to be encoded raise ContextTooLong.
         """
@@ -224,7 +225,7 @@ class Session:
         return tuple(await self._host_work((text,), naming("prompt", encode), text))
 
     async def detokenize(self, token_ids: tuple[int, ...]) -> str:
-        """The text of token ids, special tokens by their names. Raises InvalidRequest for an id that is no token."""
+        """The text of token ids, special tokens by their names. Raises InvalidRequest for an invalid id."""
         check_prompt_ids(token_ids, self.model.tokens, "tokens")
         return await run_in_thread(self._tokenizer.decode_all, token_ids)
 
@@ -235,10 +236,10 @@ class Session:
     async def _answer(
         self,
         request: ChatRequest | CompletionRequest,
-        prepare: Callable[[], Awaitable[Sequence[PromptAnswers]]],
-        note: Callable[[Sequence[PromptAnswers]], None] = lambda prompts: None,
+        prepare: Callable[[], Awaitable[Sequence[PromptOutputProcessor]]],
+        note: Callable[[Sequence[PromptOutputProcessor]], None] = lambda prompts: None,
     ) -> AsyncGenerator[Event, None]:
-        """Events of all prompts. note: takes them once they are answered."""
+        """Events of all prompts. note: called with them once they are answered."""
         self._refuse_if_dead()
         async with AsyncExitStack() as open_streams:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
@@ -249,7 +250,7 @@ class Session:
             yield Started(usage.num_prompt_tokens, usage.route)
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
-                    # Events of several prompts wait for each other: what is counted is up to the one that goes out.
+                    # Events of several prompts are interleaved: counts go up to the event being sent.
                     if isinstance(event, Finished):
                         event = replace(event, usage=usage_of(prompts))
                     elif request.answers.counts_progress:
@@ -257,22 +258,22 @@ class Session:
                     yield event
             note(prompts)
 
-    def _note_chat(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:
+    def _note_chat(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
         for prompt in prompts:
             self._constraints.check_answers(request, prompt.choices)
         self._note_turn(request, prompts)
 
-    def _note_turn(self, request: ChatRequest, prompts: Sequence[PromptAnswers]) -> None:
-        """Remembers an answered chat for a quiet moment. Which of several choices goes on can't be known."""
+    def _note_turn(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
+        """Remember an answered chat for IdleTurns. With several choices, the one that continues is unknown."""
         (prompt,) = prompts
         choice = prompt.choices[0]
-        if prompt.request.media is not None:  # the next prompt would need its media read once more
+        if prompt.request.media is not None:  # the next prompt would have to read its media again
             return
-        if prompt.sparse is not None and prompt.sparse.num_dropped:  # all that was left out would have to be computed
+        if prompt.sparse is not None and prompt.sparse.num_dropped:  # everything left out would have to be computed
             return
         if self._idle is None or len(prompt.choices) > 1 or request.continue_final_message or not choice.text:
             return
-        if choice.num_calls:  # the next message is a result, not a question
+        if choice.num_calls:  # the next message is a tool result, not a question
             return
         # A client that sends thinking back has done so before; at a first turn most don't.
         echoes = any(with_thinking_apart(message, self._family).reasoning for message in request.messages)
@@ -280,10 +281,12 @@ class Session:
         answer = ChatMessage("assistant", (TextPart(choice.text),), reasoning)
         self._idle.add(FinishedTurn(request, answer, prompt.request, tuple(choice.token_ids)))
 
-    async def _submit(self, prompts: Sequence[PromptAnswers], open_streams: AsyncExitStack) -> list[TokenStream]:
-        """Queues all prompts, side by side: the engine answers between two steps, once for all of them.
+    async def _submit(
+        self, prompts: Sequence[PromptOutputProcessor], open_streams: AsyncExitStack
+    ) -> list[TokenStream]:
+        """Queue all prompts together: the engine answers between two steps, once for all of them.
 
-        What was queued is closed with `open_streams`, whatever became of the others.
+        Queued ones are closed with `open_streams`, whatever happens to the others.
         """
         submitting = [asyncio.ensure_future(self._engine.submit(prompt.request)) for prompt in prompts]
         try:
@@ -297,7 +300,7 @@ class Session:
                     open_streams.push_async_callback(each.aclose)
         return [task.result() for task in submitting]
 
-    async def _events(self, prompt: PromptAnswers, outputs: TokenStream) -> AsyncGenerator[Event, None]:
+    async def _events(self, prompt: PromptOutputProcessor, outputs: TokenStream) -> AsyncGenerator[Event, None]:
         async for output in outputs:
             if output.reuse is not None:
                 log.info("%s: %s", output.request_id, output.reuse)
@@ -312,22 +315,22 @@ class Session:
                 return
         raise GenerationFailed("the engine ended the answer without a reason")
 
-    def _log_call_faults(self, output: TokenOutput, prompt: PromptAnswers) -> None:
-        """Counts and logs faults of calls, without what the model wrote."""
+    def _log_call_faults(self, output: TokenOutput, prompt: PromptOutputProcessor) -> None:
+        """Count and log faults of calls, without the model's text."""
         choice = next(each for each in prompt.choices if each.choice == output.choice + prompt.choices[0].choice)
         for fault in choice.take_call_faults():
-            self._num_broken_calls += fault.is_broken
-            self._num_misfit_calls += fault.breaks_schema
+            self._num_malformed_calls += fault.is_broken
+            self._num_call_violations += fault.breaks_schema
             kind = "what began as a call is none" if fault.is_broken else "a call does not fit its tool's schema"
             log.info(
                 "%s: %s: %s; since the start %d broken calls, %d values of a wrong type",
-                output.request_id, kind, fault.reason, self._num_broken_calls, self._num_misfit_calls,
+                output.request_id, kind, fault.reason, self._num_malformed_calls, self._num_call_violations,
             )  # fmt: skip
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
-        """The prompt of a chat. max_model_len: for one that is to be answered, None for one that is only looked at."""
+        """The prompt of a chat. max_model_len: for one to be answered, None for one to be tokenized only."""
         is_answered = max_model_len is not None
-        refuse = self._generations.refuse_misfit if is_answered else self._generations.refuse_oversized
+        refuse = self._generations.refuse_too_long if is_answered else self._generations.refuse_oversized
         refuse(_lasting_texts(request, self._family.think_close), "messages")
         arguments = [call.arguments for message in request.messages for call in message.tool_calls]
         self._generations.refuse_oversized(arguments, "messages")
@@ -339,16 +342,16 @@ class Session:
     async def _prompt(
         self, request: ChatRequest, max_model_len: int | None
     ) -> tuple[RenderedPrompt, PromptMedia | None]:
-        """The prompt of a chat with all of its media in place. max_model_len: as in `_render`."""
+        """The prompt of a chat with all of its media. max_model_len: as in `_render`."""
         parts = media_parts(request.messages)
         if parts and self._media is None:
             message = f"{parts[0].param}: the model takes no {parts[0].kind}s"
             raise UnsupportedField(message, param=parts[0].param)
         if self._media is None or not parts:
-            # A long prompt takes a good part of a second to render and encode; other streams go on meanwhile.
+            # Rendering and encoding a long prompt takes up to a second; other streams go on meanwhile.
             return await self._host_work(_texts(request), self._render, request, max_model_len), None
         render = partial(self._render, max_model_len=max_model_len)
-        # Media are told apart by their order in the prompt.
+        # Media are matched by their order in the prompt.
         ordered = self._template.with_matched_results(request)
         return await self._media.prompt(ordered, render, self.model.max_model_len)
 
@@ -360,51 +363,53 @@ class Session:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Work on texts in a thread, which ends soon after the caller is cancelled."""
+        """Run work on texts in a thread, which ends soon after the caller is cancelled."""
         pool = self._long_texts if sum(map(len, texts)) > LONG_TEXT else None
         return await run_in_pool(pool, work, *args, **kwargs)
 
-    async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptAnswers]:
+    async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
         self._generations.check(request)
         prompt, media = await self._prompt(request, self.model.max_model_len)
-        constraint, hold = await self._constraints.spec(request, prompt)
-        # In a thread: of bad words there may be many to encode.
+        constraint, guarantees = await self._constraints.spec(request, prompt)
+        # In a thread: there may be many bad words to encode.
         make = partial(self._generations.make, request, request.request_id, prompt, "messages", media)
         generation = await run_in_thread(make) if request.sampling.bad_words else make()
         thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
         generation = replace(generation, constraint=constraint, thinning=thinning)
         scorer = None if request.answers.num_logprobs is None else self._scorer
         choices = [
-            ChoiceAnswer(
+            ChoiceOutputProcessor(
                 choice,
                 self._detokenizer(request, prompt),
-                self._parser(request, prompt, hold),
+                self._parser(request, prompt, guarantees),
                 scorer,
             )
             for choice in range(request.answers.num_choices)
         ]
-        told = request.answers.num_prompt_logprobs
-        return (PromptAnswers(generation, choices, self._scorer, num_prompt_logprobs=told),)
+        num_prompt_logprobs = request.answers.num_prompt_logprobs
+        return (PromptOutputProcessor(generation, choices, self._scorer, num_prompt_logprobs=num_prompt_logprobs),)
 
     def _detokenizer(self, request: ChatRequest, prompt: RenderedPrompt) -> Detokenizer:
         detokenizer = self._tokenizer.detokenizer(visible_tokens(self._family))
-        # A form has to be met byte for byte, also where the tokenizer would drop the first space of a text.
+        # A structure must match byte for byte, even where the tokenizer would drop a text's first space.
         begins_with_form = request.structure is not None and not prompt.thinking_open
         if begins_with_form or request.continue_final_message:
             detokenizer.follow(prompt.token_ids)
         return detokenizer
 
-    def _parser(self, request: ChatRequest, prompt: RenderedPrompt, hold: OutputHold | None) -> StreamParser:
+    def _parser(
+        self, request: ChatRequest, prompt: RenderedPrompt, guarantees: OutputGuarantees | None
+    ) -> StreamParser:
         return StreamParser(
             self._family,
             thinking_open=prompt.thinking_open,
             stop_strings=request.stop.strings,
             tools=callable_tools(request),
             num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
-            hold=hold,
+            guarantees=guarantees,
         )
 
-    async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptAnswers, ...]:
+    async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
         self._generations.check(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         return await self._host_work(texts, self._completions.make, request)
@@ -421,7 +426,7 @@ def _texts(request: ChatRequest) -> list[str]:
 
 
 def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:
-    """Texts of a chat that surely come into its prompt: templates drop old thinking, and space around a content."""
+    """Texts of a chat that certainly occur in its prompt: templates drop old thinking, and space around a content."""
     texts = []
     for message in request.messages:
         for part in message.content:

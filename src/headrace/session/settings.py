@@ -1,4 +1,4 @@
-"""What a client asked for, checked and completed: the model's defaults, and words as token ids.
+"""Checks and completes a client's settings: merges defaults, encodes words.
 
 Defaults are merged in this order, the later one winning: neutral values, the model's generation_config.json, the
 server's flags, the request.
@@ -23,13 +23,13 @@ _DEFAULTED = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
-# Bounds that no use of the penalty comes near: a logit divided by less could be infinite, and 0 times more no number.
+# Bounds beyond any use of the penalty: a logit divided by less could become infinite, and 0 times more NaN.
 _REPETITION_PENALTIES = (0.01, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What requests get that don't say: of the model's own files, or of whoever runs the server, who wins.
+    """Defaults of requests, from the model's files or the server's flags, which win.
 
     sampling: `None` leaves a value open. max_tokens: of a chat's answer; None for what the context leaves.
     """
@@ -39,19 +39,18 @@ class Defaults:
 
 
 NO_DEFAULTS = Defaults()
-"""Of whoever leaves everything open."""
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> Defaults:
-    """The model's own, out of its generation_config.json. Raises ModelError when a value makes no sense."""
-    said: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
-    sampling = replace(RequestedSampling(), **said)
+    """Defaults from a generation_config.json. Raises ModelError for an invalid value."""
+    given: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
+    sampling = replace(RequestedSampling(), **given)
     try:
         check_sampling(sampling, TokenIds(0))
     except (InvalidRequest, TypeError) as error:
         raise ModelError(f"generation_config.json: {error}") from error
     if generation_config.get("do_sample") is False:
-        # Greedy until a request brings a temperature; the other values then hold.
+        # Greedy until a request sets a temperature; the other values then apply.
         sampling = replace(sampling, temperature=0.0)
     return Defaults(sampling, _max_new_tokens(generation_config))
 
@@ -64,25 +63,25 @@ def _max_new_tokens(generation_config: Mapping[str, Any]) -> int | None:
 
 
 def merge_defaults(model: Defaults, server: Defaults) -> Defaults:
-    """The model's where the server's flags say nothing, of what can have a default."""
+    """The model's defaults where the server's flags set none."""
     max_tokens = model.max_tokens if server.max_tokens is None else server.max_tokens
-    return Defaults(replace(model.sampling, **_said(server.sampling)), max_tokens)
+    return Defaults(replace(model.sampling, **_given(server.sampling)), max_tokens)
 
 
 def explain_defaults(model: Defaults, server: Defaults) -> tuple[str, ...]:
-    """Lines for start-up that name the model's own defaults and what the server's flags set, as far as there is any."""
-    told = []
+    """Lines for start-up that name the model's defaults and what the server's flags set."""
+    lines = []
     for source, defaults in (("generation_config.json", model), ("the --default flags", server)):
-        said = _said(defaults.sampling)
+        given = _given(defaults.sampling)
         if defaults.max_tokens is not None:
-            said["max_tokens"] = defaults.max_tokens
-        if said:
-            told.append(f"sampling of {source}: {', '.join(f'{name} {value}' for name, value in said.items())}")
-    return tuple(told)
+            given["max_tokens"] = defaults.max_tokens
+        if given:
+            lines.append(f"sampling of {source}: {', '.join(f'{name} {value}' for name, value in given.items())}")
+    return tuple(lines)
 
 
-def _said(sampling: RequestedSampling) -> dict[str, Any]:
-    """Of what can have a default, what is given."""
+def _given(sampling: RequestedSampling) -> dict[str, Any]:
+    """The given values among those that can have a default."""
     return {name: value for name in _DEFAULTED if (value := getattr(sampling, name)) is not None}
 
 
@@ -98,7 +97,7 @@ def resolve_sampling(
     return SamplingParams(
         temperature=_first(requested.temperature, defaults.temperature, 1.0),
         top_p=_first(requested.top_p, defaults.top_p, 1.0),
-        # Clients of other servers say "off" with -1.
+        # Clients of other servers use -1 for "off".
         top_k=int(max(0, _first(requested.top_k, defaults.top_k, 0))),
         min_p=_first(requested.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(63) if requested.seed is None else requested.seed,
@@ -121,14 +120,14 @@ def _first(requested: Number | None, default: Number | None, neutral: Number) ->
 
 @dataclass(frozen=True, slots=True)
 class _Forbidden:
-    """Single tokens that may not come, and sequences of several whose last may not come after the others."""
+    """Banned single tokens, and sequences whose last token is banned after the others."""
 
     token_ids: frozenset[int]
     sequences: tuple[tuple[int, ...], ...]
 
 
 def _forbidden(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> _Forbidden:
-    """The tokens of each word, as it is written at a text's start and after a space."""
+    """The tokens of each word, at a text's start and after a space."""
     spelled = {tuple(encode(space + word.lstrip(" "))): None for word in words for space in ("", " ")}
     return _Forbidden(
         frozenset(token_ids[0] for token_ids in spelled if len(token_ids) == 1),
@@ -137,7 +136,7 @@ def _forbidden(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> 
 
 
 def check_sampling(sampling: RequestedSampling, tokens: TokenIds) -> None:
-    """Raises InvalidRequest for the first value that makes no sense, by itself or for the model."""
+    """Raise InvalidRequest for the first value that is invalid in itself or for the model."""
     _check("temperature", sampling.temperature, 0.0, 2.0)
     _check("top_p", sampling.top_p, 0.0, 1.0)
     if sampling.top_p == 0:
@@ -154,7 +153,7 @@ def check_sampling(sampling: RequestedSampling, tokens: TokenIds) -> None:
 
 
 def check_stop(sampling: RequestedSampling, stop: RequestedStop, tokens: TokenIds) -> None:
-    """Raises InvalidRequest for tokens that the model doesn't have, and if more are demanded than allowed."""
+    """Raise InvalidRequest for tokens that the model doesn't have, and for a minimum above the maximum."""
     _check_token_ids("stop_token_ids", stop.token_ids, tokens)
     if sampling.min_tokens and stop.max_tokens is not None and sampling.min_tokens > stop.max_tokens:
         message = f"min_tokens must be at most max_tokens ({stop.max_tokens}), not {sampling.min_tokens}"
@@ -162,7 +161,7 @@ def check_stop(sampling: RequestedSampling, stop: RequestedStop, tokens: TokenId
 
 
 def _check(name: str, value: float | None, low: float, high: float) -> None:
-    # The comparison is false for NaN, which is refused like any other value out of range.
+    # The comparison is false for NaN, which is refused like any value out of range.
     if value is not None and not low <= value <= high:
         raise InvalidRequest(f"{name} must be in [{low}, {high}], not {value}", param=name)
 
@@ -177,17 +176,17 @@ def _check_token_ids(name: str, token_ids: Iterable[int], tokens: TokenIds) -> N
 
 
 def check_prompt_ids(token_ids: Sequence[int], tokens: TokenIds, param: str) -> None:
-    """Raises InvalidRequest for the first id that is no token of the model."""
+    """Raise InvalidRequest for the first id that is no token of the model."""
     is_inside = not token_ids or (min(token_ids) >= 0 and max(token_ids) < tokens.end)
     if not is_inside or not tokens.missing.isdisjoint(token_ids):
         _check_token_ids(param, token_ids, tokens)
 
 
 def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len: int, param: str = "messages") -> int:
-    """How many tokens the answer may have: what was asked, at most what the context leaves.
+    """Output tokens of the answer: as requested, at most what the context leaves.
 
-    Clients ask for far more than the context holds as a matter of course, so that is no error. A prompt that leaves
-    no room raises ContextTooLong. `param`: the field that the prompt came in.
+    Clients routinely request far more than the context, so that is no error. A prompt that leaves no room raises
+    ContextTooLong. `param`: the prompt's field.
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
@@ -196,7 +195,7 @@ def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len:
 
 
 def naming(param: str, encode: Callable[[str], Sequence[int]]) -> Callable[[str], Sequence[int]]:
-    """A tokenizer's function whose InvalidRequest names the field that the text came in."""
+    """A tokenizer's function whose InvalidRequest names the text's field."""
 
     def encode_named(text: str) -> Sequence[int]:
         try:
@@ -208,7 +207,7 @@ def naming(param: str, encode: Callable[[str], Sequence[int]]) -> Callable[[str]
 
 
 MAX_TEXT = 8_000_000
-"""Characters that are taken for any context; a longer context takes 8 for each of its tokens."""
+"""Characters accepted for any context; longer contexts accept 8 per token."""
 
 
 def refuse_oversized(texts: Sequence[str], max_model_len: int, param: str) -> int:
@@ -220,14 +219,15 @@ def refuse_oversized(texts: Sequence[str], max_model_len: int, param: str) -> in
     return num_characters
 
 
-def refuse_misfit(
+def refuse_too_long(
     texts: Sequence[str], least_num_tokens: Callable[[Sequence[str]], int], max_model_len: int, param: str
 ) -> None:
-    """Raises ContextTooLong if these parts of a prompt can't fit, whatever tokens they come to.
+    """Raise ContextTooLong if these parts of a prompt can't fit, without encoding them.
 
-    Asked before the prompt is made: rendering and encoding megabytes takes seconds. least_num_tokens: the tokenizer's.
+    Applied before rendering: rendering and encoding megabytes takes seconds. least_num_tokens: the tokenizer's lower
+    bound.
     """
     num_characters = refuse_oversized(texts, max_model_len, param)
-    # A token for each character is more than any text comes to: a bound is only looked for where it can matter.
+    # No text has more tokens than characters, so the lower bound is only computed where it can matter.
     if num_characters >= max_model_len and (num_tokens := least_num_tokens(texts)) >= max_model_len:
         raise ContextTooLong.of_prompt(max_model_len, num_tokens, param, at_least=True)

@@ -1,4 +1,4 @@
-"""What a session needs of an engine."""
+"""The engine as a session uses it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TokenStream(Protocol):
         """The next output."""
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the request for a reason that only the reader sees (a stop string); it is counted under this reason.
+        """End the request for a reason that the engine does not know (a stop string); it is counted under this reason.
 
         No more outputs are read.
         """
 
     async def aclose(self) -> None:
-        """Aborts the request if it is not over; also before any output was read."""
+        """Abort the request if it is not over, even before any output was read."""
 
 
 class TokenSource(Protocol):
@@ -38,7 +38,7 @@ class TokenSource(Protocol):
         """The loaded model, as data."""
 
     async def submit(self, request: GenerationRequest) -> TokenStream:
-        """Queues a request. Cancelling whoever waits for that aborts it.
+        """Queue a request. Cancelling the call aborts the request.
 
         Raises what the request is refused for (InvalidRequest, Overloaded), and EngineDead.
         """

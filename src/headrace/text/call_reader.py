@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace.text.emitter import Emitter
 from headrace.text.formats.calls import CallFault, CallSink, Tools
 from headrace.text.formats.reader import SPACE, NotACall, OutOfText, Reader, Reading
 from headrace.text.formats.tool_format import ToolFormat
-from headrace.text.outlet import Outlet
 
 MAX_HELD = 512
 """Characters of a construct that are held back until it is known whether it is one; then of each further call in it.
@@ -23,15 +23,15 @@ class CallReader:
     openers, bare_openers: with which a construct may begin; the latter only where a line begins.
     """
 
-    def __init__(self, syntax: ToolFormat, tools: Tools, reader: Reader, outlet: Outlet) -> None:
-        self.say: Callable[[str], None] = outlet.text
+    def __init__(self, syntax: ToolFormat, tools: Tools, reader: Reader, emitter: Emitter) -> None:
+        self.say: Callable[[str], None] = emitter.text
         self.openers = syntax.openers
         self.bare_openers = syntax.bare_openers
         self.faults: list[CallFault] = []
         self._syntax = syntax
         self._tools = tools
         self._reader = reader
-        self._outlet = outlet
+        self._emitter = emitter
         self._said = 0
 
     def read(self, opener: str) -> Reading[None]:
@@ -78,7 +78,7 @@ class CallReader:
             reader.pos, reader.settled = mention, None
             return False
         for call in sink.calls:
-            self._outlet.call(call)
+            self._emitter.call(call)
         return True
 
     def _run(self, sink: CallSink) -> Reading[None]:
@@ -91,10 +91,10 @@ class CallReader:
                 next(machine)
             except StopIteration:
                 return
-            if self._tools.hold is not None:
+            if self._tools.guarantees is not None:
                 sink.commit()
             self._pass_on(sink)
-            if self._outlet.stopped:
+            if self._emitter.stopped:
                 return
             if sink.done != done:
                 done = sink.done
@@ -120,7 +120,7 @@ class CallReader:
 
     def _hold_back(self, start: int) -> None:
         """Hold back all but the first characters of what may be a call."""
-        if self._tools.hold is None:
+        if self._tools.guarantees is None:
             self._reader.set_limit(start + MAX_HELD)
 
     def _run_in_thinking(self, sink: CallSink, start: int, closers: tuple[str, ...]) -> Reading[None]:
@@ -147,7 +147,7 @@ class CallReader:
             self._say_until(sink.done if sink.current is None else sink.written)
         elif sink.is_text is False:
             for call in sink.take_certain():
-                self._outlet.call(call)
+                self._emitter.call(call)
 
     def _fail(self, sink: CallSink, problem: NotACall, opener: str, start: int) -> None:
         """Decide how to go on where a construct turned out to be none."""

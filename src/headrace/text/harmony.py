@@ -14,10 +14,10 @@ import re
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
+from headrace.text.emitter import Emitter
 from headrace.text.fences import LineTracker, closes_quote
 from headrace.text.formats.harmony import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
 from headrace.text.formats.reader import NotACall, Reader, Reading
-from headrace.text.outlet import Outlet
 from headrace.text.stop_strings import overlap
 
 _START = "<|start|>"
@@ -31,10 +31,10 @@ class HarmonyOutput:
     """State of one answer."""
 
     def __init__(
-        self, family: ModelFamily, reader: Reader, outlet: Outlet, calls: CallReader | None, *, thinking_open: bool
+        self, family: ModelFamily, reader: Reader, emitter: Emitter, calls: CallReader | None, *, thinking_open: bool
     ) -> None:
         self._reader = reader
-        self._outlet = outlet
+        self._emitter = emitter
         self._calls = calls
         self._lines = LineTracker()
         self._is_thinking = thinking_open
@@ -44,7 +44,7 @@ class HarmonyOutput:
             self._calls.say = self._say
         if self._is_thinking:
             yield from self._body()
-        while not self._outlet.stopped and not (yield from self._reader.is_done()):
+        while not self._emitter.stopped and not (yield from self._reader.is_done()):
             self._reader.trim()
             yield from self._message()
 
@@ -62,9 +62,9 @@ class HarmonyOutput:
             channel = _CHANNEL_NAME.search(header)
             self._is_thinking = channel is not None and channel[1] == "analysis"
             reader.pos += len(header)
-            self._outlet.end_text()
+            self._emitter.end_text()
             self._lines = LineTracker()
-        if not self._outlet.stopped:
+        if not self._emitter.stopped:
             yield from self._body()
 
     def _header(self) -> Reading[str | None]:
@@ -88,15 +88,15 @@ class HarmonyOutput:
     def _call(self, header: str) -> Reading[bool]:
         """Whether the message is a call, which has been read then; else its header has been said."""
         assert self._calls is not None
-        num_before = self._outlet.num_calls
+        num_before = self._emitter.num_calls
         start = self._reader.pos
         yield from self._calls.read(header)
-        return self._outlet.num_calls > num_before or self._reader.pos > start + len(header)
+        return self._emitter.num_calls > num_before or self._reader.pos > start + len(header)
 
     def _body(self) -> Reading[None]:
         """The text of a message up to what ends it."""
         reader = self._reader
-        while not self._outlet.stopped and not (yield from reader.is_done()):
+        while not self._emitter.stopped and not (yield from reader.is_done()):
             found = [(at, end) for end in _ENDS if (at := reader.text.find(end, reader.pos)) >= 0]
             if not found:
                 held = 0 if reader.ended else max(overlap(reader.text[reader.pos :], end) for end in _ENDS)
@@ -128,10 +128,10 @@ class HarmonyOutput:
 
     def _tell_text(self, text: str) -> None:
         if self._is_thinking:
-            self._outlet.reasoning(text)
+            self._emitter.reasoning(text)
         elif text:
             self._say(text)
 
     def _say(self, text: str) -> None:
         self._lines.push(text)
-        self._outlet.text(text)
+        self._emitter.text(text)

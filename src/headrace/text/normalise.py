@@ -43,10 +43,10 @@ def normalise(
     Raises InvalidRequest for an empty conversation, UnsupportedField for media that are not a user's or a tool's.
     """
     joined = tuple(replace(message, content=_normal_content(message)) for message in messages)
-    said = _without_volatile_line(joined)
-    if not said:
+    without_volatile = _without_volatile_line(joined)
+    if not without_volatile:
         raise InvalidRequest("messages must not be empty", param="messages")
-    placed = fit_tool_turns(_place_system_messages(said, traits, system_notes), traits.tools)
+    placed = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits.tools)
     return _merge_turns(placed) if traits.alternates_roles else placed
 
 

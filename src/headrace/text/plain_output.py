@@ -21,9 +21,9 @@ import re
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
+from headrace.text.emitter import Emitter
 from headrace.text.fences import LineTracker, closes_quote
 from headrace.text.formats.reader import Reader, Reading
-from headrace.text.outlet import Outlet
 from headrace.text.stop_strings import overlap
 
 MAX_BLOCK = 2048
@@ -36,10 +36,10 @@ class PlainOutput:
     _minds_quotes = True
 
     def __init__(
-        self, family: ModelFamily, reader: Reader, outlet: Outlet, calls: CallReader | None, *, thinking_open: bool
+        self, family: ModelFamily, reader: Reader, emitter: Emitter, calls: CallReader | None, *, thinking_open: bool
     ) -> None:
         self._reader = reader
-        self._outlet = outlet
+        self._emitter = emitter
         self._calls = calls
         self._call_openers: tuple[str, ...] = () if calls is None else calls.openers
         self._bare_openers = () if calls is None else calls.bare_openers
@@ -65,7 +65,7 @@ class PlainOutput:
         if self._closers and self._repeated_openers:
             # The prompt has opened the block, and some models do it again.
             yield from self._reader.take_any(self._repeated_openers)
-        while not self._outlet.stopped and not (yield from self._reader.is_done()):
+        while not self._emitter.stopped and not (yield from self._reader.is_done()):
             self._reader.trim()
             yield from (self._read_thinking() if self._closers else self._read_answer())
 
@@ -125,7 +125,7 @@ class PlainOutput:
         if text:
             self._lines.push(text)
             self._last_thought = text[-1]
-            self._outlet.reasoning(text)
+            self._emitter.reasoning(text)
             self._reader.pos = end
 
     # Answer
@@ -147,7 +147,7 @@ class PlainOutput:
         elif marker in self._call_openers or marker in self._bare_openers:
             yield from self._read_calls(marker)
         else:
-            self._outlet.end_text()
+            self._emitter.end_text()
             self._frame_end = self._frames.get(marker)
             self._at_output_start = False
             reader.pos = length
@@ -198,11 +198,11 @@ class PlainOutput:
         opener = marker.removeprefix("\n")
         closers = self._blocks[opener]
         self._reader.pos = len(marker)
-        if (self._answer_begun or self._outlet.num_calls) and not (yield from self._is_closed_later(closers)):
+        if (self._answer_begun or self._emitter.num_calls) and not (yield from self._is_closed_later(closers)):
             self._reader.pos = 0
             self._consume(len(marker))
             return
-        self._outlet.end_text()
+        self._emitter.end_text()
         self._at_output_start = False
         self._closers = closers
         self._lines = LineTracker()
@@ -239,7 +239,7 @@ class PlainOutput:
         self._at_output_start = False
         self._answer_begun = self._answer_begun or not text.isspace()
         self._lines.push(text)
-        self._outlet.text(text)
+        self._emitter.text(text)
 
     def _skip_newlines(self, most: int) -> Reading[None]:
         """Step over newlines that belong to a marker."""

@@ -2,22 +2,22 @@
 
 The text lies in a `Reader`. A machine over it finds thinking and calls (`plain_output.py`; `harmony.py` for the one
 family that speaks in messages with headers), hands calls to the machine of their syntax (`call_reader.py`, `formats/`),
-and tells what it made out to an `Outlet`, which makes events of it.
+and tells what it made out to an `Emitter`, which makes events of it.
 """
 
 from __future__ import annotations
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
+from headrace.text.constrained_output import ConstrainedOutput
+from headrace.text.emitter import Emitter, ParsedEvent
 from headrace.text.formats.calls import CallFault, CallIds, Tools
 from headrace.text.formats.reader import Reader
 from headrace.text.formats.registry import FORMATS
 from headrace.text.harmony import HarmonyOutput
-from headrace.text.held_output import HeldOutput
-from headrace.text.outlet import Outlet, ParsedEvent
 from headrace.text.plain_output import PlainOutput
 from headrace.types.chat import ToolDefinition
-from headrace.types.hold import OutputHold
+from headrace.types.output_guarantees import OutputGuarantees
 
 
 def visible_tokens(family: ModelFamily) -> frozenset[str]:
@@ -32,7 +32,7 @@ class StreamParser:
     thinking_open: the prompt has opened a think block already. tools: those that may be called; without any, and with
     a family whose syntax is unknown, markup of calls is text. stop_strings: end the answer before their first
     character; looked for in answer text only, never across a think block or a call. num_earlier_calls: calls in the
-    conversation so far. hold: of a grammar that holds the output; None if the model writes freely.
+    conversation so far. guarantees: of a grammar that holds the output; None if the model writes freely.
     """
 
     def __init__(
@@ -43,40 +43,46 @@ class StreamParser:
         stop_strings: tuple[str, ...] = (),
         tools: tuple[ToolDefinition, ...] = (),
         num_earlier_calls: int = 0,
-        hold: OutputHold | None = None,
+        guarantees: OutputGuarantees | None = None,
     ) -> None:
         syntax = FORMATS[family.tool_format] if tools and family.tool_format is not None else None
         ids = CallIds("random" if syntax is None else syntax.id_style, num_earlier_calls)
-        self._outlet = Outlet(stop_strings, ids, takes_calls=syntax is not None)
+        self._emitter = Emitter(stop_strings, ids, takes_calls=syntax is not None)
         self._reader = Reader()
-        self._calls = None if syntax is None else CallReader(syntax, Tools(tools, hold), self._reader, self._outlet)
-        self._reading = self._output(family, thinking_open, hold).read()
+        self._calls = (
+            None if syntax is None else CallReader(syntax, Tools(tools, guarantees), self._reader, self._emitter)
+        )
+        self._reading = self._output(family, thinking_open, guarantees).read()
 
-    def _output(self, family: ModelFamily, thinking_open: bool, hold: OutputHold | None) -> HarmonyOutput | PlainOutput:
+    def _output(
+        self, family: ModelFamily, thinking_open: bool, guarantees: OutputGuarantees | None
+    ) -> HarmonyOutput | PlainOutput:
         if family.speaks_harmony:
-            return HarmonyOutput(family, self._reader, self._outlet, self._calls, thinking_open=thinking_open)
-        if hold is not None:
-            return HeldOutput(family, self._reader, self._outlet, self._calls, hold, thinking_open=thinking_open)
-        return PlainOutput(family, self._reader, self._outlet, self._calls, thinking_open=thinking_open)
+            return HarmonyOutput(family, self._reader, self._emitter, self._calls, thinking_open=thinking_open)
+        if guarantees is not None:
+            return ConstrainedOutput(
+                family, self._reader, self._emitter, self._calls, guarantees, thinking_open=thinking_open
+            )
+        return PlainOutput(family, self._reader, self._emitter, self._calls, thinking_open=thinking_open)
 
     @property
     def stopped(self) -> bool:
         """A stop string ended the answer: no more events come."""
-        return self._outlet.stopped
+        return self._emitter.stopped
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer, None so far."""
-        return self._outlet.stop_string
+        return self._emitter.stop_string
 
     @property
     def num_calls(self) -> int:
-        return self._outlet.num_calls
+        return self._emitter.num_calls
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the text so far of which it is not decided yet what they are."""
-        return self._reader.num_unread + self._outlet.num_held
+        return self._reader.num_unread + self._emitter.num_held
 
     @property
     def faults(self) -> tuple[CallFault, ...]:
@@ -88,12 +94,12 @@ class StreamParser:
         if not self.stopped:
             self._reader.push(text)
             next(self._reading, None)
-        return self._outlet.taken()
+        return self._emitter.taken()
 
     def finish(self, *, cut: bool = False) -> tuple[ParsedEvent, ...]:
         """No more text comes; what was held back is decided. cut: the output ended at its limit of tokens."""
         self._reader.end(cut=cut)
         if not self.stopped:
             next(self._reading, None)
-            self._outlet.finish()
-        return self._outlet.taken()
+            self._emitter.finish()
+        return self._emitter.taken()

@@ -175,12 +175,12 @@ def _is_deep(value: Any) -> bool:
 
 def _conversation(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A question, one call for each arguments, and their results. thoughts: fields that hold some."""
-    said: dict[str, Any] = {"content": "?", **dict.fromkeys(thoughts, "So.")} if thoughts else {"content": ""}
+    content: dict[str, Any] = {"content": "?", **dict.fromkeys(thoughts, "So.")} if thoughts else {"content": ""}
     calls, results = [], []
     for call_id, name, each in zip(ids, _NAMES, arguments, strict=False):
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": each}})
         results.append({"role": "tool", "content": _ANSWER, "tool_call_id": call_id, "name": name})
-    return [_QUESTION, {"role": "assistant", **said, "tool_calls": calls}, *results]
+    return [_QUESTION, {"role": "assistant", **content, "tool_calls": calls}, *results]
 
 
 def _lone_result(ids: Sequence[str]) -> list[dict[str, Any]]:

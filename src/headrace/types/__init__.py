@@ -1,1 +1,1 @@
-"""Values that cross a border between rooms. Standard library only; frozen; no behaviour."""
+"""Values that cross a border between rooms: frozen dataclasses without behaviour, standard library only."""

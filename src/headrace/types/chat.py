@@ -1,4 +1,4 @@
-"""What a client asked for, a chat or a completion, after its dialect has been translated away."""
+"""A chat or completion request, independent of its API dialect."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A run of text inside a message."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """An image or a video inside a message.
+    """An image or a video in a message.
 
-    source: a URL, a `data:` URL, base64 or a path. param: the field that it came in, for errors.
+    source: a URL, a `data:` URL, base64 or a path. param: its field, for errors.
     """
 
     kind: Literal["image", "video"]
-    # Megabytes, of which no template shows anything: digests of what templates have shown are made of the rest.
+    # Megabytes that no template shows; digests of what templates have shown use the rest.
     source: str = field(repr=False)
     options: MediaOptions = AS_MADE
     param: str = field(default="messages", compare=False)
@@ -37,7 +35,7 @@ ContentPart = TextPart | MediaPart
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made; `arguments` is JSON text exactly as it was given."""
+    """A call by the assistant; `arguments` is its JSON text, unchanged."""
 
     id: str
     name: str
@@ -46,9 +44,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """A function that the model may call; `parameters` is its JSON schema, which strict arguments must fit.
+    """A function that the model may call; `parameters` is its JSON schema, which strict arguments must match.
 
-    is_deferred: may be called, but is no part of the prompt's head; the conversation tells the model about it.
+    is_deferred: callable but not in the prompt's header; the conversation introduces it.
     """
 
     name: str
@@ -62,9 +60,9 @@ class ToolDefinition:
 class ToolChoice:
     """Whether the model calls tools.
 
-    mode: `none` it does not, `auto` as it likes, `required` at least one call. names: the only tools that it may
-    call, None for every declared one; a single name with `required` is a named choice. is_parallel: several calls in
-    one answer may come.
+    mode: `none`, `auto`, or `required` for at least one call.
+    names: the only tools that may be called, None for all; a single name with `required` is a named choice.
+    is_parallel: several calls in one answer are allowed.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
@@ -74,11 +72,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The form that the answer must have, thinking left out.
+    """The required form of the answer, thinking excluded.
 
-    kind: what `value` is: a JSON schema (mapping or boolean), nothing for any JSON object, a regular expression, a
-    tuple of texts of which one must come, or a grammar in Lark's syntax as llguidance reads it. path: the field that
-    said it, which an error names.
+    kind: the type of `value`: a JSON schema (mapping or boolean), nothing for any JSON object, a regular expression, a
+    tuple of choices, or a grammar in llguidance's Lark syntax.
+    path: the request field, for errors.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
@@ -88,9 +86,9 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `developer` arrives here as `system`; absent content is an empty tuple.
+    """One turn. `developer` has become `system`; missing content is an empty tuple.
 
-    param: the field that the id of a tool's result came in, for errors.
+    param: the field of a tool result's id, for errors.
     """
 
     role: Role
@@ -104,7 +102,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
-    """Sampling as the client said it; `None` means that the client left it to us."""
+    """Sampling as the client requested it; `None` leaves a value to the server."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -122,7 +120,7 @@ class RequestedSampling:
 
 @dataclass(frozen=True, slots=True)
 class RequestedStop:
-    """When to end, as the client said it; `max_tokens=None` means up to the context's end."""
+    """When to stop, as the client requested it; `max_tokens=None` means up to the context's end."""
 
     max_tokens: int | None = None
     strings: tuple[str, ...] = ()
@@ -132,9 +130,9 @@ class RequestedStop:
 
 @dataclass(frozen=True, slots=True)
 class RequestedAnswers:
-    """How many answers, what is told about their tokens, and how far ahead they are guessed; see GenerationRequest.
+    """Number of answers, log-probabilities and draft tokens; see GenerationRequest.
 
-    counts_progress: token counts come with every event, not only at the end.
+    counts_progress: every event has token counts, not only the last.
     """
 
     num_choices: int = 1
@@ -146,10 +144,10 @@ class RequestedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RequestedSparse:
-    """Whether a long prompt may be thinned, as the client said it.
+    """Sparse prefill as the client requested it.
 
-    prefill: True and False are said in so many words, None leaves it to the server. keep: share of the uncached tokens
-    that is computed; None is the server's.
+    prefill: True, False, or None to leave it to the server.
+    keep: share of the uncached tokens to compute; None is the server's.
     """
 
     prefill: bool | None = None
@@ -158,7 +156,7 @@ class RequestedSparse:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A whole chat request, free of any dialect. `session`, `priority`, `cache_salt` as in GenerationRequest."""
+    """A whole chat request. `session`, `priority`, `cache_salt` as in GenerationRequest."""
 
     request_id: str
     messages: tuple[ChatMessage, ...]
@@ -175,19 +173,19 @@ class ChatRequest:
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     thinking_budget: int | None = None
-    """The most tokens that thinking may take; then it is closed and the answer begins. None is no limit."""
+    """The most thinking tokens; then thinking is closed and the answer begins. None is no limit."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables for the chat template (`chat_template_kwargs`)."""
+    """Extra variables for the chat template (`chat_template_kwargs`)."""
     continue_final_message: bool = False
-    """The last message is an unfinished assistant turn that the model goes on with."""
+    """The last message is an unfinished assistant turn for the model to continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Prompts to be continued as they stand, without a chat template; each a text or token ids.
+    """Prompts to continue without a chat template, each a text or token ids.
 
-    Choices are counted on over the prompts: those of prompt p are p * num_choices and the ones after it.
-    stop.max_tokens: 0 asks for nothing but the prompt's own scores.
+    Choices are numbered across prompts: prompt p has those from p * num_choices. stop.max_tokens: 0 requests only the
+    prompt's scores.
     echo: each answer begins with its prompt.
     """
 

@@ -1,4 +1,4 @@
-"""What comes out: token ids from the engine, events from a session."""
+"""Output: token ids from the engine, events from a session."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities under the model's raw distribution: before bias, penalties and temperature.
+    """Natural log-probabilities of the model's raw distribution: before bias, penalties and temperature.
 
-    top: the most likely (token id, log-probability), best first, as many as were asked for.
+    top: the requested number of most likely (token id, log-probability), best first.
     rank: 1 for the most likely token.
     """
 
@@ -33,9 +33,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SparseUsage:
-    """What became of prompts' tokens behind the cached ones where sparse prefill was on.
+    """Uncached prompt tokens under sparse prefill.
 
-    num_kept: computed. num_dropped: left out. bypasses: why prompts were computed whole, each reason once.
+    num_kept: computed.
+    num_dropped: left out.
+    bypasses: why prompts were computed in full, each reason once.
     """
 
     num_kept: int
@@ -80,12 +82,12 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token and its log-probability, as clients are told them.
+    """A token and its log-probability, as shown to clients.
 
-    text: of the token alone; bytes that are no whole character show as U+FFFD.
-    data: the bytes that it adds to the answer; None for a special token and a stop token, which add nothing.
-    logprob, rank: see TokenLogprobs; None for a prompt's first token, which nothing predicted.
-    top: the most likely tokens at this place, best first, without alternatives of their own.
+    text: of the token alone; incomplete characters show as U+FFFD.
+    data: the bytes that it adds to the answer; None for special and stop tokens.
+    logprob, rank: see TokenLogprobs; None for a prompt's first token.
+    top: the most likely tokens at this position, best first, without alternatives of their own.
     """
 
     token_id: int
@@ -98,7 +100,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompts are rendered and queued; the first event of every session. Tokens are counted over all prompts."""
+    """The prompts are rendered and queued; the first event of every session. Token counts cover all prompts."""
 
     num_prompt_tokens: int
     route: Route = Route.TEXT
@@ -106,7 +108,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Scores of one prompt's tokens, if they were asked for; before the text of its first choice."""
+    """Scores of one prompt's tokens, if requested; before the text of its first choice."""
 
     choice: int
     scores: tuple[TokenScore, ...]
@@ -114,10 +116,10 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Answer text of one choice, in order, never empty.
+    """Text of one choice, in order, never empty.
 
-    scores: of the tokens whose text begins in this event, if they were asked for. The scores of all events of a
-    choice, in order, hold each of its tokens exactly once.
+    scores: of the tokens whose text begins in this event, if requested. The scores of all events of a choice together
+    contain each of its tokens exactly once.
     """
 
     text: str
@@ -127,7 +129,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thinking text of one choice, in order, never empty. `scores` as in Text."""
+    """Thinking of one choice, in order, never empty. `scores` as in Text."""
 
     text: str
     choice: int = 0
@@ -136,7 +138,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class HiddenScores:
-    """Scores of tokens whose text is in no event of text: markers, white space around them, the syntax of calls.
+    """Scores of tokens without visible text: markers, white space around them, the syntax of calls.
 
     Comes before the next text of its choice; at a choice's end `Finished` carries them.
     """
@@ -159,8 +161,8 @@ class ToolCallStart:
 class ToolArguments:
     """A piece of a call's arguments.
 
-    All pieces of an index joined are valid JSON, unless the answer broke off in the middle of a long call: with LENGTH,
-    or because the model wrote what is no JSON.
+    All pieces of an index joined are valid JSON, unless the answer was cut off in a long call: by LENGTH, or because
+    the model wrote invalid JSON.
     """
 
     index: int
@@ -170,10 +172,10 @@ class ToolArguments:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request, over all its choices; a prompt counts once however many it has.
+    """Token counts of one request over all its choices; a prompt counts once.
 
-    Cached tokens were really skipped; reasoning is part of output. Accepted drafts are part of drafted tokens.
-    route: media if any of the prompts holds some.
+    Cached tokens were really skipped; reasoning is part of output; accepted drafts are part of drafted.
+    route: media if any prompt has some.
     sparse: over all prompts; None where sparse prefill is off.
     """
 
@@ -189,18 +191,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Token counts of the request so far, before each event of an answer, if they were asked for."""
+    """Token counts of the request so far, before each event, if requested."""
 
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a choice; that of the last choice ends every session that ended well.
+    """The last event of a choice; that of the last choice ends every successful session.
 
-    usage: of the request up to here, so that the last one holds all of it.
-    scores: of the tokens that no earlier event had scores of: a stop string, the end of a call, the stop token.
-    stop_string: the one that ended the choice, None if none did.
+    usage: of the request so far, so the last one has all of it.
+    scores: of tokens that no earlier event covers: a stop string, the end of a call, the stop token.
+    stop_string: the one that ended the choice, or None.
     """
 
     reason: FinishReason

@@ -1,4 +1,4 @@
-"""Images and videos: what of them a server takes, what a request says about them, and what the engine gets."""
+"""Images and videos: the server's limits, the request's options, and the engine's inputs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from pathlib import Path
 
 
 class Route(StrEnum):
-    """What a request needs of the model."""
+    """Which parts of the model a request needs."""
 
     TEXT = "text"
     """The language model alone."""
     MEDIA = "media"
-    """Its vision tower as well, unless what that has made of the pictures is still held."""
+    """The vision tower as well, unless its output is still cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPolicy:
-    """Where media may come from. `data:` URLs and plain base64 are always taken.
+    """Where media may come from. `data:` URLs and plain base64 are always accepted.
 
-    hosts: that http(s) URLs may name; `*.name` is every host below a name, `*` any. `host:port` allows that port,
-    without one it is the scheme's own. Empty: no URL.
-    root: folder whose files may be named; None: no file.
-    max_bytes: of one item. timeout_s: for one item from the net, all redirects counted. max_redirects: for one item.
+    hosts: allowed in http(s) URLs; `*.name` is every subdomain, `*` any host. `host:port` allows that port, a bare host
+    the scheme's default port. Empty: no URLs.
+    root: folder whose files may be named; None: no files.
+    max_bytes: of one item.
+    timeout_s: for one download, redirects included.
+    max_redirects: for one item.
     """
 
     hosts: tuple[str, ...] = ()
@@ -36,11 +38,14 @@ class MediaPolicy:
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """How much one item may hold.
+    """Limits of one item.
 
-    image_pixels: of a picture as stored, and of one frame of a video. video_s: seconds of a video. video_frames: frames
-    that it holds. sampled_frames: that are looked at. fps: of a video unless its request says; None is the model's own.
-    image_decode_s, video_decode_s: seconds of work on one picture and on one video.
+    image_pixels: of a picture as stored, and of one video frame.
+    video_s: seconds of a video.
+    video_frames: frames in it.
+    sampled_frames: frames used.
+    fps: of a video unless its request sets it; None is the model's.
+    image_decode_s, video_decode_s: seconds to decode one picture or video.
     tokens: placeholders of one item; None is no limit.
     """
 
@@ -56,9 +61,10 @@ class MediaLimits:
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """What a request says about one item; None is the checkpoint's own.
+    """A request's options for one item; None is the checkpoint's default.
 
-    min_pixels, max_pixels: see families/vision.py. fps, max_frames: of a video; num_frames: exactly so many instead.
+    min_pixels, max_pixels: see families/vision.py. fps, max_frames: of a video;
+    num_frames: exactly so many instead.
     """
 
     min_pixels: int | None = None
@@ -69,20 +75,20 @@ class MediaOptions:
 
 
 AS_MADE = MediaOptions()
-"""As the checkpoint's makers would have it."""
+"""The checkpoint's defaults."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaInput:
-    """What the placeholder tokens `start` to `end` of a prompt stand for: an image, or a part of a video.
+    """An image or a part of a video, standing for the placeholder tokens `start` to `end`.
 
-    pixels: bytes in the order in which the model's vision tower takes them, C-contiguous; for Qwen
-    [patches, channels * temporal * height * width of a patch].
+    pixels: bytes in the vision tower's order, C-contiguous; for Qwen [patches, channels * temporal * height * width of
+    a patch].
     grid: of patches: time, rows, columns.
     mean, std: per channel; the tower sees (byte / 255 - mean) / std.
-    digest: sha256 of all that decides the embeddings: pixels, their shape and the grid.
-    fields: for a model that runs whole, the placeholders as `input_ids` and what its family's processor has made of the
-    picture; pixels are then those of the picture as it came.
+    digest: sha256 of everything that decides the embeddings: pixels, shape and grid.
+    fields: for a model that runs whole, the placeholders as `input_ids` and its processor's other outputs; pixels are
+    then the original picture's.
     """
 
     start: int
@@ -96,11 +102,11 @@ class MediaInput:
 
 
 class TwoWay(Enum):
-    """In which layers tokens of one input see each other, whatever their order; they are computed at once then."""
+    """The layers in which an input's tokens attend to each other in both directions; they are then computed at once."""
 
     NOWHERE = auto()
     WINDOWS = auto()
-    """In those with a sliding window."""
+    """Layers with a sliding window."""
     EVERYWHERE = auto()
 
 
@@ -108,10 +114,10 @@ class TwoWay(Enum):
 class PromptMedia:
     """All media of one prompt.
 
-    inputs: in the prompt's order; no two overlap.
-    positions: int32 [3, prompt tokens]: the time, row and column that each token has in rotary embedding; None where
-    the model counts tokens only.
-    rope_delta: what a token after the prompt adds to its index to get its position, on all three axes.
+    inputs: in the prompt's order, without overlaps.
+    positions: int32 [3, prompt tokens]: each token's time, row and column in rotary embedding; None where the model
+    only counts tokens.
+    rope_delta: position minus index for tokens after the prompt, on all three axes.
     """
 
     inputs: tuple[MediaInput, ...]

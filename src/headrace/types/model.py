@@ -1,4 +1,4 @@
-"""What the rest of the house knows about the loaded model."""
+"""Facts about the loaded model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The ids that stand for tokens: 0 to `end` - 1 except `missing`. A model's weights may have rows for more."""
+    """Valid token ids: 0 to `end` - 1 except `missing`. The model's weights may have more rows."""
 
     end: int
     missing: frozenset[int] = frozenset()
@@ -19,11 +19,11 @@ class TokenIds:
         return 0 <= token_id < self.end and token_id not in self.missing
 
     def first_unknown(self, token_ids: Iterable[int]) -> int | None:
-        """The first of the ids that stands for no token; None if all do."""
+        """The first invalid id; None if all are valid."""
         return next((token_id for token_id in token_ids if token_id not in self), None)
 
     def up_to(self, num_rows: int) -> TokenIds:
-        """Those that weights with so many rows have."""
+        """Those with a row in weights of this size."""
         if num_rows >= self.end:
             return self
         return TokenIds(num_rows, frozenset(token_id for token_id in self.missing if token_id < num_rows))

@@ -1,4 +1,4 @@
-"""What the engine is asked to do. It knows token ids only, never text."""
+"""A request to the engine: token ids, never text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from headrace.types.media import PromptMedia, Route
 
 IDLE_PRIORITY = 2**31
-"""Of work that nobody waits for; lower than any that a client can ask for. It does not count as a request."""
+"""Priority of background work, lower than any client's. It does not count as a request."""
 
 
 class BoundaryKind(StrEnum):
@@ -24,7 +24,7 @@ class BoundaryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A prompt's first `num_tokens` tokens stay the same when the conversation goes on."""
+    """A prompt's first `num_tokens` tokens stay the same when the conversation continues."""
 
     num_tokens: int
     kind: BoundaryKind
@@ -65,11 +65,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class LateThinking:
-    """Where thinking may begin in mid-answer: wherever its opener is not quoted.
+    """Where thinking may begin in mid-answer: at an unquoted start marker.
 
-    call_openers: texts that begin a call, bare_call_openers where a line begins; what follows one is no thinking.
-    max_inline: characters after which a block that is still open is text, if its opener did not begin a line; None for
-    no limit.
+    call_openers: texts that begin a call, bare_call_openers at the start of a line; what follows one is no thinking.
+    max_inline: characters after which an open block is text, if its marker did not begin a line; None for no limit.
     """
 
     call_openers: tuple[str, ...] = ()
@@ -79,10 +78,12 @@ class LateThinking:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """The most that thinking may take.
+    """A thinking budget.
 
-    num_tokens: in all, markers left out. opener, closer: the texts around it. closing: token ids, not none, that end it
-    when all are used up. is_open: the prompt ends inside of it. late: None if what comes in mid-answer is no thinking.
+    num_tokens: in all, markers excluded. opener, closer: the markers.
+    closing: token ids, not empty, that end thinking at the limit.
+    is_open: the prompt ends inside thinking.
+    late: None if there is no thinking in mid-answer.
     """
 
     num_tokens: int
@@ -95,11 +96,12 @@ class ThinkingLimit:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """What an output may be, as data by which an engine finds what follows it.
+    """The output's constraint, as data for the engine.
 
-    grammar: of the whole output, in llguidance's syntax; None for any. thinking: None for no limit. path: the field of
-    the request that the grammar comes from, which an error names. compiled: the grammar as its factory has compiled it,
-    None if it has not.
+    grammar: of the whole output, in llguidance's syntax; None for any.
+    thinking: None for no limit.
+    path: the request field of the grammar, for errors.
+    compiled: the compiled grammar, None if not compiled yet.
     """
 
     grammar: str | None = None
@@ -109,22 +111,22 @@ class ConstraintSpec:
 
 
 class Bypass(StrEnum):
-    """Why all of a prompt was computed, though sparse prefill was on for it."""
+    """Why sparse prefill computed all of a prompt."""
 
     SHORT = "short_prompt"
-    """Fewer tokens are left to be computed than the server's threshold."""
+    """Fewer uncached tokens than the server's threshold."""
     GRAMMAR = "grammar"
-    """The answer is held to a grammar or a schema."""
+    """The answer is constrained by a grammar or a schema."""
     TOOLS = "tools"
-    """The conversation has tools, or calls of some."""
+    """The conversation has tools or calls."""
     MEDIA = "media"
     PROMPT_LOGPROBS = "prompt_logprobs"
     UNLOCATED = "unlocated_messages"
-    """Where the messages that must be kept lie in the prompt can't be told."""
+    """The protected messages could not be located in the prompt."""
     ALL_KEPT = "all_kept"
-    """What must be kept, and the share of the rest, leave nothing out."""
+    """Protected tokens and the kept share leave nothing out."""
     DRAFT_CONTEXT = "draft_context"
-    """The prompt doesn't fit the draft model's context or memory."""
+    """The prompt exceeds the draft model's context or memory."""
     DRAFT_FAILED = "draft_failed"
 
 
@@ -190,7 +192,6 @@ class GenerationRequest:
 
     @property
     def route(self) -> Route:
-        """What it needs of the model."""
         return Route.TEXT if self.media is None else Route.MEDIA
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine says about itself when it is asked."""
+"""The engine's status."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from headrace.types.media import Route
 
 
 class Phase(StrEnum):
-    """How far a request has come."""
+    """A request's state."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
-    """Every choice that hasn't ended has made room for others and waits to go on."""
+    """Every unfinished choice is preempted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """One request that is being worked on.
+    """One request in progress.
 
-    num_prompt_tokens: of the whole prompt. num_computed_tokens: of a thinned prompt, only what is kept is ever
-    computed. num_output_tokens: over all its choices. age_s: since it was submitted.
-    tokens_per_s: output tokens since the first one, per second; 0 before the second.
+    num_prompt_tokens: of the full prompt.
+    num_computed_tokens: with sparse prefill, only kept tokens are ever computed.
+    num_output_tokens: over all its choices.
+    age_s: since submission.
+    tokens_per_s: output tokens per second since the first one; 0 before the second.
     """
 
     request_id: str
@@ -47,11 +49,12 @@ class RequestStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """Bytes. reserved: what admission has promised to sequences. state: what states of running sequences hold now.
+    """Bytes. reserved: by admission for sequences. state: held by running sequences now.
 
-    preempted: checkpoints of sequences that have made room. records: what the prefix cache holds. disk: on its way to
-    or from the disk. features: embeddings of images and videos. device: what MLX reports as in use, all counted;
-    buffers: what it keeps for reuse besides.
+    preempted: checkpoints of preempted sequences. records: the prefix cache.
+    disk: in transit to or from the disk. features: embeddings of images and videos. device: in use according to MLX,
+    everything included;
+    buffers: cached by MLX for reuse.
     """
 
     budget_bytes: int
@@ -77,9 +80,9 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounters:
-    """Of tokens guessed ahead. num_windows: times that a sequence had drafts verified; num_drafted: these drafts.
+    """Speculative decoding. num_windows: verifications of a sequence's drafts; num_drafted: drafts in them.
 
-    accepted_at: of the right ones, how many were first in their window, second, and so on.
+    accepted_at: accepted drafts by position in their window.
     """
 
     num_windows: int = 0
@@ -95,7 +98,7 @@ class DraftCounters:
 class Counters:
     """Since the start. finished: number of choices by finish reason, and by `abort` and `error`.
 
-    routes: number of requests that were queued, by what they need of the model.
+    routes: queued requests by the parts of the model they need.
     """
 
     num_prompt_tokens: int
@@ -114,11 +117,14 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class DiskStatus:
-    """The disk tier of the prefix cache now, and what it did since the start.
+    """The disk tier of the prefix cache: current content, and counts since the start.
 
-    num_files, num_bytes: in the folder, of all models, as last looked at; quota_bytes is for these. num_pending_bytes:
-    to be written. num_hits: prompts that went on from what was read, num_hit_tokens: of those, what they were spared.
-    num_reads, num_writes: files. num_dropped: files that were not written.
+    num_files, num_bytes: in the folder, of all models, at the last scan; quota_bytes limits these.
+    num_pending_bytes: to be written.
+    num_hits: prompts that reused what was read;
+    num_hit_tokens: tokens that these skipped.
+    num_reads, num_writes: files.
+    num_dropped: files that were not written.
     """
 
     num_files: int
@@ -136,10 +142,11 @@ class DiskStatus:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """What the prefix cache holds now, and how its lookups went since the start.
+    """The prefix cache: current content, and lookups since the start.
 
-    num_lookup_tokens: of all prompts looked up. num_hit_tokens: of these, what needed no computing. disk: None without
-    a disk tier.
+    num_lookup_tokens: of all prompts looked up.
+    num_hit_tokens: of these, reused.
+    disk: None without a disk tier.
     """
 
     num_bytes: int
@@ -155,9 +162,9 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class DraftStatus:
-    """How tokens are guessed ahead. max_drafts: of a sequence at once. num_failures: sequences that lost their drafts.
+    """Speculative decoding. max_drafts: of a sequence at once. num_failures: sequences that lost their drafts.
 
-    A sequence loses its drafts to an error in the making of them, and goes on without.
+    If drafting fails, the sequence goes on without drafts.
     """
 
     max_drafts: int
@@ -166,10 +173,11 @@ class DraftStatus:
 
 @dataclass(frozen=True, slots=True)
 class SparseStatus:
-    """Sparse prefill since the start. num_thinned: prompts; num_kept_tokens, num_dropped_tokens: of these.
+    """Sparse prefill since the start. num_thinned: sparse prompts; num_kept_tokens, num_dropped_tokens: of these.
 
-    bypassed: number of prompts that were computed whole, by reason. num_scoring: prompts that the draft model is at.
-    weights_bytes, state_bytes, records_bytes: the draft model's part of the memory of that name.
+    bypassed: prompts computed in full, by reason.
+    num_scoring: prompts that the draft model is scoring.
+    weights_bytes, state_bytes, records_bytes: the draft model's share of memory.
     """
 
     draft: str
@@ -185,12 +193,12 @@ class SparseStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A moment between two steps.
+    """A snapshot between two steps.
 
-    cache: None if it is switched off; drafts: None if nothing is guessed ahead; sparse: None if no prompt is thinned.
-    num_misfits: answers so far that were held to a JSON schema and don't fit it, and values between tags that are of no
-    type that their tool's schema takes. num_broken_calls: what began as a tool
-    call and could not be made one.
+    cache: None if disabled;
+    drafts: None without speculative decoding;
+    sparse: None without sparse prefill. num_schema_violations: JSON answers that do not match their schema, and tool
+    parameter values of a type that the schema does not allow. num_malformed_calls: tool calls that could not be parsed.
     """
 
     num_running: int
@@ -199,15 +207,15 @@ class EngineStatus:
     memory: MemoryStatus
     counters: Counters
     cache: CacheStatus | None = None
-    num_misfits: int = 0
-    num_broken_calls: int = 0
+    num_schema_violations: int = 0
+    num_malformed_calls: int = 0
     drafts: DraftStatus | None = None
     sparse: SparseStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """The server's process. cpu_s: of all its threads. peak_memory_bytes: the most that it ever held."""
+    """The server process. cpu_s: of all threads. peak_memory_bytes: the peak resident size."""
 
     uptime_s: float
     cpu_s: float

@@ -1,4 +1,4 @@
-"""A step of the engine: what the scheduler plans and what the runner answers."""
+"""A step of the engine: the scheduler's plan and the runner's results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from headrace.types.events import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens that bring one sequence's computed length up to date.
+    """Tokens that advance one sequence's computed length.
 
     Decode is one token, verification one and its drafts, prefill many: the runner sees no phases.
 
-    choice: which of its request's continuations the sequence is.
-    start: how many tokens of the sequence were computed before; token_ids[0] stands at this index.
-    num_drafts: how many of the guesses that the runner holds ready it may add to the window, behind the token_ids.
-    samples: whether the token after the chunk is wanted (false for all but a prompt's last chunk).
-    output_index: index that the first sampled token has in the output; keys the draw.
-    forks: sequences (choices 1, 2, …) that begin with the state after this chunk. Each gets a first token of its own,
-    drawn from the chunk's last logits, and a ChunkResult that commits nothing.
+    choice: the sequence's choice index.
+    start: tokens of the sequence computed before; the index of token_ids[0].
+    num_drafts: how many of its pending drafts the runner may append to the token_ids.
+    samples: whether to sample the token after the chunk (false for all but a prompt's last chunk).
+    output_index: output index of the first sampled token; keys the random draw.
+    forks: sequences (choices 1, 2, …) that start from the state after this chunk. Each gets its own first token from
+    the chunk's last logits, and a ChunkResult that commits nothing.
     """
 
     sequence_id: str
@@ -35,10 +35,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that one step computes. At most one chunk per sequence.
+    """Everything that one step computes, with at most one chunk per sequence.
 
-    preempted: sequences that make room first: a checkpoint of their state is kept, and each goes on from there with its
-    next chunk, in whichever step that comes.
+    preempted: sequences to reduce to a checkpoint first; each resumes from it with its next chunk.
     """
 
     chunks: tuple[Chunk, ...]
@@ -50,24 +49,24 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the step, over all sequences, drafts too."""
+        """Tokens in the step over all sequences, drafts included."""
         return sum(len(chunk.token_ids) + chunk.num_drafts for chunk in self.chunks)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of these, the prompts'."""
+        """Prompt tokens among them."""
         return sum(len(chunk.token_ids) for chunk in self.chunks if chunk.output_index == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What became of a chunk.
+    """The result of a chunk.
 
-    num_committed: how many of its tokens, right drafts included, now belong to the sequence's state.
-    token_ids: tokens gained: right drafts and the token drawn behind them; empty if it did not sample.
-    num_verified: drafts that were verified; what was gained beyond one token were the right ones among them.
-    logprobs: one for each token gained, if the request asked for them.
-    prompt_logprobs: of the prompt tokens start + 1 to start + num_committed that exist, if asked for: what the chunk's
+    num_committed: how many of its tokens, accepted drafts included, are now in the sequence's state.
+    token_ids: tokens gained: accepted drafts and the token sampled after them; empty if it did not sample.
+    num_verified: drafts verified.
+    logprobs: one for each token gained, if requested.
+    prompt_logprobs: of the prompt tokens start + 1 to start + num_committed that exist, if requested: what the chunk's
     tokens predicted.
     """
 
@@ -81,7 +80,7 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFailure:
-    """A chunk whose own work raised; its neighbours are unharmed."""
+    """A chunk whose computation raised; other chunks are unaffected."""
 
     sequence_id: str
     error: BaseException
@@ -89,7 +88,7 @@ class ChunkFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results and failures, one for each chunk of the plan and for each of its forks."""
+    """One result or failure for each chunk of the plan and each of its forks."""
 
     results: tuple[ChunkResult, ...]
     failures: tuple[ChunkFailure, ...] = ()

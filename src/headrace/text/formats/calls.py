@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headrace.text.formats.reader import NotACall, Reader, Reading
 from headrace.text.formats.schema import ANY, Schema
 from headrace.types.chat import ToolDefinition
-from headrace.types.hold import OutputHold
+from headrace.types.output_guarantees import OutputGuarantees
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _COUNTED_ID = re.compile(r"(?:functions\.)?.+:\d+", re.DOTALL)
@@ -75,10 +75,10 @@ class CallIds:
 
 
 class Tools:
-    """The declared tools of a request. hold: of a grammar that every call is held to; None if models write freely."""
+    """The declared tools of a request. guarantees: of the output's grammar; None for unconstrained output."""
 
-    def __init__(self, tools: Iterable[ToolDefinition], hold: OutputHold | None = None) -> None:
-        self.hold = hold
+    def __init__(self, tools: Iterable[ToolDefinition], guarantees: OutputGuarantees | None = None) -> None:
+        self.guarantees = guarantees
         self._schemas = {tool.name: Schema(tool.parameters) for tool in tools}
 
     def __contains__(self, name: object) -> bool:
@@ -93,7 +93,7 @@ class Tools:
 
 
 @dataclass(slots=True)
-class Passage:
+class TextSegment:
     """Text that only looks like a call, from one index of the reader's text to another; None while it goes on."""
 
     start: int
@@ -129,9 +129,9 @@ class CallSink:
         self._reader = reader
 
     @property
-    def is_held(self) -> bool:
+    def is_constrained(self) -> bool:
         """Whether a grammar holds the calls."""
-        return self._tools.hold is not None
+        return self._tools.guarantees is not None
 
     @property
     def has_complete(self) -> bool:
@@ -140,8 +140,10 @@ class CallSink:
 
     def is_json(self, key: str) -> bool:
         """Whether a value of the current call that begins with a bracket is certain to be JSON."""
-        hold = self._tools.hold
-        return hold is not None and self.current is not None and (self.current.name, key) in hold.json_values
+        guarantees = self._tools.guarantees
+        return (
+            guarantees is not None and self.current is not None and (self.current.name, key) in guarantees.json_values
+        )
 
     def declares(self, name: str) -> bool:
         return name in self._tools

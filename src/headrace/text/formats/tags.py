@@ -96,7 +96,7 @@ class TagReader:
         if self._syntax.is_framed:
             yield from self._reader.take("\n")
         value = TextValue(schema, self._sink.write)
-        yield from ValueEnd(self._cursor, None if self._sink.is_held else self._fits).find(value)
+        yield from ValueEnd(self._cursor, None if self._sink.is_constrained else self._fits).find(value)
         if (misfit := value.close()) is not None:
             if not self._sink.is_committed:
                 raise NotACall(misfit, breaks_schema=True)

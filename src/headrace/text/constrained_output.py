@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
+from headrace.text.emitter import Emitter
 from headrace.text.formats.reader import Reader, Reading
-from headrace.text.outlet import Outlet
 from headrace.text.plain_output import PlainOutput
-from headrace.types.hold import OutputHold
+from headrace.types.output_guarantees import OutputGuarantees
 
 
-class HeldOutput(PlainOutput):
+class ConstrainedOutput(PlainOutput):
     """State of one answer."""
 
     _minds_quotes = False
@@ -24,21 +24,21 @@ class HeldOutput(PlainOutput):
         self,
         family: ModelFamily,
         reader: Reader,
-        outlet: Outlet,
+        emitter: Emitter,
         calls: CallReader | None,
-        hold: OutputHold,
+        guarantees: OutputGuarantees,
         *,
         thinking_open: bool,
     ) -> None:
-        super().__init__(family, reader, outlet, calls, thinking_open=thinking_open)
+        super().__init__(family, reader, emitter, calls, thinking_open=thinking_open)
         blocks = {opener: closers for opener, closers in self._blocks.items() if opener == family.think_open}
-        self._blocks = blocks if hold.thinks else {}
+        self._blocks = blocks if guarantees.thinks else {}
         openers = () if calls is None else (*calls.openers, *calls.bare_openers)
         self._call_openers = tuple(
-            each for each in openers if any(known.startswith(each) for known in hold.call_openers)
+            each for each in openers if any(known.startswith(each) for known in guarantees.call_openers)
         )
         self._bare_openers = ()
-        self._is_mixed = hold.is_mixed
+        self._is_mixed = guarantees.is_mixed
         self._has_spoken = False
 
     def _openers_in_thinking(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class HeldOutput(PlainOutput):
     def _openers_that_count(self) -> list[str]:
         if not self._has_spoken:
             return super()._openers_that_count()
-        return [*self._call_openers] if self._is_mixed or self._outlet.num_calls else []
+        return [*self._call_openers] if self._is_mixed or self._emitter.num_calls else []
 
     def _close_thinking(self, closer: str) -> Reading[None]:
         yield from super()._close_thinking(closer)

@@ -18,7 +18,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TextPipeline:
     """How a model's text becomes tokens and back.
 
     constraints: what holds its tokens to a grammar; the engine is launched with them.
@@ -30,14 +30,14 @@ class Words:
     constraints: ConstraintFactory
 
 
-def load_words(
+def load_text_pipeline(
     directory: Path,
     model_type: str,
     *,
     history: str = "stable",
     system_notes: SystemNotes = "stable",
     tool_format: str = "auto",
-) -> Words:
+) -> TextPipeline:
     """The words of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
 
     history: of HistoryPolicy. system_notes: as ChatTemplate takes them. tool_format: of TOOL_FORMATS in config.py.
@@ -48,4 +48,4 @@ def load_words(
     template = ChatTemplate(
         tokenizer, family, system_notes=system_notes, history=HistoryPolicy(history), vision=find_vision(model_type)
     )
-    return Words(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer), LineTracker))
+    return TextPipeline(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer), LineTracker))

@@ -1,4 +1,4 @@
-"""What every dialect's answers have in common: events in, bytes of a stream or one object out."""
+"""What all dialects' answers share: events in, bytes of a stream or one JSON object out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pydantic_core import to_json
 from headrace.errors import HeadraceError
 from headrace.types.events import Event, Usage
 
-# Line ends (U+0085, U+2028, U+2029) to some clients' readers, though not to the standard of event streams. JSON leaves
-# them as they are.
+# Some clients' readers take these (U+0085, U+2028, U+2029) for line ends, although the event-stream standard does not.
+# JSON does not escape them.
 _SOFT_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeading:
-    """What every piece of an answer repeats.
+    """Fields repeated in every chunk of an answer.
 
-    id: random, never used twice (clients merge answers of one id). model: the name that the answer is given under.
+    id: random and unique, because clients merge answers of one id. model: the name shown to the client.
     """
 
     id: str
@@ -29,31 +29,31 @@ class AnswerHeading:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def of(self, kind: str) -> dict[str, Any]:
-        """The fields at the head of an object of this kind, in OpenAI's names."""
+        """The heading of an object of this kind, in OpenAI's names."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-class AnswerForm(Protocol):
-    """How one answer is written. Belongs to one request: it may remember what it wrote."""
+class AnswerEncoder(Protocol):
+    """Encodes one answer; may keep state, so it belongs to one request."""
 
     def pieces(self, event: Event) -> Iterator[bytes]:
-        """Server-sent events that say what one event says."""
+        """Server-sent events for one event."""
 
     def ping(self) -> bytes:
-        """A sign of life: one that is data, as a comment resets only some clients' timers."""
+        """A keep-alive that is data, because a comment resets only some clients' timers."""
 
     def end(self) -> bytes:
-        """What a stream that ended well ends with, after the pieces of all events."""
+        """The end of a successful stream."""
 
     def failure(self, error: HeadraceError) -> bytes:
-        """What a stream that failed ends with."""
+        """The end of a failed stream."""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The answer as one object; `events` are all of a session's."""
+        """The answer as one object; `events` are all events of the session."""
 
 
 def sparse_detail(usage: Usage) -> dict[str, Any]:
-    """What sparse prefill made of the prompt, as a field among token counts; none where it is off."""
+    """Sparse prefill's counts as a field of the token details; empty where it is off."""
     if usage.sparse is None:
         return {}
     return {
@@ -66,7 +66,7 @@ def sparse_detail(usage: Usage) -> dict[str, Any]:
 
 
 def server_sent(data: dict[str, Any], event: str | None = None) -> bytes:
-    """One event of a stream. event: its name, for dialects whose events have one."""
+    """One event of a stream. event: its name, for dialects that name events."""
     text = to_json(data)
     for character, escape in _SOFT_LINE_ENDS:
         text = text.replace(character, escape)

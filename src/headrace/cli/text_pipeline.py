@@ -5,17 +5,17 @@ from __future__ import annotations
 from headrace.config import Config
 from headrace.engine.engine import model_files
 from headrace.session.settings import model_defaults
-from headrace.session.words import Words, load_words
+from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 
 
-def configured_words(config: Config) -> Words:
+def configured_text_pipeline(config: Config) -> TextPipeline:
     """The words of the configured model, which is fetched if need be. Raises ModelError.
 
     Finds the model exactly as the engine will, and looks at its sampling defaults as the session will.
     """
     files = model_files(config)
     model_defaults(files.generation_config)
-    return load_words(
+    return load_text_pipeline(
         files.directory,
         files.model_type,
         history=config.engine.history,

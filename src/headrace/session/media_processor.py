@@ -1,4 +1,4 @@
-"""How files of images and videos become what a model is shown, and find their place in its prompt."""
+"""Turns files of images and videos into the model's inputs and inserts them into its prompt."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headrace.types.media import MediaInput, MediaLimits, PromptMedia
 from headrace.types.model import ModelDescription
 
 Process = Callable[[Pixels], tuple[tuple[int, ...], Mapping[str, npt.NDArray[Any]]]]
-"""A family's processor: the tokens in a picture's place, and what else it makes. Raises ValueError."""
+"""A family's processor: the tokens of a picture, and its other outputs. Raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShownItem:
+class ProcessedItem:
     """A picture or a video, ready for a prompt.
 
-    prepared: of the way's own kind. num_tokens: that a prompt has of it.
+    prepared: specific to the processor. num_tokens: in the prompt.
     """
 
     prepared: Any
@@ -36,57 +36,57 @@ class ShownItem:
     num_bytes: int
 
 
-class MediaWay(Protocol):
-    """The way of one model. sees_videos: else the frames of a video are shown as pictures."""
+class MediaProcessor(Protocol):
+    """The media processor of one model. sees_videos: otherwise a video's frames become pictures."""
 
     sees_videos: bool
 
-    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ShownItem, ...]:
-        """What the model is shown of an image or a video.
+    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ProcessedItem, ...]:
+        """The model's inputs for an image or a video.
 
         May run in any thread. Raises InvalidRequest that names the part, ContextTooLong.
         """
 
-    def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
-        """The prompt with all items in their places. Raises ValueError if those don't fit."""
+    def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> ExpandedPrompt:
+        """The prompt with all items in place. Raises ValueError if they don't match."""
 
 
-class TowerWay:
-    """For models whose tower is known here."""
+class TowerProcessor:
+    """For models whose vision tower is implemented here."""
 
     def __init__(self, profile: VisionProfile, encode: EncodeText) -> None:
-        """encode: of the model's tokenizer."""
+        """encode: the tokenizer's."""
         self.sees_videos = profile.vision.sees_videos
         self._profile = profile
         self._encode = encode
 
-    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ShownItem, ...]:
+    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ProcessedItem, ...]:
         vision = self._profile.vision
         prepared = decoder.run(prepare, item, vision, limits, param=item.param, is_video=item.kind == "video")
-        return tuple(ShownItem(one, num_media_tokens(one.grid, vision), one.patches.nbytes) for one in prepared)
+        return tuple(ProcessedItem(one, num_media_tokens(one.grid, vision), one.patches.nbytes) for one in prepared)
 
-    def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
+    def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> ExpandedPrompt:
         return expand(token_ids, [item.prepared for item in items], self._profile, self._encode)
 
 
-class ProcessorWay:
-    """For models that run whole: their family's processor says what stands in a picture's place."""
+class WholeModelProcessor:
+    """For models that run whole: their family's processor provides a picture's tokens."""
 
     sees_videos = False
 
     def __init__(self, process: Process, mark_id: int) -> None:
-        """mark_id: the token that a chat template writes where a picture belongs."""
+        """mark_id: the token that a chat template writes in a picture's place."""
         self._process = process
         self._mark_id = mark_id
 
-    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ShownItem, ...]:
+    def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ProcessedItem, ...]:
         if item.options.min_pixels is not None or item.options.max_pixels is not None:
             message = f"{item.param}: min_pixels and max_pixels: the model's processor decides how large pictures are"
             raise UnsupportedField(message, param=item.param)
         pictures = decoder.run(read_pictures, item, limits, param=item.param, is_video=item.kind == "video")
         return tuple(self._shown(picture, item.param) for picture in pictures)
 
-    def _shown(self, picture: Pixels, param: str) -> ShownItem:
+    def _shown(self, picture: Pixels, param: str) -> ProcessedItem:
         try:
             token_ids, made = self._process(picture)
         except ValueError as error:
@@ -97,9 +97,9 @@ class ProcessorWay:
         digest = pixel_digest(picture, grid, (0,))
         one = MediaInput(0, len(token_ids), picture.data, grid, (0.0,) * 3, (1.0,) * 3, digest, views)
         num_bytes = picture.nbytes + sum(value.nbytes for value in fields.values())
-        return ShownItem((token_ids, one), len(token_ids), num_bytes)
+        return ProcessedItem((token_ids, one), len(token_ids), num_bytes)
 
-    def expand(self, token_ids: Sequence[int], items: Sequence[ShownItem]) -> ExpandedPrompt:
+    def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> ExpandedPrompt:
         places = [index for index, token_id in enumerate(token_ids) if token_id == self._mark_id]
         if len(places) != len(items):
             raise ValueError(f"the prompt has {len(places)} places for its {len(items)} pictures")
@@ -115,12 +115,12 @@ class ProcessorWay:
         return ExpandedPrompt((*expanded, *token_ids[done:]), PromptMedia(tuple(inputs)), tuple(grown))
 
 
-def find_way(model: ModelDescription, encode: EncodeText) -> MediaWay | None:
-    """The way of a loaded model; None if it sees nothing. encode: of its tokenizer. Raises ModelError."""
+def find_media_processor(model: ModelDescription, encode: EncodeText) -> MediaProcessor | None:
+    """The processor of a loaded model; None for a text model. encode: its tokenizer's. Raises ModelError."""
     if not model.takes_media:
         return None
     profile = read_profile(model.directory, model.config)
     if profile is not None:
-        return TowerWay(profile, encode)
+        return TowerProcessor(profile, encode)
     processor = load_processor(model)
-    return ProcessorWay(processor, processor.mark_id)
+    return WholeModelProcessor(processor, processor.mark_id)

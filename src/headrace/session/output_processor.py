@@ -1,4 +1,4 @@
-"""The way back: token ids to text to events, for each choice of each prompt, and what is counted on the way."""
+"""Output processing: token ids to text to events, per choice of each prompt, with all token counts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from headrace.session.scores import ScoreQueue, Scorer, TextScores
 from headrace.text.detokenize import Detokenizer
+from headrace.text.emitter import ParsedEvent
 from headrace.text.formats.calls import CallFault
-from headrace.text.outlet import ParsedEvent
 from headrace.text.stream_parser import StreamParser
 from headrace.types.events import (
     Event,
@@ -29,19 +29,20 @@ from headrace.types.media import Route
 from headrace.types.request import GenerationRequest
 
 ChoiceEvent = Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments
-"""What a choice gives before its end."""
+"""The events of a choice before its end."""
 
 
-class ChoiceAnswer:
-    """The way back of one choice.
+class ChoiceOutputProcessor:
+    """Processes the output of one choice.
 
-    Tokens are taken one by one, so that counts don't depend on how many of them a step delivered. A token whose text
-    is held back (a marker, half a character) is counted with the kind of text that comes out after it.
+    Takes tokens one by one, so that counts don't depend on how many a step delivered. A token whose text is held back
+    (a marker, half a character) is counted with the text that comes out after it.
 
-    choice: its number in the whole request. scorer: None if nobody asked for log-probabilities.
-    stop_string: the one that ended it, None if none did.
-    token_ids: what the model said so far, without a token that ended it; text, reasoning: what that came to.
-    num_tokens: how many tokens were generated, the one that ended it included.
+    choice: its number in the whole request.
+    scorer: None if no log-probabilities were requested.
+    stop_string: the one that ended it, or None.
+    token_ids: the output without a final stop token; text, reasoning: what it decoded to.
+    num_tokens: generated tokens, a final stop token included.
     """
 
     def __init__(self, choice: int, detokenizer: Detokenizer, parser: StreamParser, scorer: Scorer | None) -> None:
@@ -76,13 +77,13 @@ class ChoiceAnswer:
         return self._parser.num_calls
 
     def take_call_faults(self) -> tuple[CallFault, ...]:
-        """What is wrong with calls, since the last time."""
+        """Faults in calls since the last time."""
         new = self._parser.faults[self._num_faults_taken :]
         self._num_faults_taken += len(new)
         return new
 
     def push(self, output: TokenOutput) -> list[ChoiceEvent]:
-        """Events of one output of the engine, neighbours of a kind joined; sets `reason` at the choice's end."""
+        """Events of one engine output, adjacent ones of a kind joined; sets `reason` at the choice's end."""
         for index, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             self.num_tokens += 1
@@ -99,7 +100,7 @@ class ChoiceAnswer:
         return self._taken_events()
 
     def _end(self, output: TokenOutput, reason: FinishReason) -> None:
-        """The text and the scores of the last output, once all of its tokens are taken."""
+        """The text and scores of the last output, after all of its tokens."""
         text = self._detokenizer.finish()
         self._scores.push(None, text)
         self._parse(text)
@@ -107,25 +108,25 @@ class ChoiceAnswer:
         if output.stop_token_id is not None:
             self.num_tokens += 1
             if self._scorer is not None:
-                # Its bytes are no part of the answer, even if it is an ordinary token.
+                # Its bytes are not part of the answer, even if it is an ordinary token.
                 self._scores.push(replace(self._scorer.score(output.logprobs[-1]), data=None), "")
         self.reason = self._reason(reason)
 
     def _reason(self, reason: FinishReason) -> FinishReason:
-        """Why the choice ended, once the engine has said so."""
+        """The finish reason, given the engine's."""
         if self._parser.stopped:
             return FinishReason.STOP
         called = reason is FinishReason.STOP and self._parser.num_calls
         return FinishReason.TOOL_CALLS if called else reason
 
     def say_prompt(self, text: str, scores: tuple[TokenScore, ...]) -> list[ChoiceEvent]:
-        """Events that begin the answer with its prompt, which is neither counted nor parsed."""
+        """Events that echo the prompt, which is neither counted nor parsed."""
         if text:
             return [Text(text, self.choice, scores)]
         return [HiddenScores(scores, self.choice)] if scores else []
 
     def rest_of_scores(self) -> tuple[TokenScore, ...]:
-        """Scores of tokens that no event has carried, once there are no more events."""
+        """Scores of tokens that no event has carried, after the last event."""
         return self._scores.rest()
 
     def _parse(self, text: str) -> None:
@@ -153,7 +154,7 @@ class ChoiceAnswer:
         return self._scores.take(texts, self._parser.num_held)
 
     def _emit(self, event: ChoiceEvent) -> None:
-        """Joins a piece to the one before it if it can: each event becomes a message on the wire."""
+        """Join an event to the previous one if possible: each event becomes a message on the wire."""
         joined = _joined(self._events[-1], event) if self._events else None
         if joined is None:
             self._events.append(replace(event, choice=self.choice))
@@ -177,19 +178,21 @@ def _joined(first: ChoiceEvent, second: ChoiceEvent) -> ChoiceEvent | None:
     return None
 
 
-class PromptAnswers:
-    """The way back of one prompt and all of its choices.
+class PromptOutputProcessor:
+    """Processes the output of one prompt and all of its choices.
 
-    request: what the engine was asked. choices: one for each of its choices, in order.
-    scorer: for the prompt's own tokens. num_prompt_logprobs: alternatives told with them in an event of their own, None
-    for no such event. echo: the prompt's text if answers begin with it. num_echo_logprobs: alternatives told with the
-    echoed tokens, None if no scores of them are told.
+    request: as submitted to the engine.
+    choices: in order.
+    scorer: for the prompt's own tokens.
+    num_prompt_logprobs: alternatives in the prompt's own score event, None for no such event.
+    echo: the prompt's text if answers begin with it.
+    num_echo_logprobs: alternatives for the echoed tokens, None for no scores.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
-        choices: Sequence[ChoiceAnswer],
+        choices: Sequence[ChoiceOutputProcessor],
         scorer: Scorer,
         *,
         num_prompt_logprobs: int | None = None,
@@ -216,13 +219,13 @@ class PromptAnswers:
 
     @property
     def is_over_in_engine(self) -> bool:
-        """Whether the engine has ended every choice by itself, too."""
+        """Whether the engine has ended every choice, too."""
         return self._num_open_in_engine == 0
 
     def push(self, output: TokenOutput) -> list[Event]:
-        """Events of one output of the engine; the usage in them is this prompt's.
+        """Events of one engine output; their usage is this prompt's.
 
-        Outputs of a choice that has ended already (a stop string is not known to the engine) say nothing.
+        Ignores output of a choice that has already ended (the engine does not know stop strings).
         """
         self._num_open_in_engine -= output.finish_reason is not None
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
@@ -238,7 +241,7 @@ class PromptAnswers:
         return events
 
     def _begin(self, output: TokenOutput) -> list[Event]:
-        """Events before any text of the model: the prompt's scores and, in every choice, its text."""
+        """Events before the model's text: the prompt's scores and, in every choice, its echo."""
         self._has_begun = True
         events: list[Event] = []
         scores: tuple[TokenScore, ...] = ()
@@ -247,19 +250,19 @@ class PromptAnswers:
         if self._num_prompt_logprobs is not None:
             events.append(PromptScores(self.choices[0].choice, _cut_top(scores, self._num_prompt_logprobs)))
         if self._echo is not None:
-            told = () if self._num_echo_logprobs is None else _cut_top(scores, self._num_echo_logprobs)
+            scores = () if self._num_echo_logprobs is None else _cut_top(scores, self._num_echo_logprobs)
             for choice in self.choices:
-                events += choice.say_prompt(self._echo, told)
+                events += choice.say_prompt(self._echo, scores)
         return events
 
-    def _finished(self, choice: ChoiceAnswer) -> Finished:
+    def _finished(self, choice: ChoiceOutputProcessor) -> Finished:
         assert choice.reason is not None
         self._num_open -= 1
         return Finished(choice.reason, usage_of((self,)), choice.choice, choice.rest_of_scores(), choice.stop_string)
 
 
-def usage_of(prompts: Sequence[PromptAnswers]) -> Usage:
-    """Token counts of a request as far as it has come; each prompt counts once."""
+def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
+    """Token counts of a request so far; each prompt counts once."""
     choices = [choice for prompt in prompts for choice in prompt.choices]
     return Usage(
         num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),

@@ -1,19 +1,19 @@
-"""How often clients sent fields that nobody knows."""
+"""Counts unknown fields in requests."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-# Names are the clients' to choose, memory is ours.
+# Bounds memory, because clients choose the names.
 _MAX_NAMES = 256
 _MAX_NAME_LENGTH = 64
 
 OTHERS = "(others)"
-"""What further names are counted under."""
+"""Further names are counted under this one."""
 
 
-class IgnoredFields:
+class UnknownFields:
     """Counts of field names since the start."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ _MAX_SPACE = 64
 ParsedEvent = Text | Reasoning | ToolCallStart | ToolArguments
 
 
-class Outlet:
+class Emitter:
     """Collects the events of one answer.
 
     Stop strings end the answer's text before their first character. takes_calls: white space next to a call belongs
@@ -86,11 +86,11 @@ class Outlet:
         if self._follows_call:
             text = text.lstrip()
             self._follows_call = not text
-        said = text.rstrip()
-        if said:
+        visible = text.rstrip()
+        if visible:
             self._release_space()
-            self._emit(said)
-        self._space += text[len(said) :]
+            self._emit(visible)
+        self._space += text[len(visible) :]
         self._emit(self._space[:-_MAX_SPACE])
         self._space = self._space[-_MAX_SPACE:]
 
