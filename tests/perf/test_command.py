@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.perf.host import HostWork
 from headrace.perf.table import line, table
 from headrace.perf.timing import Figure
 
@@ -29,6 +30,7 @@ def test_a_shape_is_measured_and_everything_is_written(tmp_path: Path, capsys: p
     assert found == [(side, name) for side in ("headrace", "mlx-lm") for name in ("prefill 12", "decode 2@8")]
     decode = report["figures"][1]
     assert decode["tokens_per_s"] == pytest.approx(2 / decode["times_s"][0])
+    assert set(decode["host"]) == {"seconds", "num_calls", "num_objects"}
     share = decode["num_bytes"] / decode["times_s"][0] / report["copy_bytes_per_s"]
     assert decode["share_of_copy"] == pytest.approx(share)
 
@@ -51,6 +53,12 @@ def test_the_table_compares_tokens_and_bytes() -> None:
     cells = [[cell.strip() for cell in each if cell.strip()] for each in rows]
     assert cells[1] == ["decode 2@8", "headrace", "2.00 (1.00 to 4.00)", "1", "25%", "0"]
     assert cells[2] == ["decode 2@8", "mlx-lm", "5.00 (5.00 to 5.00)", "2.50", "1", "10%", "0", "BatchGenerator"]
+
+
+def test_the_hosts_work_is_told_in_milliseconds_calls_and_objects() -> None:
+    figure = Figure("headrace", "decode 2@8", (0.003,), 2, host=HostWork(0.00125, 900, 321))
+    told = "decode 2@8, headrace: 3.00 (3.00 to 3.00) ms, host ms 1.25, calls 900, objects 321, peak GB 0"
+    assert line(figure, 1e12) == told
 
 
 def test_a_prefill_is_told_by_its_rate() -> None:

@@ -34,11 +34,17 @@ def test_each_figure_is_told_as_soon_as_it_is_there(shape: str) -> None:
         assert len(each.times_s) == 2
         assert each.peak_bytes > 0
         assert (each.num_bytes is None) == each.is_prefill
+        assert (each.host is None) == each.is_prefill
     ours, theirs = figures[2], figures[5]
     assert ours.num_bytes == theirs.num_bytes
     assert len(ours.forward_s) == len(ours.build_s) == 2
     assert all(built < whole for built, whole in zip(ours.build_s, ours.forward_s, strict=True))
     assert (theirs.note, figures[4].note) == ("BatchGenerator", "generate_step")
+    one, three = figures[1].host, ours.host
+    assert one is not None and three is not None
+    assert one.seconds > 0
+    assert three.num_calls > one.num_calls > 100
+    assert three.num_objects > one.num_objects > 10
 
 
 def test_rows_decode_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

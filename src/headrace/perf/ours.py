@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.engine.runner import Runner
 from headrace.models.packed import PackedModel, Row
+from headrace.perf.host import host_work, num_host_steps
 from headrace.perf.operations import num_launches, operations
 from headrace.perf.timing import WARM_UPS, Figure, timed, watch_memory
 from headrace.scheduler.reservations import MemoryBudget
@@ -46,7 +47,7 @@ class OurSteps:
         """Steps of greedy rows behind a prompt that they share, each going on with tokens of its own."""
         watch_memory()
         engine = self._engine(num_rows)
-        num_tokens = WARM_UPS + num_steps + 3
+        num_tokens = WARM_UPS + num_steps + num_host_steps(num_steps) + 3
         request = GenerationRequest("rows", self._ids(context), _GREEDY, num_tokens, num_choices=num_rows)
         engine.scheduler.add(request, 0.0)
         while engine.step() < num_rows:
@@ -54,6 +55,7 @@ class OurSteps:
         # one prompt for all, but from here on each row has its own tokens: experts are chosen for each anew
         engine.step(self._ids(num_rows))
         times = timed(engine.step, num_steps, WARM_UPS)
+        host = host_work(engine.step, num_steps)
         peak_bytes = mx.get_peak_memory()
         engine.runner.drop()
         forwards = Forwards(
@@ -70,6 +72,7 @@ class OurSteps:
             build_s=tuple(forwards.build_s[-num_steps:]),
             num_operations=found.total(),
             num_launches=num_launches(found),
+            host=host,
             peak_bytes=peak_bytes,
         )
 

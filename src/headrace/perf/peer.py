@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from headrace.perf.host import host_work
 from headrace.perf.operations import num_launches, operations
 from headrace.perf.timing import WARM_UPS, Figure, timed, watch_memory
 
@@ -48,6 +49,7 @@ class PeerSteps:
         found = self._operations(context) if num_rows == 1 else None
         step, note, close = self._one(context) if num_rows == 1 else self._several(num_rows, context)
         times = timed(step, num_steps, WARM_UPS)
+        host = host_work(step, num_steps)
         close()
         return Figure(
             "mlx-lm",
@@ -56,6 +58,7 @@ class PeerSteps:
             num_rows,
             num_operations=None if found is None else found.total(),
             num_launches=None if found is None else num_launches(found),
+            host=host,
             peak_bytes=mx.get_peak_memory(),
             note=note,
         )

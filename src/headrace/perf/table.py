@@ -9,11 +9,12 @@ from typing import Any
 
 from headrace.bench.figures import spread
 from headrace.bench.table import Row, aligned, spread_text
+from headrace.perf.host import HostWork
 from headrace.perf.timing import Figure
 
 TITLES: Row = (
     *("measure", "side", "tokens/s or ms", "other : ours", "forward ms", "built in ms", "operations", "launches"),
-    *("GB moved", "of copy", "peak GB", ""),
+    *("host ms", "calls", "objects", "GB moved", "of copy", "peak GB", ""),
 )
 
 
@@ -46,6 +47,7 @@ def row(figure: Figure, first: Figure | None, copy_bytes_per_s: float) -> Row:
         _median_ms(figure.build_s),
         "" if figure.num_operations is None else str(figure.num_operations),
         "" if figure.num_launches is None else str(figure.num_launches),
+        *(("", "", "") if figure.host is None else _host(figure.host)),
         "" if figure.num_bytes is None else f"{figure.num_bytes / 1e9:.3g}",
         "" if figure.num_bytes is None else f"{figure.num_bytes / figure.time_s.median / copy_bytes_per_s:.0%}",
         f"{figure.peak_bytes / 1e9:.3g}",
@@ -66,6 +68,10 @@ def _value(figure: Figure) -> str:
     if not figure.is_prefill:
         return spread_text(figure.time_s, 1000)
     return spread_text(spread(figure.num_tokens / time for time in figure.times_s))
+
+
+def _host(work: HostWork) -> Row:
+    return f"{work.seconds * 1000:.2f}", str(work.num_calls), str(work.num_objects)
 
 
 def _median_ms(times_s: Sequence[float]) -> str:

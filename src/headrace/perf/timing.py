@@ -10,6 +10,7 @@ from typing import Literal
 import mlx.core as mx
 
 from headrace.bench.figures import Spread, spread
+from headrace.perf.host import HostWork
 
 WARM_UPS = 4
 """Steps before timed ones: kernels are built, memory is touched."""
@@ -24,7 +25,7 @@ class Figure:
     times_s: of each timed repeat. num_tokens: that each of them computed. num_bytes: that each had to move at least;
     None where nobody counts. forward_s, build_s: the forward alone of a decode step, and of that the time in which the
     host builds its graph. num_operations, num_launches: of the forward; the latter without those that only name views.
-    peak_bytes: of all memory held meanwhile. note: what is to be known about it.
+    host: what a decode step costs the host. peak_bytes: of all memory held meanwhile. note: what is to be known of it.
     """
 
     side: Side
@@ -36,6 +37,7 @@ class Figure:
     build_s: tuple[float, ...] = ()
     num_operations: int | None = None
     num_launches: int | None = None
+    host: HostWork | None = None
     peak_bytes: int = 0
     note: str = ""
 
