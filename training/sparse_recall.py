@@ -29,7 +29,7 @@ from headrace.models.watch import QueryWatch
 from headrace.sparse.scoring import importance
 from headrace.sparse.select import CHUNK, NEIGHBOURS, select
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from training.chat import encode
 from training.jobs import recall
 
@@ -67,7 +67,7 @@ class Reader:
 
     def __init__(self, model: PackedModel) -> None:
         self.model = model
-        self._pool = SlabPool()
+        self._pool = StatePool()
 
     def open(self, num_tokens: int) -> SequenceState:
         return SequenceState(self._pool, num_tokens)

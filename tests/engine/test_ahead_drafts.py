@@ -173,7 +173,7 @@ async def test_rows_run_ahead_between_drafts_whoever_joins_leaves_stops_makes_ro
 async def test_what_steps_take_is_told_with_how_they_follow_each_other(
     drafting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step of a run waits for nothing that was launched before, the last one launches nothing."""
+    """The prompt's step waits for nothing that was launched before, the last one launches nothing."""
     told: list[tuple[bool, bool, bool]] = []
 
     def report(
@@ -192,4 +192,4 @@ async def test_what_steps_take_is_told_with_how_they_follow_each_other(
     assert len([output async for output in await drafting.submit(wanted)]) == 6
     # the prompt's step, the one behind it, three like each other, and the last
     middle = [(False, True, True)] * 3
-    assert told == [(True, False, False), (True, False, True), *middle, (False, True, False)]
+    assert told == [(True, False, True), (True, True, True), *middle, (False, True, False)]

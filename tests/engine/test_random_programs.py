@@ -28,7 +28,7 @@ from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.state.state_form import StateForm
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
@@ -78,7 +78,7 @@ def packed(kind: str) -> PackedModel:
 @cache
 def expected(kind: str, sentence: int) -> list[mx.array]:
     """Logits behind every token of a sentence, fed one at a time."""
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     rows = []
     for token in SENTENCES[sentence]:
         state.begin(1)
@@ -112,7 +112,7 @@ class World:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.folder = folder
-        self.slabs = SlabPool()
+        self.slabs = StatePool()
         self.live: list[Live] = []
         self.num_started = self.num_restored = 0
         self.form = StateForm.of(sample_state(packed(kind), None))

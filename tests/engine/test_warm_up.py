@@ -18,6 +18,7 @@ from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.state.slabs import StatePool
 from headrace.types.request import GenerationRequest, SamplingParams
 
 VOCAB = 97
@@ -33,8 +34,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModel]:
     blas.uninstall()
 
 
-def answer(packed: PackedModel, num_requests: int) -> None:
-    scheduler, runner = Scheduler(num_requests, 256, 64, memory=AMPLE), Runner(packed, VOCAB, ahead=True)
+def answer(packed: PackedModel, states: StatePool, num_requests: int) -> None:
+    scheduler, runner = Scheduler(num_requests, 256, 64, memory=AMPLE), Runner(packed, VOCAB, pool=states, ahead=True)
     for number in range(num_requests):
         prompt = tuple((5 * number + 3 * place) % VOCAB for place in range(20))
         scheduler.add(GenerationRequest(str(number), prompt, GREEDY, 12), 0.0)
@@ -49,11 +50,12 @@ def answer(packed: PackedModel, num_requests: int) -> None:
 @pytest.mark.parametrize("num_requests", [1, 3, 5, 6])
 def test_requests_after_it_meet_no_step_that_has_to_be_built(packed: PackedModel, num_requests: int) -> None:
     assert packed.is_compiled
-    line = warm_up(packed, VOCAB, AMPLE, 6, 256)
+    states = StatePool(4096, 6)
+    line = warm_up(packed, VOCAB, states, AMPLE, 6, 256)
     assert line.startswith("warm-up: steps of up to 6 rows in ")
     num_built = packed.num_new_forms
     assert num_built > 0
-    answer(packed, num_requests)
+    answer(packed, states, num_requests)
     assert packed.num_new_forms == num_built
 
 
@@ -65,7 +67,7 @@ def test_a_failure_of_it_is_logged_and_stops_nothing(
 
     monkeypatch.setattr("headrace.engine.warm_up.Scheduler", fail)
     with caplog.at_level(logging.ERROR):
-        line = warm_up(packed, VOCAB, AMPLE, 2, 256)
+        line = warm_up(packed, VOCAB, StatePool(), AMPLE, 2, 256)
     assert "steps of 1 rows could not be warmed up" in caplog.text
     assert line.startswith("warm-up: steps of up to 0 rows in ")
 
@@ -82,7 +84,7 @@ def test_the_report_claims_no_size_whose_steps_fail(
 
     monkeypatch.setattr(Runner, "_compute", fail_from_three_rows)
     with caplog.at_level(logging.ERROR):
-        line = warm_up(packed, VOCAB, AMPLE, 6, 256)
+        line = warm_up(packed, VOCAB, StatePool(), AMPLE, 6, 256)
     assert line.startswith("warm-up: steps of up to 2 rows in ")
     assert "steps of 3 rows could not be warmed up" in caplog.text
     assert "steps of 4 rows" not in caplog.text
@@ -97,4 +99,4 @@ def test_a_lost_device_ends_the_start(packed: PackedModel, monkeypatch: pytest.M
     monkeypatch.setattr("mlx.core.eval", fail)
     monkeypatch.setattr("mlx.core.async_eval", fail)
     with pytest.raises(EngineDead, match="the device fails at every call since a step failed$"):
-        warm_up(packed, VOCAB, AMPLE, 2, 256)
+        warm_up(packed, VOCAB, StatePool(), AMPLE, 2, 256)

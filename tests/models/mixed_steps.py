@@ -9,7 +9,7 @@ import numpy as np
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 
 @dataclass
@@ -29,7 +29,7 @@ class MixedSteps:
     def run(self) -> list[mx.array]:
         """Logits `[n, vocab_size]` of every token of each row."""
         random = np.random.default_rng(self.seed)
-        pool = SlabPool()
+        pool = StatePool()
         states = [SequenceState(pool) for _ in self.rows]
         logits: list[list[mx.array]] = [[] for _ in self.rows]
         while any(state.length < len(ids) for state, ids in zip(states, self.rows, strict=True)):

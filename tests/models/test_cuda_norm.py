@@ -17,7 +17,7 @@ from headrace.models.mixers.cuda_norm import SumNorm
 from headrace.models.packed import PackedModel, Row
 from headrace.models.seams import Undo, give_forward
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +97,7 @@ def test_a_traced_sum_leaves_no_tracer_behind() -> None:
 
 
 def logits_of(packed: PackedModel) -> mx.array:
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     state.begin(len(IDS))
     return packed.forward([Row(state, IDS)], range(len(IDS)))
 

@@ -25,7 +25,7 @@ from headrace.models.siglip import square_order
 from headrace.models.source import read_files
 from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.media import PromptMedia, TwoWay
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_prompt_in_pieces_that_part_no_picture_gives_the_reference_s_logits(
     assert model.takes_media
     first, second = media.inputs[:2]
     cuts = ((), (first.start,), (3, first.end + 1), (first.end, first.end + 2, second.end + 1))[part]
-    state, logits = SequenceState(SlabPool()), []
+    state, logits = SequenceState(StatePool()), []
     for start, end in itertools.pairwise((0, *cuts, len(ids))):
         state.begin(end - start)
         logits.append(
@@ -118,7 +118,7 @@ def test_rows_with_pictures_and_without_share_a_step(
         (reference.prompt(pictures, folder)[0], pictures),
         (reference.prompt(pictures[1:], folder)[0], pictures[1:]),
     ]
-    pool, rows = SlabPool(), []
+    pool, rows = StatePool(), []
     for ids, some in asked:
         state = SequenceState(pool)
         state.begin(len(ids))
@@ -137,7 +137,7 @@ def test_pictures_that_see_otherwise_than_their_model_wants_would_be_noticed(
     ids, media = reference.prompt(pictures, folder)
     rows, expected = embedded(tower, media), reference.logits(ids, pictures)
     for two_way in set(TwoWay) - {media.two_way}:
-        state = SequenceState(SlabPool())
+        state = SequenceState(StatePool())
         state.begin(len(ids))
         row = Row(state, ids, row_media(PromptMedia(media.inputs, two_way=two_way), 0, len(ids), rows))
         assert np.abs(np.array(model.forward([row], range(len(ids)))) - expected).max() > 10 * TOLERANCE
@@ -156,7 +156,7 @@ def test_layers_that_are_kernels_for_cuda_let_pictures_see_as_their_model_wants(
     tower = load_tower(files, dtype="float32", device=device.current(), has_axes=False)
     assert tower is not None
     ids, media = reference.prompt(pictures, tmp_path)
-    rows, state, logits = embedded(tower[0], media), SequenceState(SlabPool()), []
+    rows, state, logits = embedded(tower[0], media), SequenceState(StatePool()), []
     edges = [edge for one in media.inputs for edge in (one.start, one.end)]  # so that pictures are rows of few tokens
     for start, end in itertools.pairwise((0, *edges, len(ids))):
         state.begin(end - start)

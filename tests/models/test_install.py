@@ -17,7 +17,7 @@ from headrace.models.install import Level, choose_levels, mixers_of, windows_of
 from headrace.models.packed import PackedModel, Row
 from headrace.models.seams import TappedNorm
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 KERNELS = Kernels("exact", "cpu")
 EVERY_LEVEL = [
@@ -66,7 +66,7 @@ def unchanged(before: dict[str, Any]) -> bool:
 
 
 def run_a_step(packed: PackedModel, picks: list[int] | None = None) -> mx.array:
-    pool = SlabPool()
+    pool = StatePool()
     rows = []
     for ids in (tiny.PROMPT[:5], tiny.PROMPT[5:8]):
         state = SequenceState(pool)

@@ -22,7 +22,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.models.source import read_files
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
 
 CPU = Device("cpu", "a processor", 1 << 40, 2)
@@ -81,7 +81,7 @@ def test_a_prediction_head_drafts_no_others(tmp_path: Path) -> None:
         loaded = load(files, dtype="auto", numerics="exact", self_check=False, device=CPU, tokens=tokens)
         loaded.packed.keep_hidden(True)
         head = load_head(loaded.packed, weights, "auto", "cpu", 10**9)
-        state = SequenceState(SlabPool())
+        state = SequenceState(StatePool())
         state.begin(len(ROWS[0]) - 1)
         mx.eval(loaded.packed.forward([Row(state, ROWS[0][:-1])], [0]), state.arrays())
         state.commit(len(ROWS[0]) - 1)

@@ -26,7 +26,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.source import read_files
 from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.media import MediaInput, PromptMedia
 
 DATA = Path(__file__).parent.parent / "data"
@@ -95,7 +95,9 @@ def media_of(folder: str, case: str) -> PromptMedia:
 class Stream:
     """A prompt with or without media that arrives in chunks and goes on greedily; keeps all logits."""
 
-    def __init__(self, folder: str, case: str, chunk_sizes: Sequence[int], pool: SlabPool, num_output: int = 5) -> None:
+    def __init__(
+        self, folder: str, case: str, chunk_sizes: Sequence[int], pool: StatePool, num_output: int = 5
+    ) -> None:
         self.ids = expected(folder, case)["input_ids"].tolist()
         self.num_prompt = len(self.ids)
         self.media = media_of(folder, case) if case in CASES else None
@@ -152,7 +154,7 @@ def check(folder: str, case: str, stream: Stream) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_prompt_with_media_gives_the_reference_logits(folder: str, case: str) -> None:
-    stream = Stream(folder, case, [1000], SlabPool())
+    stream = Stream(folder, case, [1000], StatePool())
     run(loaded(folder)[0].packed, [stream])
     check(folder, case, stream)
 
@@ -160,7 +162,7 @@ def test_a_prompt_with_media_gives_the_reference_logits(folder: str, case: str) 
 @pytest.mark.parametrize("sizes", [pytest.param((1,), marks=pytest.mark.slow), (5, 3, 11)])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_prompts_with_and_without_media_share_steps_and_are_cut_anywhere(folder: str, sizes: tuple[int, ...]) -> None:
-    pool = SlabPool()
+    pool = StatePool()
     cases = ("text40", "image", "image_video", "two_images")
     streams = [Stream(folder, case, sizes[index:] + sizes[:index], pool) for index, case in enumerate(cases)]
     run(loaded(folder)[0].packed, streams)
@@ -170,7 +172,7 @@ def test_prompts_with_and_without_media_share_steps_and_are_cut_anywhere(folder:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_another_picture_gives_other_logits(folder: str) -> None:
-    first, other = (Stream(folder, "image", [1000], SlabPool(), num_output=0) for _ in range(2))
+    first, other = (Stream(folder, "image", [1000], StatePool(), num_output=0) for _ in range(2))
     assert other.media is not None
     (image,) = other.media.inputs
     turned = np.ascontiguousarray(np.asarray(image.pixels)[::-1])
@@ -204,7 +206,7 @@ def test_undo_gives_the_untouched_model_back() -> None:
     model = load(files, dtype="float32", numerics="fast", self_check=False, device=device.current()).packed
     ids = mx.array([expected(folder, "text40")["input_ids"].tolist()])
     before = [type(layer) for layer in model.model.layers]
-    run(model, [Stream(folder, "image", [1000], SlabPool())])
+    run(model, [Stream(folder, "image", [1000], StatePool())])
     assert [type(layer) for layer in model.model.layers] != before
     model.undo()
     assert [type(layer) for layer in model.model.layers] == before
@@ -282,7 +284,7 @@ def test_qwen_2_5_gives_the_logits_of_mlx_vlm_s_own_model(tmp_path: Path) -> Non
     positions, delta = media_positions(len(ids), [Block(3, (0,), 4, 6)])
     media = PromptMedia((image,), positions.data, delta)
     embedded = {image.digest: embed(tower[0], [image])[0]}
-    state, logits = SequenceState(SlabPool()), []
+    state, logits = SequenceState(StatePool()), []
     for start, end in itertools.pairwise((0, 10, 11, len(ids))):
         state.begin(end - start)
         row = Row(state, ids[start:end], row_media(media, start, end, embedded))

@@ -25,7 +25,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
 from headrace.models.source import read_files
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROTARY_DIM, THETA, EPSILON, NUM_CHOSEN = 8, 10000.0, 1e-5, 2
@@ -146,7 +146,7 @@ def embeddings_of(trunk: PackedModel, ids: Sequence[int]) -> np.ndarray:
 
 def hidden_of(trunk: PackedModel, ids: Sequence[int], positions: TokenPositions | None = None) -> np.ndarray:
     """Hidden rows of the trunk, all tokens at once."""
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     state.begin(len(ids))
     mx.eval(trunk.forward([Row(state, ids, positions=positions)], [0]), state.arrays())
     (rows,) = state.layer(trunk.hidden_key, lambda: pytest.fail("no hidden rows")).arrays()
@@ -168,7 +168,7 @@ def run(
 
     Gives for each text the outputs that the head gave, by the token that they were last read with.
     """
-    pool = SlabPool()
+    pool = StatePool()
     readings = [Reading(ids, SequenceState(pool)) for ids in texts]
     outputs: list[dict[int, np.ndarray]] = [{} for _ in texts]
     for step in range(max(map(len, cuts))):
@@ -238,7 +238,7 @@ def test_entries_of_a_prompt_with_gaps_stand_where_their_hidden_rows_do(name: st
     trunk, tensors, ids = trunk_of(name), tiny_head.draw(name), TEXTS[0]
     kept = TokenPositions(np.array([0, 1, 7, 8, 30], dtype=np.int32))
     head = load(trunk, name, tmp_path, tensors)
-    state = SequenceState(SlabPool(), len(ids))
+    state = SequenceState(StatePool(), len(ids))
     outputs: dict[int, np.ndarray] = {}
     reading = Reading(ids, state)
     for end in (3, 4, 9, 12):
@@ -287,7 +287,7 @@ def test_further_drafts_go_on_from_the_heads_own_output(tmp_path: Path) -> None:
     trunk, tensors = trunk_of("qwen3_5"), tiny_head.draw("qwen3_5")
     head = load(trunk, "qwen3_5", tmp_path, tensors)
     ids, chained = TEXTS[0][:7], TEXTS[1][:3]
-    state = SequenceState(SlabPool(), 20)
+    state = SequenceState(StatePool(), 20)
     state.begin(6)
     mx.eval(trunk.forward([Row(state, ids[:6])], [0]), state.arrays())
     state.commit(6)

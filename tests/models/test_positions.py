@@ -18,7 +18,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
 from headrace.models.selfcheck import check
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 TOLERANCE = 1e-4
 FAST_TOLERANCE = 5e-4
@@ -102,7 +102,7 @@ def test_a_layer_sees_exactly_the_chosen_positions() -> None:
     model = tiny.build("llama")
     recorder = model.model.layers[1].self_attn.rope = Recorder()
     packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
-    chosen, pool = positions(0, 7, 900), SlabPool()
+    chosen, pool = positions(0, 7, 900), StatePool()
     sparse, dense = SequenceState(pool), SequenceState(pool)
     for ids in ((1, 2), (3,), (4, 5)):
         for state in (sparse, dense):
@@ -119,7 +119,7 @@ def test_a_layer_sees_exactly_the_chosen_positions() -> None:
 def test_a_row_has_positions_from_one_source() -> None:
     model = tiny.build("qwen3_5")
     packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     state.begin(1)
     media = RowMedia(np.zeros((3, 1), dtype=np.int32))
     with pytest.raises(ValueError, match="not both"):
@@ -155,7 +155,7 @@ def test_a_prompt_that_is_kept_whole_gives_the_very_logits_of_one_without_positi
     packed = PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
     ids, got = tokens(150, 40), []
     for chosen in (None, positions(*range(32))):
-        state = SequenceState(SlabPool())
+        state = SequenceState(StatePool())
         parts = []
         for lo, hi in ((0, 20), (20, 32), (32, 40)):
             state.begin(hi - lo)
@@ -224,7 +224,7 @@ def test_kept_tokens_are_the_whole_prompt_with_the_others_masked(name: str) -> N
     expected = model(mx.array([prompt]), cache=caches)[0][mx.array(KEPT)]
     mx.eval(expected)
     packed = check(model, Kernels("fast", "cpu"), vocab_size, "float32").packed
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     kept = [prompt[place] for place in KEPT]
     parts = []
     for lo, hi in ((0, 6), (6, len(kept))):

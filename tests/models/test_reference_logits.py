@@ -20,7 +20,7 @@ from headrace.models.load import LoadedModel, load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.source import read_files
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
 
 DATA = Path(__file__).parent.parent / "data"
@@ -121,7 +121,7 @@ def prompt_of(folder: str, case: str) -> list[int]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_prompt_in_one_chunk_gives_the_reference_logits(folder: str, case: str, numerics: str) -> None:
     prompt = prompt_of(folder, case)
-    stream = Stream(prompt, itertools.repeat(len(prompt)), 5, SequenceState(SlabPool()))
+    stream = Stream(prompt, itertools.repeat(len(prompt)), 5, SequenceState(StatePool()))
     run(loaded(folder, numerics).packed, [stream], None)
     expect(folder, case, stream)
 
@@ -131,7 +131,7 @@ def test_a_prompt_in_one_chunk_gives_the_reference_logits(folder: str, case: str
 def test_prompts_in_mixed_chunks_give_the_reference_logits(
     folder: str, short: tuple[int, ...], long: tuple[int, ...], numerics: str
 ) -> None:
-    pool = SlabPool()
+    pool = StatePool()
     streams = [
         Stream(prompt_of(folder, "text40"), itertools.cycle(short), 5, SequenceState(pool), first_step=1),
         Stream(prompt_of(folder, "text200"), itertools.cycle(long), 5, SequenceState(pool)),

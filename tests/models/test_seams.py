@@ -18,7 +18,7 @@ from headrace.models.seams import PackedRope, Tap, TappedNorm, packed_attention,
 from headrace.models.step import KVReference, PackedStep, RowSpan, View, WindowMask
 from headrace.state.attention import FullAttentionState
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 HEAD_DIM = 16
 POSITIONS = (0, 1, 2, 97, 4, 30, 31, 300)
@@ -55,7 +55,7 @@ def ropes() -> dict[str, nn.Module]:
 
 def step_of(*lengths: int, kernels: Kernels = EXACT) -> PackedStep:
     """A step of fresh rows with these numbers of tokens."""
-    pool = SlabPool()
+    pool = StatePool()
     spans, lo = [], 0
     for length in lengths:
         state = SequenceState(pool)

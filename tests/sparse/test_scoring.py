@@ -25,7 +25,7 @@ from headrace.models.watch import QueryWatch
 from headrace.sparse import scoring
 from headrace.sparse.scoring import importance, num_scoring_layers
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 NUM_LOOKAHEAD = 8
 POOL = 13
@@ -124,7 +124,7 @@ def expected(model: nn.Module, prompt: Sequence[int], calls: list[Call]) -> tupl
 
 def scored(packed: PackedModel, ids: Sequence[int], num_prompt: int) -> np.ndarray:
     """By packed steps: the prompt in two chunks and in company, then token by token, watched."""
-    pool = SlabPool()
+    pool = StatePool()
     state, other, watch = SequenceState(pool), SequenceState(pool), QueryWatch()
     cuts = [0, num_prompt // 3, *range(num_prompt, num_prompt + NUM_LOOKAHEAD)]
     for lo, hi in zip(cuts, cuts[1:], strict=False):
@@ -188,7 +188,7 @@ class Drawn:
 
 def draw(num_tokens: int, num_layers: int, num_heads: int, num_kv_heads: int, sinks: bool = False) -> Drawn:
     head_dim, num_asking = 8, 8
-    state, watch = SequenceState(SlabPool(), num_tokens), QueryWatch()
+    state, watch = SequenceState(StatePool(), num_tokens), QueryWatch()
     state.begin(num_tokens)
     watch.begin()
     drawn = Drawn(state, watch, [], [])
@@ -243,6 +243,6 @@ def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> 
 
 
 def test_what_no_layer_has_told_is_an_error() -> None:
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     with pytest.raises(ValueError, match="no layer"):
         importance(state, QueryWatch(), 5)

@@ -12,7 +12,7 @@ from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
 
 GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
@@ -71,7 +71,7 @@ def test_a_compiled_head_reads_equal_numbers_of_tokens_for_all_sequences(
     """A power of two for each, so that its forms are few: 3 and 2 unread tokens are 4 and 4 of which some were read."""
     head = NotingHead(is_compiled)
     drafter = HeadDrafter(head)
-    states = [SequenceState(SlabPool()) for _ in range(2)]
+    states = [SequenceState(StatePool()) for _ in range(2)]
     compute(states[0], [18, 2])
     compute(states[1], [30])
     first = drafter.draft([row(state, 1) for state in states])

@@ -17,7 +17,7 @@ from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import DraftedRow, Speculator, Verified
 from headrace.speculate.step_costs import StepCosts
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
 
 AHEAD_S, WAITING_S = 0.001, 0.00125
@@ -58,7 +58,7 @@ class Row:
 
     def __init__(self, row: DraftedRow, machine: Machine) -> None:
         self.row = row
-        self.state = SequenceState(SlabPool())
+        self.state = SequenceState(StatePool())
         self.token_ids: Sequence[int] = range(300)
         self.is_ahead = False
         self._machine = machine

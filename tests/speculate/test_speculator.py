@@ -16,7 +16,7 @@ from headrace.speculate.speculator import DraftedRow, Speculator, Verified
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
 
 GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
@@ -86,7 +86,7 @@ def ready() -> DepthPlanner:
 
 def test_a_head_that_fails_leaves_no_hidden_rows_behind() -> None:
     speculator = Speculator(HeadDrafter(BrokenHead()), 4, Ranking(), ready())
-    row, state = speculator.open(None), SequenceState(SlabPool())
+    row, state = speculator.open(None), SequenceState(StatePool())
     hidden = state.layer(HIDDEN, HiddenState)
     for length in range(1, 301):
         compute(state, 1)
@@ -102,7 +102,7 @@ def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
     speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(StepCosts()))
     rows = []
     for length in (100, 40, 10):
-        state = SequenceState(SlabPool())
+        state = SequenceState(StatePool())
         compute(state, length)
         rows.append(Drafting(speculator.open(0), state, list(range(length + 1))))
     speculator.draft(rows)
@@ -115,7 +115,7 @@ def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
 def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() -> None:
     head, costs = ReadingHead(), StepCosts()
     speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(costs))
-    row, state = speculator.open(None), SequenceState(SlabPool())
+    row, state = speculator.open(None), SequenceState(StatePool())
     known = []
     for length, num_new_forms in ((1, 0), (2, 1), (3, 1), (4, 3)):
         compute(state, 1)
@@ -128,7 +128,7 @@ def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() ->
 
 def sequence(speculator: Speculator, length: int, max_drafts: int | None = None) -> Drafting:
     """One that has computed so many tokens."""
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     compute(state, length)
     return Drafting(speculator.open(max_drafts), state, range(length + 1))
 

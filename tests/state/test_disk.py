@@ -16,7 +16,7 @@ from headrace.state.disk import DiskTier
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_load import Load, LoadedState
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.state.state_form import StateForm
 
 SPACE = Namespace("weights", salt="s")
@@ -27,7 +27,7 @@ TOKEN_BYTES = 2 * 2 * 3 * 4 * 4
 
 def computed(length: int) -> SequenceState:
     """A state of two attention layers whose keys and values tell their tokens."""
-    state = SequenceState(SlabPool(), length)
+    state = SequenceState(StatePool(), length)
     state.begin(length)
     for layer in range(2):
         keys = mx.arange(3 * length * 4, dtype=mx.float32).reshape(1, 3, length, 4) + layer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 KEY: LayerKey = (0,)
 LENGTH, WIDTH = 60, 4
@@ -52,26 +52,29 @@ programs = st.lists(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(program=programs)
 def test_random_programs_leave_the_rows_that_are_needed(program: list[tuple]) -> None:
-    pool = SlabPool()
+    pool = StatePool()
     state = SequenceState(pool)
     records: list[tuple[SequenceRecord, int]] = []
     num_read = 1
     window(state, 1, 0)
+    restored: int | None = None
     for action, *numbers in program:
         if action == "window" and state.length + numbers[0] <= LENGTH:
             window(state, *numbers)
+            restored = None
         elif action == "read":
             num_read = min(num_read + numbers[0], state.length + 1)
             state.layer(KEY, HiddenState).fold(num_read)
         elif action == "checkpoint":
-            records.append((state.checkpoint(), num_read))
+            # before the next window a checkpoint is what was restored, whatever the head has read since
+            records.append((state.checkpoint(), num_read if restored is None else restored))
         elif action == "restore" and records:
             record, num_read = records[numbers[0] % len(records)]
             if numbers[0] % 2:
                 state = SequenceState(pool)
             state.restore(record)
             # the last row stays even if its entry was read: that entry is no part of the record
-            num_read = min(num_read, state.length)
+            num_read = restored = min(num_read, state.length)
         hidden = state.layer(KEY, HiddenState)
         assert hidden.num_folded == num_read
         assert np.array_equal(unread(state), ROWS[num_read - 1 : state.length])
@@ -84,7 +87,7 @@ def test_a_snapshot_in_the_middle_of_a_window_carries_the_row_before_it(
     num_tokens: int, mark: int, num_junk: int
 ) -> None:
     mark = min(mark, num_tokens - 1)
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     window(state, num_tokens, num_junk, (mark,))
     record = state.take_snapshots()[mark]
     state.restore_parts(mark, (), record)
@@ -92,7 +95,7 @@ def test_a_snapshot_in_the_middle_of_a_window_carries_the_row_before_it(
 
 
 def test_no_more_rows_are_held_than_are_needed() -> None:
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     window(state, 40, 0)
     hidden = state.layer(KEY, HiddenState)
     hidden.fold(41)
@@ -102,7 +105,7 @@ def test_no_more_rows_are_held_than_are_needed() -> None:
 
 def test_a_step_keeps_no_more_alive_than_a_few_rows_for_each_of_the_sequences_own() -> None:
     """Long prompts of others, and an own one that was read, are not held for the sake of a single row."""
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     hidden = state.layer(KEY, HiddenState)
     for start in range(20):
         state.begin(1)
@@ -117,7 +120,7 @@ def test_a_step_keeps_no_more_alive_than_a_few_rows_for_each_of_the_sequences_ow
 
 
 def test_a_record_stays_while_its_sequence_goes_on() -> None:
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     window(state, 5, 2)
     record = state.checkpoint()
     (kept,) = record.layers[KEY].arrays

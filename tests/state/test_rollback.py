@@ -19,7 +19,7 @@ from headrace.backend.kernels import Kernels
 from headrace.models.install import Level, choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 KINDS = {
     "full attention": "llama",
@@ -54,7 +54,7 @@ def packed(kind: str) -> PackedModel:
 @cache
 def expected(kind: str) -> list[mx.array]:
     """Logits of the first LENGTH tokens of SENTENCE, fed one at a time."""
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     rows = []
     for token in SENTENCE[:LENGTH]:
         state.begin(1)
@@ -69,7 +69,7 @@ class Sequence:
     """A live sequence and the records that were taken of it."""
 
     model: PackedModel
-    pool: SlabPool = field(default_factory=SlabPool)
+    pool: StatePool = field(default_factory=StatePool)
     records: list[SequenceRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:

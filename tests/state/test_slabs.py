@@ -6,7 +6,7 @@ import pytest
 
 from headrace.state.attention import KVRecord, SlidingAttentionState
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SMALLEST_CAPACITY, SlabPool
+from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
 
 LAYER = (0,)
 
@@ -19,7 +19,7 @@ def tokens(start: int, end: int, num_heads: int = 2, head_dim: int = 4) -> tuple
 
 
 def test_rows_of_one_slab_do_not_see_each_other() -> None:
-    pool = SlabPool()
+    pool = StatePool()
     first, second = pool.allocate(10), pool.allocate(10)
     assert first.slab is second.slab
     first.write(LAYER, 0, *tokens(0, 5))
@@ -29,7 +29,7 @@ def test_rows_of_one_slab_do_not_see_each_other() -> None:
 
 
 def test_a_row_that_outgrows_its_slot_keeps_its_tokens() -> None:
-    pool = SlabPool()
+    pool = StatePool()
     slot = pool.allocate(SMALLEST_CAPACITY)
     slot.write(LAYER, 0, *tokens(0, SMALLEST_CAPACITY))
     pool.grow(slot, SMALLEST_CAPACITY + 1, SMALLEST_CAPACITY)
@@ -41,7 +41,7 @@ def test_a_row_that_outgrows_its_slot_keeps_its_tokens() -> None:
 
 
 def test_a_pool_without_rows_holds_no_memory() -> None:
-    pool = SlabPool()
+    pool = StatePool()
     slots = [pool.allocate(size) for size in (5, 5, 5, 5, 5, 600, 3000)]
     for slot in slots:
         slot.write(LAYER, 0, *tokens(0, 3))
@@ -59,7 +59,7 @@ def overwrite(state: SequenceState) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 256, 1000, 1023, 1024, 2048])
 def test_what_is_taken_of_a_slot_is_not_written_in_place(num_tokens: int) -> None:
-    state = SequenceState(SlabPool(), num_tokens)
+    state = SequenceState(StatePool(), num_tokens)
     state.begin(num_tokens)
     for start, end in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
         if start < end:
@@ -75,7 +75,7 @@ def test_what_is_taken_of_a_slot_is_not_written_in_place(num_tokens: int) -> Non
 
 @pytest.mark.parametrize("num_tokens", [5, 1024])
 def test_a_record_may_be_restored_any_number_of_times_while_slots_are_written_in_place(num_tokens: int) -> None:
-    pool = SlabPool()
+    pool = StatePool()
     record = SequenceRecord(num_tokens, {LAYER: KVRecord(0, *(mx.contiguous(one) for one in tokens(0, num_tokens)))})
     for _ in range(2):
         state = SequenceState(pool, num_tokens)
@@ -118,7 +118,7 @@ def test_tokens_given_for_a_whole_sliding_buffer_stay_the_givers() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1025, 1500, 2049, 5000, 8192])
 def test_a_long_row_takes_at_most_twice_its_tokens(num_tokens: int) -> None:
-    pool = SlabPool()
+    pool = StatePool()
     slot = pool.allocate(num_tokens)
     slot.write(LAYER, 0, *tokens(0, num_tokens))
     used = sum(array.nbytes for array in tokens(0, num_tokens))
@@ -126,11 +126,11 @@ def test_a_long_row_takes_at_most_twice_its_tokens(num_tokens: int) -> None:
 
 
 def test_a_freed_slot_is_used_again() -> None:
-    pool = SlabPool()
+    pool = StatePool()
     kept, freed = pool.allocate(10), pool.allocate(10)
     pool.free(freed)
     again = pool.allocate(10)
-    assert (again.slab, again.index) == (kept.slab, freed.index)
+    assert (again.slab, again.start) == (kept.slab, freed.start)
 
 
 def test_a_sliding_buffer_holds_the_window_through_moves() -> None:
@@ -156,7 +156,7 @@ def test_dropped_tokens_of_a_sliding_buffer_are_overwritten() -> None:
 
 
 def test_a_window_that_is_open_blocks_the_next_one_and_a_checkpoint() -> None:
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     state.begin(3)
     with pytest.raises(RuntimeError, match="still open"):
         state.begin(1)
@@ -166,7 +166,7 @@ def test_a_window_that_is_open_blocks_the_next_one_and_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("num_tokens", [-1, 1, 5])
 def test_only_uncertain_tokens_of_the_open_window_can_be_dropped(num_tokens: int) -> None:
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     state.begin(4, num_certain=2)
     with pytest.raises(ValueError, match="window of 4 with 2 certain"):
         state.commit(num_tokens)

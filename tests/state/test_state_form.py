@@ -20,7 +20,7 @@ from headrace.state.module import ModuleRecord, ModuleState
 from headrace.state.record_file import BadFile
 from headrace.state.recurrent import RecurrentRecord
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.state.state_form import StateForm
 from headrace.state.stored_layers import describe
 
@@ -74,7 +74,7 @@ def state_of(num_tokens: int) -> SequenceState:
         HIDDEN: HiddenRecord(numbers(1, 1, 8)),
         WHOLE: ModuleRecord(whole_cache(num_tokens)),
     }
-    state = SequenceState(SlabPool(), num_tokens)
+    state = SequenceState(StatePool(), num_tokens)
     state.begin(num_tokens)
     state.full_attention(ATTENTION).write(0, numbers(1, 2, num_tokens, 8), numbers(1, 2, num_tokens, 4))
     sliding = state.layer(SLIDING, lambda: SlidingAttentionState(WINDOW))

@@ -26,7 +26,7 @@ from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 KINDS = {kind: (kind,) for kind in toy_layers.MIXERS}
 KINDS["all in one"] = tuple(KINDS)
@@ -89,7 +89,7 @@ class Sequences(RuleBasedStateMachine):
     def __init__(self, kind: str, numerics: str) -> None:
         super().__init__()
         self.packed, self.outputs = model_of(KINDS[kind], numerics)
-        self.pool = SlabPool()
+        self.pool = StatePool()
         self.lives: list[Live] = []
         self.kept: list[Kept] = []
         self.num_drawn = 0

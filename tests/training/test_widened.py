@@ -19,7 +19,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.source import read_files
 from headrace.perf import shapes
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from training import widened
 
 IDS = tuple(np.random.default_rng(0).integers(0, 4000, 40).tolist())
@@ -53,7 +53,7 @@ def said(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     weights = find_head(read_files("a checkpoint", folder))
     assert weights is not None
     head = load_head(trunk, weights, "float32", "cpu", 10**10)
-    state, count = SequenceState(SlabPool()), len(IDS) - 1
+    state, count = SequenceState(StatePool()), len(IDS) - 1
     state.begin(count)
     logits = trunk.forward([Row(state, IDS[:-1])], range(count))
     mx.eval(logits, state.arrays())

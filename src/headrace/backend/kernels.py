@@ -23,10 +23,10 @@ class Kernels:
     fuses: bool = True
     """Whether layers may be replaced by kernels of ours; they are on CUDA, if the self-check agrees."""
 
-    attention_pairs: int = 1 << 20
+    attention_pairs: int = 1 << 22
     """Pairs of a query and a key of a row up to which attention of a longer chunk is our kernel's, on CUDA: the library
     reads keys fewer times, but takes a call for each row and, for heads of 128, 58 ms on an H200 to plan each new
-    shape; so many pairs take our kernel 0.36."""
+    shape, which are all lengths that prompts have; a quarter of so many pairs takes our kernel 0.36 ms a layer."""
 
     @property
     def fuses_layers(self) -> bool:

@@ -14,7 +14,7 @@ from headrace.sampling.rows import pick
 
 
 def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
-    """Launch the next token of the rows that go on. All windows are plain, and their draws are one each.
+    """Launch the next token of the rows that go on. All windows are plain: each has one draw, or none inside a prompt.
 
     states: what the windows' own step has left to be evaluated.
 
@@ -24,9 +24,10 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
     mx.async_eval(draws.arrays(), states)
     for one in windows:
         if not one.is_committed:
-            one.live.state.commit(1)
+            one.live.state.commit(one.num_tokens)
             one.is_committed = True
-    going = [(at, one.live, row) for at, one in enumerate(windows) if (row := one.next_row) is not None]
+    drawing = [one for one in windows if one.num_draws]
+    going = [(at, one.live, row) for at, one in enumerate(drawing) if (row := one.next_row) is not None]
     if not going:
         return
     for _, live, _ in going:

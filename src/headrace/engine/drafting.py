@@ -57,7 +57,8 @@ def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, dev
 
 
 def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> Drafting:
-    packed, max_drafts = loaded.packed, config.engine.max_draft_tokens
+    packed = loaded.packed
+    max_drafts = min(config.engine.max_draft_tokens, packed.most_drafts)
     weights = find_head(files)
     if weights is None:
         raise ModelError("the checkpoint has no prediction head")

@@ -28,7 +28,7 @@ from headrace.engine.disk_cache import open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Item, Loop, MemoryPlan, Sink, Stop, Submit
-from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget
+from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
@@ -309,10 +309,11 @@ def _prepare(
     scheduler = Scheduler(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
+    states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
     if loaded.packed.is_compiled:
-        report = (*report, warm_up(loaded.packed, loaded.tokens.end, memory, knobs.max_num_seqs, chunk))
+        report = (*report, warm_up(loaded.packed, loaded.tokens.end, states, memory, knobs.max_num_seqs, chunk))
     speculator, ahead = drafting.speculator, loaded.packed.is_compiled
-    runner = Runner(loaded.packed, loaded.tokens.end, pool, constraints, speculator, features, ahead=ahead)
+    runner = Runner(loaded.packed, loaded.tokens.end, pool, constraints, speculator, features, pool=states, ahead=ahead)
     loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)

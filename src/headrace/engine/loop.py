@@ -218,7 +218,8 @@ class Loop:
         if self._prefixes is not None:
             self._prefixes.hand_over()
             of_draft = 0 if self._sparse is None else self._sparse.draft.reserved_bytes
-            self._memory_usage.set_usage(Kind.STATE, self._scheduler.reserved_bytes + of_draft)
+            of_states = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)
+            self._memory_usage.set_usage(Kind.STATE, of_states + of_draft)
             self._memory_usage.set_usage(Kind.DISK, self._prefixes.disk_bytes)
             self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
             self._memory_usage.reclaim(0, partial(self._evict, self._prefixes))

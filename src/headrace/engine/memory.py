@@ -12,10 +12,12 @@ from headrace.models.packed import PackedModel, Row
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState, StateCost
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import SLAB_TOKENS, StatePool, slot_capacity
 
 CONTEXT_STEP = 256
 """A context that memory limits is a multiple of this."""
+
+_MOST_SLAB_TOKENS = 1 << 18
 
 DEFAULT_CONTEXT = 4096
 """For models that name no length, unless the configuration does (recurrent ones have no limit of their own)."""
@@ -28,7 +30,7 @@ def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
 
 def sample_state(model: PackedModel, head: HeadDrafter | None) -> SequenceState:
     """A state of two tokens, with what a prediction head makes of them."""
-    state = SequenceState(SlabPool())
+    state = SequenceState(StatePool())
     state.begin(2)
     logits = model.forward([Row(state, [0, 0])], [1])
     mx.eval(logits, state.arrays())
@@ -37,6 +39,20 @@ def sample_state(model: PackedModel, head: HeadDrafter | None) -> SequenceState:
         head.catch_up(state, (0, 0))
         mx.eval(state.arrays())
     return state
+
+
+def state_pool(model: PackedModel, cost: StateCost, budget_bytes: int, max_num_seqs: int, longest: int) -> StatePool:
+    """Where the engine's sequences have their states, of at most `longest` tokens each.
+
+    Compiled steps find them in arrays that stay from the start, since other sizes would be other forms of steps: a
+    quarter of the budget at most for keys and values, and another for running states.
+    """
+    if not model.is_compiled:
+        return StatePool()
+    share, (fixed, per_token) = budget_bytes // 4, cost.slot_bytes
+    most_tokens = min(max_num_seqs * slot_capacity(longest), _MOST_SLAB_TOKENS, share // max(per_token, 1))
+    slab_tokens = max(SLAB_TOKENS, 1 << most_tokens.bit_length() - 1)
+    return StatePool(slab_tokens, max(1, min(max_num_seqs, share // max(fixed, 1))))
 
 
 def state_budget(memory_bytes: int, utilization: float) -> int:

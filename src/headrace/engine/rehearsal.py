@@ -14,7 +14,7 @@ from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
 
 _NUM_CONTEXT = 32
@@ -60,7 +60,7 @@ class Rehearsal:
         self._clock = clock
         ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _NUM_CONTEXT + _LONGEST_WINDOW).tolist()
         self._ids, self._following = ids[:_NUM_CONTEXT], ids[_NUM_CONTEXT:]
-        self._state = SequenceState(SlabPool(), _NUM_CONTEXT + 2 + len(_NUM_DRAFTS) * _NUM_ROUNDS + _LONGEST_WINDOW)
+        self._state = SequenceState(StatePool(), _NUM_CONTEXT + 2 + len(_NUM_DRAFTS) * _NUM_ROUNDS + _LONGEST_WINDOW)
         self._run(self._ids)
         self._record = self._state.checkpoint()
 

@@ -29,7 +29,7 @@ from headrace.sampling.history import History, needs_history
 from headrace.speculate.guesses import packed_ids
 from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import GenerationRequest
 from headrace.types.status import DraftStatus
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
@@ -49,12 +49,14 @@ class Runner:
         speculator: Speculator | None = None,
         features: FeatureCache | None = None,
         *,
+        pool: StatePool | None = None,
         watches: bool = False,
         ahead: bool = False,
     ) -> None:
         """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint.
 
-        speculator: None if nothing is drafted. features: None for a model that sees nothing. watches: whether what
+        speculator: None if nothing is drafted. features: None for a model that sees nothing. pool: where states are, if
+        others have made it. watches: whether what
         sequences ask of their prompts is noted, see `watched`. ahead: whether steps are launched ahead where they can
         be, see `launch_next`.
         """
@@ -68,7 +70,7 @@ class Runner:
         self._features = features
         self._watches = watches
         self._runs_ahead = ahead
-        self._pool = SlabPool()
+        self._pool = StatePool() if pool is None else pool
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
         """Sequences that have gained tokens in the last step."""
@@ -83,6 +85,11 @@ class Runner:
         # what rows share counts once
         own = {id(array): array.nbytes for live in self._live.values() for array in live.state.own_arrays()}
         return self._pool.num_bytes + sum(own.values())
+
+    @property
+    def permanent_bytes(self) -> int:
+        """Bytes that stay when all sequences have ended."""
+        return self._pool.num_bytes if self._pool.is_permanent else 0
 
     @property
     def preempted_bytes(self) -> int:
@@ -128,7 +135,6 @@ class Runner:
             return StepResult((), tuple(failures))
         self._known_at = time.monotonic()
         self._report(windows, outcomes, self._afterwards_s + self._known_at - started, was_mixed=was_mixed)
-        self._close_prompts([one for one in windows if one.chunk.output_index == 0])
         results: list[ChunkResult] = []
         for one, outcome in zip(windows, outcomes, strict=True):
             try:
@@ -235,6 +241,10 @@ class Runner:
         errors, places = places_of(windows)
         draws = Draws(logits, [place for of_one in places for place in of_one])
         states = self._model.unevaluated(rows)
+        prompts = [(at, one) for at, one in enumerate(windows) if one.chunk.output_index == 0]
+        if prompts:
+            mx.async_eval(logits, states)  # copies of the states are launched behind them
+            errors |= self._close_prompts(prompts)
         if not errors and self._goes_ahead(windows):
             launch_next(self._model, windows, draws, states)
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
@@ -258,10 +268,10 @@ class Runner:
         return outcomes
 
     def _goes_ahead(self, windows: Sequence[Window]) -> bool:
-        """Whether the rows' next step can be launched now: nobody will want to guess what is in it."""
+        """Whether the rows' next step can be launched before this one's tokens are known: it will have no drafts."""
         if not self._runs_ahead or not all(one.is_plain for one in windows):
             return False
-        return self._speculator is None or self._speculator.rests([one.live.row for one in windows])
+        return self._speculator is None or self._speculator.rests([one.live.row for one in windows if one.num_draws])
 
     def _forward(self, windows: Sequence[Window], rows: Sequence[Row], lo: int) -> mx.array:
         """Logits of windows that nobody has computed; the first of them is row `lo` of the step's."""
@@ -283,11 +293,8 @@ class Runner:
         token_ids = tuple([one.token_id for one in outcome.gained])
         is_drawn = NO_TOKEN not in token_ids
         num_committed = len(chunk.token_ids) + max(0, len(token_ids) - 1)
-        snapshots = live.state.take_snapshots()
         if not window.is_committed:
             live.state.commit(num_committed)
-        if chunk.output_index == 0:
-            self._keep_prompt(chunk, live, snapshots)
         results = []
         if not chunk.samples:
             results.append(ChunkResult(chunk.sequence_id, num_committed, prompt_logprobs=outcome.prompt_logprobs))
@@ -303,12 +310,22 @@ class Runner:
             live.grow(token_ids)
         return results
 
-    def _close_prompts(self, windows: Sequence[Window]) -> None:
-        """Commit chunks of prompts, whose tokens are all certain, and let the prediction head read them together."""
-        for one in windows:
+    def _close_prompts(self, prompts: Sequence[tuple[int, Window]]) -> dict[int, Exception]:
+        """Commit chunks of prompts, whose tokens are all certain, and keep what later prompts may use.
+
+        The prediction head reads them together. prompts: with their indices; gives errors by these.
+        """
+        errors: dict[int, Exception] = {}
+        for _, one in prompts:
             one.live.state.commit(len(one.chunk.token_ids))
             one.is_committed = True
-        self._catch_up([one.live for one in windows])
+        self._catch_up([one.live for _, one in prompts])
+        for at, one in prompts:
+            try:
+                self._keep_prompt(one.chunk, one.live, one.live.state.take_snapshots())
+            except Exception as error:  # a row's outer wall
+                errors[at] = error
+        return errors
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
         """Hand over what a chunk of a prompt has computed."""

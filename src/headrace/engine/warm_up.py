@@ -11,6 +11,7 @@ from headrace.models.mixers.fused import padded_rows
 from headrace.models.packed import PackedModel
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.state.slabs import StatePool
 from headrace.types.request import GenerationRequest, SamplingParams
 
 _MOST_ROWS = 64
@@ -22,7 +23,14 @@ _GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 logger = logging.getLogger(__name__)
 
 
-def warm_up(model: PackedModel, num_tokens: int, memory: MemoryBudget, max_num_seqs: int, chunk_tokens: int) -> str:
+def warm_up(
+    model: PackedModel,
+    num_tokens: int,
+    states: StatePool,
+    memory: MemoryBudget,
+    max_num_seqs: int,
+    chunk_tokens: int,
+) -> str:
     """Answer made-up requests, as many at once as a compiled step may have rows, for each such number.
 
     num_tokens: in the vocabulary. Returns a line for the report. A failure is logged and left to the first request that
@@ -34,7 +42,7 @@ def warm_up(model: PackedModel, num_tokens: int, memory: MemoryBudget, max_num_s
     reached = 0
     for size in sizes:
         try:
-            num_rows = _answer(model, num_tokens, memory, min(size, max_num_seqs), chunk_tokens)
+            num_rows = _answer(model, num_tokens, states, memory, min(size, max_num_seqs), chunk_tokens)
         except EngineDead:
             raise
         except Exception:  # the exception boundary of work that no request has asked for
@@ -44,10 +52,17 @@ def warm_up(model: PackedModel, num_tokens: int, memory: MemoryBudget, max_num_s
     return f"warm-up: steps of up to {reached} rows in {time.monotonic() - started:.1f} s"
 
 
-def _answer(model: PackedModel, num_tokens: int, memory: MemoryBudget, num_requests: int, chunk_tokens: int) -> int:
+def _answer(
+    model: PackedModel,
+    num_tokens: int,
+    states: StatePool,
+    memory: MemoryBudget,
+    num_requests: int,
+    chunk_tokens: int,
+) -> int:
     """Gives the most rows that a step had. Raises the error of the first row that fails."""
     scheduler = Scheduler(num_requests, chunk_tokens, _PROMPT_TOKENS + _MAX_TOKENS, memory=memory)
-    runner = Runner(model, num_tokens, ahead=model.is_compiled)
+    runner = Runner(model, num_tokens, pool=states, ahead=model.is_compiled)
     for number in range(num_requests):
         prompt = tuple((number + place) % num_tokens for place in range(_PROMPT_TOKENS))
         scheduler.add(GenerationRequest(str(number), prompt, _GREEDY, _MAX_TOKENS), time.monotonic())

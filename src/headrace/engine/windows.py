@@ -136,8 +136,13 @@ class Window:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one token of an answer and nothing else."""
-        return self.chunk.output_index > 0 and len(self.chunk.token_ids) == 1 and not self.num_drafts
+        """Whether at most one token is drawn, behind certain ones, so that what follows can be launched unseen."""
+        return not self.num_drafts and not self.chunk.forks
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens drawn: at each place of the window, and for each fork."""
+        return (1 + self.num_drafts + len(self.chunk.forks)) * self.chunk.samples
 
     @property
     def next_row(self) -> Row | None:
@@ -145,7 +150,7 @@ class Window:
         live = self.live
         if live.num_output + 1 >= live.request.max_tokens or not live.state.has_room(1):
             return None
-        start = self.chunk.start + 1
+        start = self.chunk.start + self.num_tokens
         media = None if live.media is None else live.media.row(start, start + 1)
         return Row(live.state, (0,), media, live.positions)
 

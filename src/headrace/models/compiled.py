@@ -19,19 +19,9 @@ from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.models.mixers.cuda_attention import AttentionLayers, CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, DeltaLayers
-from headrace.models.mixers.fused import (
-    MOST_TOKENS,
-    Exchange,
-    Feed,
-    Held,
-    padded,
-    padded_rows,
-    padded_tokens,
-)
+from headrace.models.mixers.fused import Exchange, Feed, Held, room_of
 from headrace.models.step import PackedStep, Windows
-from headrace.models.watch import QueryWatch
 from headrace.state.layer import LayerKey
-from headrace.state.sequence import SequenceState
 
 FusedMixer = CudaAttentionMixer | CudaDeltaMixer
 FusedLayers = AttentionLayers | DeltaLayers
@@ -40,27 +30,30 @@ FusedLayers = AttentionLayers | DeltaLayers
 MOST_FORMS = 512
 """Compiled functions kept, of those that were used last."""
 
+MOST_TOKENS = 2048
+"""Of a compiled step: longer ones keep the device busy while the host builds them."""
+
 Body = Callable[[PackedStep, mx.array, mx.array | None, Sequence[mx.array]], list[mx.array]]
 """What a step computes: of the step, its ids `[T]`, the tokens picked if not all are, and further arrays of as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of a form, padded: rows, packed tokens, picks, or none where all tokens are picked.
+    """Of a form, padded: packed tokens, picks, or none where all tokens are picked.
 
     num_axes: of the array of positions. given_ids: on the device.
     """
 
-    num_rows: int
     num_tokens: int
     num_picks: int
     num_axes: int
     given_ids: bool
 
 
-_Layout = tuple[tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]], ...]
-"""Per kind of layers: which tables they read with the numbers in a row of each, how many arrays all of them have, and
-their constants."""
+_KindLayout = tuple[tuple[tuple[int, int, int], ...], int, tuple[int, ...]]
+_Layout = tuple[_KindLayout, ...]
+"""Per kind of layers: which tables they read, with the rows of each and the numbers in a row; how many arrays all of
+them have; and their constants."""
 
 
 class CompiledSteps:
@@ -76,11 +69,6 @@ class CompiledSteps:
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         """By what a step's operations depend on."""
 
-    @staticmethod
-    def takes(tokens: Sequence[int], state: SequenceState, watch: QueryWatch | None) -> bool:
-        """Whether a row can be part of a compiled step."""
-        return len(tokens) <= MOST_TOKENS and not state.marks and watch is None
-
     def run(
         self,
         step: PackedStep,
@@ -91,12 +79,13 @@ class CompiledSteps:
     ) -> list[mx.array] | None:
         """What the body gives, with the rows' states advanced; None for a step that needs another way.
 
-        It may be longer, by what it gives for picks and tokens that are added, see `padded_tokens`.
+        It may be longer, by what it gives for picks and tokens that are added, see `room_of`.
 
         ids: the tokens; on the device where the host doesn't know them yet. picks: ascending, each once. others:
         `[1, T, …]`. variant: whatever else the body depends on.
         """
-        if not all(self.takes(range(span.num_tokens), span.state, span.watch) for span in step.spans):
+        room = room_of(step.spans)
+        if room.num_tokens > MOST_TOKENS or any(span.watch is not None for span in step.spans):
             return None
         helds: list[Held] = []
         for layers in self._kinds.values():
@@ -108,21 +97,21 @@ class CompiledSteps:
         tables = {id(table): table for held in helds for table in held.tables}
         places = {name: place for place, name in enumerate(tables)}
         layout = tuple([_layout_of(held, places) for held in helds])
-        num_rows, num_tokens = padded_rows(len(step.spans)), padded_tokens(step.num_tokens, len(step.spans))
+        num_tokens = room.num_tokens
         assert not isinstance(step.placed, mx.array)
         num_missing = num_tokens - step.num_tokens
         known, num_picks = [step.num_tokens], 0
         if len(picks) < step.num_tokens:
-            num_picks = padded_tokens(len(picks), len(step.spans))
+            num_picks = -(-len(picks) // room.num_rows) * room.num_rows
             known += [*picks, *[0] * (num_picks - len(picks))]
         for axis in step.placed.reshape(-1, step.num_tokens).tolist():
             known += [*axis, *[0] * num_missing]
         if not isinstance(ids, mx.array):
             known += [*ids, *[0] * num_missing]
         for table in tables.values():
-            known += chain.from_iterable(padded(table))
+            known += chain.from_iterable(table)
         numbers = to_device(known, mx.int32)
-        sizes = _Sizes(num_rows, num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
+        sizes = _Sizes(num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
         form = self._form((layout, sizes, variant))
         arrays = [array for held in helds for array in held.arrays]
         given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
@@ -157,11 +146,10 @@ class CompiledSteps:
 
         numbers: how many tokens are real, the picks, the positions, the ids if they are not given, the tables.
         """
-        num_tables = 1 + max(at for read, *_ in layout for at, _ in read)
-        columns = dict(column for read, *_ in layout for column in read)
+        lengths = {at: num_rows * width for read, *_ in layout for at, num_rows, width in read}
         num_positions = sizes.num_tokens * (3 if sizes.num_axes > 1 else 1)
         widths = [1, sizes.num_picks, num_positions, *[sizes.num_tokens] * (not sizes.given_ids)]
-        widths += [sizes.num_rows * columns[at] for at in range(num_tables)]
+        widths += [lengths[at] for at in range(len(lengths))]
         ends = list(accumulate(widths))
         num_real, picks, positions, *rest = [
             numbers[end - width : end] for end, width in zip(ends, widths, strict=True)
@@ -171,7 +159,7 @@ class CompiledSteps:
             positions = positions.reshape(3, -1)
         feeds, start = {}, 0
         for kind, (read, num_arrays, constants) in zip(self._kinds, layout, strict=True):
-            plans = [tables[at].reshape(-1, width) for at, width in read]
+            plans = [tables[at].reshape(-1, width) for at, _, width in read]
             num_own = num_arrays // len(kind)
             for layer in kind:
                 feeds[layer] = Feed(plans, arrays[start : start + num_own], constants)
@@ -182,9 +170,10 @@ class CompiledSteps:
         return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
 
 
-def _layout_of(held: Held, places: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]]:
+def _layout_of(held: Held, places: Mapping[int, int]) -> _KindLayout:
     """A kind's part of a `_Layout`. places: of tables, by their objects."""
-    return tuple([(places[id(table)], len(table[0])) for table in held.tables]), len(held.arrays), held.constants
+    read = tuple([(places[id(table)], len(table), len(table[0])) for table in held.tables])
+    return read, len(held.arrays), held.constants
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:

@@ -197,7 +197,7 @@ class Installation:
         self.replaced: Counter[type[nn.Module]] = Counter()
         """How many mixers of a class kernels of ours stand for."""
         self.writes_in_place = False
-        """Whether a mixer writes slabs behind MLX's back, see state/slabs.py."""
+        """Whether a mixer writes states behind MLX's back, see state/slabs.py."""
         self._undos: list[Undo] = []
         self._sections = sections
         if Level.WHOLE in levels.values():
@@ -208,7 +208,7 @@ class Installation:
             if kernels.fuses_layers and (mixer := _fused(place.module, sections)) is not None:
                 self.fused[len(self.fused),] = mixer
                 self.replaced[type(place.module)] += 1
-                self.writes_in_place |= isinstance(mixer, CudaAttentionMixer)
+                self.writes_in_place = True
                 self._replace(place, mixer)
             else:
                 self._install(place, levels[type(place.module)], fresh_cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -11,12 +12,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Installation, Level, Levels, windows_of
 from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
+from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.whole import run_rows
 from headrace.models.mrope import find_sections
 from headrace.models.position_support import positions_refusal
@@ -67,8 +70,6 @@ class PackedModel:
         self._compiled = CompiledSteps(self._body, fused, self._windows, kernels) if fused else None
         self._num_ids: int | None = None
         self._is_token: mx.array | None = None
-        self._brings_states = False
-        """Whether the last forward was launched whole, its states too, which a compiled step's logits bring along."""
 
     @property
     def layer_lines(self) -> tuple[str, ...]:
@@ -98,21 +99,20 @@ class PackedModel:
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """What `forward` gives, not launched as a whole: evaluate it before anything else is done with the rows."""
         if self._compiled is not None:
-            are_short = [self._compiled.takes(row.token_ids, row.state, row.watch) for row in rows]
-            if any(are_short) and not all(are_short):
-                return self._in_two(rows, are_short, picks, ids)
+            are_windows = [_is_window(row) for row in rows]
+            if any(are_windows) and not all(are_windows):
+                return self._in_two(rows, are_windows, picks, ids)
         return self._graph(rows, picks, ids)
 
     def _in_two(
-        self, rows: Sequence[Row], are_short: Sequence[bool], picks: Sequence[int], ids: mx.array | None
+        self, rows: Sequence[Row], are_windows: Sequence[bool], picks: Sequence[int], ids: mx.array | None
     ) -> mx.array:
-        """The compiled step of the short rows, and behind it the step of the prompts' chunks beside them."""
+        """The step of windows, and behind it that of the prompts' chunks beside them."""
         starts = [0, *accumulate([len(row.token_ids) for row in rows])]
         parts: list[mx.array] = []
         order: list[int] = []
-        brings_states = True
-        for is_short in (True, False):
-            own = [number for number, each in enumerate(are_short) if each is is_short]
+        for is_window in (True, False):
+            own = [number for number, each in enumerate(are_windows) if each is is_window]
             tokens = [token for number in own for token in range(starts[number], starts[number + 1])]
             places = {token: place for place, token in enumerate(tokens)}
             wanted = [pick for pick in picks if pick in places]
@@ -122,10 +122,8 @@ class PackedModel:
                 own_rows, own_picks = [replace(row, watch=None) for row in own_rows], [len(tokens) - 1]
             found = self._graph(own_rows, own_picks, own_ids)
             mx.async_eval(found)
-            brings_states = brings_states and self._brings_states
             parts.append(found[: len(wanted)])
             order += wanted
-        self._brings_states = brings_states
         logits = mx.concatenate(parts)
         back = sorted(range(len(order)), key=order.__getitem__)
         return logits if back == list(range(len(back))) else logits[to_device(back, mx.int32)]
@@ -135,7 +133,6 @@ class PackedModel:
         tokens = [token for row in rows for token in row.token_ids]
         tap = self._installation.tap
         logits = self._compiled_logits(step, rows, tokens if ids is None else ids, picks)
-        self._brings_states = logits is not None and self._installation.writes_in_place
         if logits is None:
             ids = (to_device(tokens, mx.int32) if ids is None else ids)[None]
             wanted = to_device(picks, mx.int32)
@@ -158,11 +155,12 @@ class PackedModel:
 
     def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
         """What the rows' next steps start from, as far as the last forward's logits don't bring it along."""
-        if not self._brings_states:
+        if self._compiled is None:
             return [array for row in rows for array in row.state.arrays()]
-        if not self._installation.tap.keeps_hidden:
-            return []
-        return [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]
+        found = [array for row in rows if row.state.marks for array in row.state.noted_arrays()]
+        if self._installation.tap.keeps_hidden:
+            found += [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]
+        return found
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
         tap = self._installation.tap
@@ -235,6 +233,12 @@ class PackedModel:
         """The most tokens that a layer sees which doesn't see all of them, itself included; 0 without such layers."""
         parts = [part for entry in self._windows for part in (entry if isinstance(entry, tuple) else (entry,))]
         return max((part for part in parts if part is not None), default=0)
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens that a row of a step may have: running states keep so many until they are verified."""
+        has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._installation.fused.values())
+        return LONGEST_WINDOW - 1 if has_tables else sys.maxsize
 
     @property
     def is_compiled(self) -> bool:
@@ -310,6 +314,11 @@ class PackedModel:
         """Take everything off the model again; this object is of no use afterwards."""
         self._deepstack.undo()
         self._installation.undo()
+
+
+def _is_window(row: Row) -> bool:
+    """As `mixers.fused.is_window`, but that what is watched goes with the chunks."""
+    return len(row.token_ids) <= LONGEST_WINDOW and not row.state.marks and row.watch is None
 
 
 def _placed(row: Row) -> RowMedia | None:

@@ -24,7 +24,7 @@ from headrace.models.install import Level, Levels, choose_levels
 from headrace.models.mixers.cuda_attention import LONGEST_WINDOW
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _as(level: Level) -> str:
 
 def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
     """Run the reference's rows in mixed steps; None if a step raised."""
-    pool = SlabPool()
+    pool = StatePool()
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]
     difference = 0.0

@@ -20,7 +20,7 @@ from headrace.perf.few_tokens import few_tokens
 from headrace.perf.layers import attention_layers, delta_layers
 from headrace.perf.references import Float64, double, largest_error
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 _LONG = 64
 """From so many tokens a row on a call is long enough to be timed alone; forms that go token by token are left out."""
@@ -141,7 +141,7 @@ def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype
     new = tuple(_normal((1, heads.num_kv, num_packed, heads.dim), dtype) for _ in range(2))
     old = tuple(_normal((1, heads.num_kv, context, heads.dim), dtype) for _ in range(2))
     mx.eval(q, new, old)
-    pool, spans = SlabPool(), []
+    pool, spans = StatePool(), []
     for lo in range(0, num_packed, num_tokens):
         state = SequenceState(pool, context + num_tokens)
         state.begin(context)

@@ -18,7 +18,7 @@ from headrace.perf.timing import WARM_UPS, Figure, timed, watch_memory
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import GenerationRequest, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
@@ -133,7 +133,7 @@ class Forwards:
         self._packed = packed
         self.build_s: list[float] = []
         """Seconds in which the host built the graph of each step."""
-        pool = SlabPool()
+        pool = StatePool()
         first = SequenceState(pool, len(prompt))
         for lo in range(0, len(prompt), chunk_tokens):
             part = prompt[lo : lo + chunk_tokens]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from headrace.models.packed import PackedModel, Row
 from headrace.models.watch import LayerQueries, QueryWatch
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 
 POOL = 13
 """Tokens that an attention weight is averaged over, itself in their middle; near the ends fewer."""
@@ -26,7 +26,7 @@ BLOCK_BYTES = 16 * 1024 * 1024
 
 def num_scoring_layers(model: PackedModel) -> int:
     """How many of a model's layers tell what its tokens ask: those that attend to all tokens by keys of their own."""
-    state, watch = SequenceState(SlabPool()), QueryWatch()
+    state, watch = SequenceState(StatePool()), QueryWatch()
     state.begin(1)
     model.forward([Row(state, (0,), watch=watch)], (0,))
     state.rollback(0)

@@ -12,7 +12,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import SlabPool
+from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
 
 _GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
@@ -48,7 +48,7 @@ def measure_acceptance(
     texts: token ids, at least two each. Drafts beyond the first are made from the head's own outputs. The trunk must
     keep the hidden rows that the head is meant to read.
     """
-    drafter, pool = HeadDrafter(head), SlabPool()
+    drafter, pool = HeadDrafter(head), StatePool()
     rows = [_Continued(SequenceState(pool, len(ids) + num_tokens + depth), list(ids), len(ids)) for ids in texts]
     for one in rows:
         _advance(trunk, [one], len(one.token_ids))

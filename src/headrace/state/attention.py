@@ -81,11 +81,12 @@ class FullAttentionState:
         keys, values = self.slot.read(self.layer, start, end)
         return KVRecord(start, copy_of(keys), copy_of(values))
 
-    def restore(self, record: KVRecord, length: int) -> None:
-        """Write the record's tokens up to `length` back in their place."""
-        if record.keys is not None and record.values is not None:
-            num_tokens = length - record.start
-            self.write(record.start, record.keys[:, :, :num_tokens], record.values[:, :, :num_tokens])
+    def restore(self, record: KVRecord, length: int) -> list[mx.array]:
+        """Write the record's tokens up to `length` back in their place; gives what is to be launched before a step."""
+        if record.keys is None or record.values is None:
+            return []
+        keys, values = (array[:, :, : length - record.start] for array in (record.keys, record.values))
+        return self.slot.fill(self.layer, record.start, keys, values)
 
     def arrays(self) -> tuple[mx.array, ...]:
         """The slab's arrays of this layer."""
@@ -94,9 +95,8 @@ class FullAttentionState:
 
     def cost(self) -> LayerCost:
         """A slot's share of the slab, token by token."""
-        slab = self.slot.slab
         num_bytes = sum(array.nbytes for array in self.arrays())
-        return LayerCost(per_token=num_bytes // (slab.num_slots * slab.capacity), in_slots=True)
+        return LayerCost(per_token=num_bytes // self.slot.slab.capacity, in_slots=True)
 
 
 class SlidingAttentionState:

@@ -8,16 +8,15 @@ The convolution needs no replay, only an index into its raw inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from headrace.backend.cuda import shapes
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
-from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
+from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +154,6 @@ class RecurrentState:
         self.end = 0 if record.context is None else record.context.shape[1]
         self.stash, self.num_replay = None, 0
 
-    def clear(self) -> None:
-        """Hold no arrays."""
-        self.state = self.window = self.stash = None
-
     def cost(self) -> LayerCost:
         """State and context: the same at every length."""
         rows = [row.array for row in (self.state, self.window) if row is not None]
@@ -168,46 +163,3 @@ class RecurrentState:
         """State, conv inputs and stash."""
         held = [row.array for row in (self.state, self.window) if row is not None]
         return (*held, *(self.stash.inputs if self.stash is not None else ()))
-
-
-@dataclass(slots=True)
-class JointRow:
-    """A sequence's row in what a step has left of all its rows, in all layers of this kind.
-
-    As long as rows step together, their layers' states are not touched: all that differs between two steps of theirs is
-    here. `give_back` makes it the states' own again.
-
-    left: of each layer the states `[B, …]`, the raw inputs and the stash; all rows of the step have the same. The rest
-    is as in RecurrentState and Stash, the same in all layers.
-    """
-
-    is_sliceable: ClassVar[bool] = False
-
-    left: Mapping[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
-    row: int = 0
-    end: int = 0
-    num_uncertain: int = 0
-    num_replay: int = 0
-
-    def advance(self, left: Mapping[LayerKey, Sequence[mx.array]], row: int, end: int, num_uncertain: int) -> None:
-        """A step ran."""
-        self.left, self.row, self.end = left, row, end
-        self.num_uncertain = self.num_replay = num_uncertain
-
-    def commit(self, num_kept: int, num_window: int) -> None:
-        """Keep the first `num_kept` tokens."""
-        self.end -= num_window - num_kept
-        if self.num_uncertain:
-            self.num_replay = self.num_uncertain - (num_window - num_kept)
-
-    def arrays(self) -> tuple[mx.array, ...]:
-        """Those of all layers."""
-        return tuple(array for arrays in self.left.values() for array in arrays)
-
-    def give_back(self, states: Mapping[LayerKey, RecurrentState]) -> None:
-        """Let the layers' states go on with it."""
-        for layer, (memory, raw, *inputs) in self.left.items():
-            stash = Stash(shapes.Stash(*inputs), self.row, 0, self.num_uncertain) if self.num_uncertain else None
-            state = states[layer]
-            state.advance(BatchRow(memory, self.row), BatchRow(raw, self.row), stash, self.end)
-            state.num_replay = self.num_replay

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from headrace.state.attention import FullAttentionState, KVRecord, joined
+from headrace.state.delta import DeltaSlot
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord
-from headrace.state.recurrent import JointRow
-from headrace.state.slabs import SlabPool, slot_capacity
+from headrace.state.recurrent import RecurrentRecord
+from headrace.state.slabs import StatePool, slot_capacity
 
 State = TypeVar("State")
 
@@ -31,6 +32,13 @@ class StateCost:
     def needs_snapshots(self) -> bool:
         """Whether any layer is valid at the lengths of its records only."""
         return not all(layer.in_slots for layer in self.layers)
+
+    @property
+    def slot_bytes(self) -> tuple[int, int]:
+        """Of the layers without a token's share, and of a token in a slot."""
+        return sum(layer.fixed for layer in self.layers), sum(
+            layer.per_token for layer in self.layers if layer.in_slots
+        )
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes at a length of `num_tokens`, at least 1."""
@@ -90,12 +98,12 @@ class SequenceState:
     made when a mixer first asks for them, so the sequence needs no description of the model.
     """
 
-    def __init__(self, pool: SlabPool, num_expected_tokens: int = 0) -> None:
+    def __init__(self, pool: StatePool, num_expected_tokens: int = 0) -> None:
         self._pool = pool
         self._slot = pool.allocate(max(1, num_expected_tokens))
         self._layers: dict[LayerKey, Any] = {}
-        self._joint: JointRow | None = None
-        """In place of what some of the layers hold."""
+        self._delta: DeltaSlot | None = None
+        """The gated delta layers, where kernels of ours keep them."""
         self._closing: list[Any] | None = None
         """What `commit` has to tell; None after a change."""
         self._sources: dict[LayerKey, list[LayerRecord]] = {}
@@ -145,10 +153,8 @@ class SequenceState:
         if key not in self._layers:
             state: Any = make()
             for record in self._sources.pop(key, ()):
-                state.restore(record, self.length)
+                self._pool.launch(state.restore(record, self.length) or [])
             self._layers[key], self._closing = state, None
-        elif self._joint is not None and key in self._joint.left:
-            self._take_back()
         found: State = self._layers[key]
         return found
 
@@ -156,32 +162,21 @@ class SequenceState:
         """Whether a mixer has asked for the state of the layer."""
         return key in self._layers
 
-    @property
-    def joint(self) -> JointRow | None:
-        """Where layers are that step together with other rows' and were not asked for since."""
-        return self._joint
-
-    def join(self, keys: Iterable[LayerKey]) -> JointRow:
-        """What stands from now on for the states of these layers, which exist, until one of them is asked for."""
-        if self._joint is None:
-            self._joint, self._closing = JointRow(), None
-            for key in keys:
-                self._layers[key].clear()
-        return self._joint
-
-    def _take_back(self) -> dict[LayerKey, Any]:
-        """The layers, each with what is its own."""
-        if self._joint is not None:
-            self._joint.give_back(self._layers)
-            self._joint = self._closing = None
-        return self._layers
+    def delta(self, num_context: int) -> DeltaSlot:
+        """The running states of all gated delta layers. num_context: raw inputs that a token needs of earlier ones."""
+        if self._delta is None:
+            tables = self._pool.delta
+            self._delta, self._closing = DeltaSlot(tables, tables.allocate()), None
+            for key, (record, *_) in list(self._sources.items()):
+                if isinstance(record, RecurrentRecord):
+                    self._delta.pending[key] = record
+                    self._delta.end = 0 if record.state is None else num_context
+                    del self._sources[key]
+        return self._delta
 
     def _holders(self) -> list[Any]:
-        """What holds the layers: their states, or what stands for some of them."""
-        joint = self._joint
-        if joint is None:
-            return list(self._layers.values())
-        return [joint, *(state for key, state in self._layers.items() if key not in joint.left)]
+        """What holds the layers."""
+        return [*self._layers.values(), *([] if self._delta is None else [self._delta])]
 
     def full_attention(self, key: LayerKey, first: int = 0) -> FullAttentionState:
         """The state of a full attention layer, in this row's slot; `first` says where a new one begins."""
@@ -217,8 +212,10 @@ class SequenceState:
     def _record(self, wants: Callable[[Any], bool]) -> SequenceRecord:
         if self.num_open:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
-        layers = {key: state.checkpoint(self.length) for key, state in self._take_back().items() if wants(state)}
-        mx.eval([record.arrays for record in layers.values()])
+        layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
+        if self._delta is not None:
+            layers.update(self._delta.checkpoint())
+        self._pool.launch([array for record in layers.values() for array in record.arrays])
         return SequenceRecord(self.length, layers)
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
@@ -231,6 +228,10 @@ class SequenceState:
         }
         for state in self._layers.values():
             state.noted.clear()
+        if self._delta is not None:
+            for length, records in self._delta.noted.items():
+                noted[length].update(records)
+            self._delta.noted.clear()
         self.marks = ()
         return {length: SequenceRecord(length, layers) for length, layers in noted.items()}
 
@@ -244,7 +245,7 @@ class SequenceState:
         Not of an untouched state.
         """
         layers = {key: state.copy(start, end) for key, state in self._layers.items() if state.is_sliceable}
-        mx.eval([record.arrays for record in layers.values()])
+        self._pool.launch([array for record in layers.values() for array in record.arrays])
         return SpanRecord(start, end, layers)
 
     @property
@@ -269,9 +270,7 @@ class SequenceState:
         self._parts = spans, snapshot
 
     def _restore(self, length: int, parts: Sequence[Mapping[LayerKey, LayerRecord]]) -> None:
-        self._layers.clear()
-        self._joint = self._closing = None
-        self._sources, self._restored, self._parts = {}, None, None
+        self._clear()
         for part in parts:
             for key, record in part.items():
                 self._sources.setdefault(key, []).append(record)
@@ -281,26 +280,36 @@ class SequenceState:
 
     def own_arrays(self) -> list[mx.array]:
         """The layers' arrays that don't lie in the pool; rows of a batch may share some of them."""
-        own = (holder for holder in self._holders() if holder is self._joint or not holder.cost().in_slots)
-        return [array for holder in own for array in holder.arrays()]
+        own = (state for state in self._layers.values() if not state.cost().in_slots)
+        return [array for state in own for array in state.arrays()]
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
-        return StateCost(tuple(state.cost() for state in self._take_back().values()))
+        of_delta = [] if self._delta is None else self._delta.cost()
+        return StateCost((*(state.cost() for state in self._layers.values()), *of_delta))
+
+    def noted_arrays(self) -> list[mx.array]:
+        """What was noted at marks."""
+        noted = [record for state in self._layers.values() for record in state.noted.values()]
+        if self._delta is not None:
+            noted += [record for records in self._delta.noted.values() for record in records.values()]
+        return [array for record in noted for array in record.arrays]
 
     def arrays(self) -> list[mx.array]:
         """What the next step starts from, and what was noted at marks."""
-        noted = [record for state in self._layers.values() for record in state.noted.values()]
-        held = [array for holder in self._holders() for array in holder.arrays()]
-        return [*held, *(array for record in noted for array in record.arrays)]
+        return [*(array for holder in self._holders() for array in holder.arrays()), *self.noted_arrays()]
 
     def release(self) -> None:
         """Give the slot back. The state can't be used afterwards."""
         self._pool.free(self._slot)
+        self._clear()
+
+    def _clear(self) -> None:
         self._layers.clear()
-        self._joint = self._closing = None
-        self._sources.clear()
-        self._restored = self._parts = None
+        if self._delta is not None:
+            self._pool.delta.free(self._delta.index)
+        self._delta = self._closing = None
+        self._sources, self._restored, self._parts = {}, None, None
 
 
 def _joined(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:

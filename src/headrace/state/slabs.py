@@ -1,31 +1,34 @@
 """Where keys and values of full attention live.
 
-A slab holds a few slots of one capacity: per layer an array `[num_slots, num_kv_heads, capacity, head_dim]`, head-major
-because matmuls read it so. A row owns a slot of the smallest capacity that fits it and moves up a class when
-it outgrows the slot: memory stays under twice what the rows hold, rows join and leave without copying others.
+A slab holds, per layer, an array `[1, num_kv_heads, tokens, head_dim]`, head-major because matmuls read it so. A row
+owns a slot of it: the smallest power of two of tokens that fits it. When it outgrows the slot it moves to a larger one:
+memory stays under twice what the rows hold, rows join and leave without copying others.
 
 The in-place contract (a broken one costs a copy of one slab, which a test of peak memory would show):
 per layer and step all rows write before any row reads; a read takes the newest version; no view of a slab
 survives a step; a slab's arrays have one Python owner, `Slab.keys` and `Slab.values`.
 
-Kernels of ours write a slab's memory, and a sliding buffer's, behind MLX's back (backend/cuda/attention.py): no array
+Kernels of ours write a slab's memory, a sliding buffer's and the tables of state/delta.py behind MLX's back: no array
 changes, so nothing that MLX knows makes a reader wait. So within a layer, readers also read the queries that the
 writing kernel gives; a step is launched before anything else is done with its rows; and what is to outlive it is a
-`copy_of` a view, for an array that shared a slab's memory would change with it.
+`copy_of` a view, launched before the next step, for an array that shared a slab's memory would change with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from headrace.backend.cuda.put import put
+from headrace.state.delta import DeltaTables
 from headrace.state.layer import LayerKey, copy_of
 
 SMALLEST_CAPACITY = 256
 """Tokens in the smallest slot."""
 SLAB_TOKENS = 1024
-"""Slots per slab are chosen so that small slots share an array of about this many tokens."""
+"""Tokens of a slab, unless the pool is told otherwise; a larger slot has a slab of its own."""
 
 
 def slot_capacity(num_tokens: int) -> int:
@@ -35,52 +38,82 @@ def slot_capacity(num_tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """A few slots of equal capacity. Arrays of a layer are made at its first write."""
+    """Room for some tokens, a power of two. Arrays of a layer are made at its first write.
+
+    free: where the free blocks of each size begin; sizes are powers of two, and so are their distances.
+    """
 
     capacity: int
-    num_slots: int
     keys: dict[LayerKey, mx.array] = field(default_factory=dict)
     values: dict[LayerKey, mx.array] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
+    free: dict[int, set[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free[self.capacity] = {0}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot is in use."""
+        return bool(self.free.get(self.capacity))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers' arrays."""
         return sum(array.nbytes for part in (self.keys, self.values) for array in part.values())
 
+    def prepare(self, layer: LayerKey, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
+        """Make the layer's arrays if no row has written it: for keys and values of these dimensions."""
+        if layer in self.keys:
+            return
+        for stored, head_dim in zip((self.keys, self.values), head_dims, strict=True):
+            stored[layer] = mx.zeros((1, num_heads, self.capacity, head_dim), dtype)
+
+    def take(self, size: int) -> int | None:
+        """Where a block of this size begins, cut from the smallest that holds it; None if there is none."""
+        found = min((each for each, starts in self.free.items() if starts and each >= size), default=None)
+        if found is None:
+            return None
+        start = min(self.free[found])
+        self.free[found].remove(start)
+        while found > size:
+            found //= 2
+            self.free.setdefault(found, set()).add(start + found)
+        return start
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free a block; free neighbours of one size become one."""
+        while size < self.capacity and start ^ size in self.free.get(size, ()):
+            self.free[size].remove(start ^ size)
+            start, size = min(start, start ^ size), 2 * size
+        self.free.setdefault(size, set()).add(start)
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A row's place in a slab; `SlabPool.grow` moves it."""
+    """A row's place in a slab, from token `start` of it on; `StatePool.grow` moves it."""
 
     slab: Slab
-    index: int
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit."""
-        return self.slab.capacity
+    start: int
+    capacity: int
 
     def write(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values `[1, num_kv_heads, n, head_dim]` at tokens `start` to `start + n`."""
-        _, num_heads, _, head_dim = keys.shape
-        self.prepare(layer, num_heads, (head_dim, values.shape[-1]), keys.dtype)
+        self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
+        at = self.start + start
         for stored, new in ((self.slab.keys, keys), (self.slab.values, values)):
             # what fills an array whole would become the array, and be written in place
             part = copy_of(new) if new.shape == stored[layer].shape else new
-            stored[layer][self.index : self.index + 1, :, start : start + new.shape[2]] = part
+            stored[layer][:, :, at : at + new.shape[2]] = part
 
-    def prepare(self, layer: LayerKey, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
-        """Make the layer's arrays if no row has written it: for keys and values of these dimensions."""
-        slab = self.slab
-        if layer in slab.keys:
-            return
-        for stored, head_dim in zip((slab.keys, slab.values), head_dims, strict=True):
-            stored[layer] = mx.zeros((slab.num_slots, num_heads, slab.capacity, head_dim), dtype)
+    def fill(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """The same between steps, in place whoever else holds the slab's arrays; gives what is to be evaluated."""
+        self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
+        stored = self.slab.keys[layer], self.slab.values[layer]
+        return [put(array, 2, self.start + start, new) for array, new in zip(stored, (keys, values), strict=True)]
 
     def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""
-        place = (slice(self.index, self.index + 1), slice(None), slice(start, end))
+        place = (slice(None), slice(None), slice(self.start + start, self.start + end))
         return self.slab.keys[layer][place], self.slab.values[layer][place]
 
     def has(self, layer: LayerKey) -> bool:
@@ -88,49 +121,70 @@ class Slot:
         return layer in self.slab.keys
 
 
-class SlabPool:
-    """All slabs of an engine."""
+class StatePool:
+    """Where an engine's sequences have their states: slabs of keys and values, and tables of running states."""
 
-    def __init__(self) -> None:
-        self._slabs: dict[int, list[Slab]] = {}
+    def __init__(self, slab_tokens: int | None = None, num_sequences: int = 1) -> None:
+        """slab_tokens: of slabs, the first of which then stays: steps are compiled for its arrays. None: small slabs.
+
+        num_sequences: for which the tables of running states have room from the start.
+        """
+        self.is_permanent = slab_tokens is not None
+        """Whether steps are compiled for the arrays: then they are written in place, by kernels of ours only."""
+        self._slab_tokens = slab_tokens or SLAB_TOKENS
+        self._slabs: list[Slab] = []
+        self.delta = DeltaTables(num_sequences)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slabs, used slots or not."""
-        return sum(slab.num_bytes for slabs in self._slabs.values() for slab in slabs)
+        """Bytes of all slabs and tables, used or not."""
+        return self.delta.num_bytes + sum(slab.num_bytes for slab in self._slabs)
 
     def allocate(self, num_tokens: int) -> Slot:
         """A free slot for at least `num_tokens` tokens; its content is undefined."""
         capacity = slot_capacity(num_tokens)
-        slabs = self._slabs.setdefault(capacity, [])
-        for slab in slabs:
-            if slab.free:
-                return Slot(slab, slab.free.pop())
-        num_slots = max(1, SLAB_TOKENS // capacity)
-        slab = Slab(capacity, num_slots, free=list(range(num_slots - 1, 0, -1)))
-        slabs.append(slab)
-        return Slot(slab, 0)
+        for slab in self._slabs:
+            start = slab.take(capacity)
+            if start is not None:
+                return Slot(slab, start, capacity)
+        slab = Slab(max(capacity, self._slab_tokens))
+        self._slabs.append(slab)
+        start = slab.take(capacity)
+        assert start is not None
+        return Slot(slab, start, capacity)
 
     def free(self, slot: Slot) -> None:
         """Give a slot back; a slab without used slots is dropped, and its memory with it."""
         slab = slot.slab
-        slab.free.append(slot.index)
-        if len(slab.free) == slab.num_slots:
-            self._slabs[slab.capacity].remove(slab)
+        slab.give_back(slot.start, slot.capacity)
+        if slab.is_empty and not (self.is_permanent and slab is self._slabs[0]):
+            self._slabs.remove(slab)
 
     def grow(self, slot: Slot, num_tokens: int, num_used: int) -> None:
         """Move a slot's first `num_used` tokens to a larger place, for `num_tokens`; the slot then points there.
 
-        The copies are evaluated here: a later write to the old slab must not find a reader.
+        The copies are launched here: a later write to the old place must not come before them.
         """
         larger = self.allocate(num_tokens)
         try:
             if num_used:
+                filled: list[mx.array] = []
                 for layer in list(slot.slab.keys):
-                    larger.write(layer, 0, *slot.read(layer, 0, num_used))
-                mx.eval(list(larger.slab.keys.values()), list(larger.slab.values.values()))
+                    parts = (copy_of(part) for part in slot.read(layer, 0, num_used))
+                    filled += larger.fill(layer, 0, *parts)
+                self.launch(filled)
         except Exception:  # no memory for it: the row stays where it is, and fails
             self.free(larger)
             raise
         self.free(slot)
-        slot.slab, slot.index = larger.slab, larger.index
+        slot.slab, slot.start, slot.capacity = larger.slab, larger.start, larger.capacity
+
+    def launch(self, arrays: Sequence[mx.array]) -> None:
+        """Evaluate copies of what later steps will write, before these are launched.
+
+        Where MLX makes the writes, it must find no reader, so there the copies are waited for.
+        """
+        if self.is_permanent:
+            mx.async_eval(arrays)
+        else:
+            mx.eval(arrays)

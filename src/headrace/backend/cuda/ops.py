@@ -48,7 +48,9 @@ def most_likely(logits: mx.array, otherwise: int) -> mx.array:
 
 def put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
     """The table is changed as an object, so that whoever holds it has the new numbers."""
-    table[(slice(None),) * axis + (slice(at, at + part.shape[axis]),)] = part
+    # what fills a table whole would become the table
+    own = part * mx.array(1, part.dtype) if part.shape == table.shape else part
+    table[(slice(None),) * axis + (slice(at, at + part.shape[axis]),)] = own
     # computed after the write, and no view that would keep the table's memory
     return (table.reshape(-1)[:1] != 0).astype(mx.int32)
 

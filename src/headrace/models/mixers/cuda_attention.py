@@ -15,13 +15,13 @@ from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import ProjectedHeads
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
-from headrace.models.mixers.fused import Feed, Held, Table, coarse, padded_rows, room_for
+from headrace.models.mixers.fused import MOST_TOKENS, Feed, Held, Table, coarse, room_for, room_of
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.layer import LayerKey
-from headrace.state.slabs import Slot
+from headrace.state.slabs import Slab
 
 LONGEST_WINDOW = 80
 """Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A
@@ -32,61 +32,60 @@ prediction head leaves fewer unread (speculate/speculator.py), of which the libr
 class _Places:
     """Where a step's rows have their keys and values.
 
-    slots: one of each slab, by capacity, the last one repeated up to a power of two, so that fewer forms of a step
-    differ; none in layers with a window. plans: of all rows, and of those that go together. constants: the most keys
-    that tokens of short rows may see (their slots' capacities, as lengths are others in each step), the most tokens of
-    such a row, and all capacities, by which a form's arrays differ; none without such rows. all_short: whether all rows
-    are of a few tokens.
+    slabs: the last one repeated up to a power of two, so that fewer forms of a step differ; none in layers with a
+    window. plans: of all rows, and of those that go together. constants: the most keys and tokens of such a row; none
+    without such rows. all_together: whether all rows are such.
     """
 
-    slots: tuple[Slot, ...]
+    slabs: tuple[Slab, ...]
     plans: tuple[Table, ...]
     constants: tuple[int, ...]
-    all_short: bool
+    all_together: bool
 
 
 def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
-    """Of layers that see all tokens."""
-    slots = sorted({id(state.slot.slab): state.slot for state in states}.values(), key=lambda slot: slot.capacity)
-    slabs = {id(slot.slab): number for number, slot in enumerate(slots)}
+    """Of layers that see all tokens: a row's begin where its slot does in the slab."""
+    slabs = list({id(state.slot.slab): state.slot.slab for state in states}.values())
+    numbers = {id(slab): number for number, slab in enumerate(slabs)}
     rows = []
     for span, state in zip(step.spans, states, strict=True):
         slot = state.slot
-        capacity, slab = slot.slab.capacity, slabs[id(slot.slab)]
-        rows.append((span.lo, span.hi - span.lo, span.start, slab, slot.index, capacity, 0, state.first))
-    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(step, span, None)]
-    longest = max([row[5] for row in together], default=0)
-    # as many as kernels are built for: steps with three slabs and with four have one form then
-    slots += slots[-1:] * (coarse(len(slots)) - len(slots))
-    return _places(rows, together, longest, [slot.capacity for slot in slots], tuple(slots))
+        place = (numbers[id(slot.slab)], 0, slot.slab.capacity, 0, slot.start + state.first)
+        rows.append((span.lo, span.hi - span.lo, slot.start + span.start, *place))
+    together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, None)]
+    longest = max([state.slot.capacity for state in states])
+    slabs += slabs[-1:] * (coarse(len(slabs)) - len(slabs))
+    return _places(step, rows, together, longest, tuple(slabs))
 
 
 def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
-    """Of layers with a window: to the kernels a row's buffer is a slab with one slot, whose first token is the base."""
-    num_added = padded_rows(len(states)) - len(states)
+    """Of layers with a window: to the kernels a row's buffer is a slab, whose first token is the base."""
     rows = [
         (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
     ]
-    together = [row for row, span in zip(rows, step.spans, strict=True) if _is_short(step, span, window)]
-    most = room_for(max([row[1] for row in together], default=1))
-    capacities = [state.capacity for state in states]
-    return _places(rows, together, window + most, capacities + capacities[-1:] * num_added, ())
+    together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, window)]
+    return _places(step, rows, together, window + step.spans[-1].hi, ())
 
 
 def _places(
+    step: PackedStep,
     rows: Sequence[tuple[int, ...]],
     together: Sequence[tuple[int, ...]],
     longest: int,
-    capacities: Sequence[int],
-    slots: tuple[Slot, ...],
+    slabs: tuple[Slab, ...],
 ) -> _Places:
     plan = tuple(rows)
     if not together:
-        return _Places(slots, (plan,), (), False)
+        return _Places(slabs, (plan,), (), False)
     most = room_for(max([num_tokens for _, num_tokens, *_ in together]))
-    all_short = len(together) == len(rows)
-    return _Places(slots, (plan, plan if all_short else tuple(together)), (longest, most, *capacities), all_short)
+    if len(together) < len(rows):
+        return _Places(slabs, (plan, tuple(together)), (longest, most), False)
+    room = room_of(step.spans)
+    if most > MOST_TOKENS:  # as many as there may be: prompts of all lengths have few forms
+        most = room.num_tokens
+    plan = room.padded(plan)
+    return _Places(slabs, (plan, plan), (longest, most), True)
 
 
 class CudaAttentionMixer(nn.Module):
@@ -127,11 +126,11 @@ class CudaAttentionMixer(nn.Module):
         states: Sequence[Any] = states_of(cache, cache.window)
         if cache.window is None:
             places = step.once(_in_slots, states)
-            arrays = self._slabs(cache.layer, places.slots)
+            arrays = self.stored(cache.layer, places.slabs)
         else:
             arrays = self.buffers(step, states)
             places = _in_buffers(step, states, cache.window)
-        together = [span for span in step.spans if _is_short(step, span, cache.window)]
+        together = [span for span in step.spans if _goes_together(step, span, cache.window)]
         feed = Feed([step.shared(table) for table in places.plans], arrays, places.constants)
         projected = self._project(x)
         queries = self._turned(self._heads(projected, step.positions), feed, factor)
@@ -145,7 +144,7 @@ class CudaAttentionMixer(nn.Module):
         if found is None or len(together) < len(states):
             parts = []
             for span, state in zip(step.spans, states, strict=True):
-                if found is not None and _is_short(step, span, cache.window):
+                if found is not None and _goes_together(step, span, cache.window):
                     parts.append(found[:, span.lo : span.hi])
                 else:
                     parts.append(self._chunk(cache, span, state, queries, projected))
@@ -175,15 +174,11 @@ class CudaAttentionMixer(nn.Module):
         queries = heads if factor is None else self._turned(heads, feed, factor)
         return self._out(self._window(queries, projected, feed), residual), ()
 
-    def prepare(self, layer: LayerKey, slot: Slot) -> None:
-        """Make the layer's arrays in a slab that no row has written there."""
-        slot.prepare(layer, *self._like)
-
-    def _slabs(self, layer: LayerKey, slots: Sequence[Slot]) -> list[mx.array]:
-        """Keys and values of the slots' slabs."""
-        for slot in slots:
-            self.prepare(layer, slot)
-        return [stored[layer] for slot in slots for stored in (slot.slab.keys, slot.slab.values)]
+    def stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
+        """Keys and values of the slabs, made where no row has written the layer."""
+        for slab in slabs:
+            slab.prepare(layer, *self._like)
+        return [stored[layer] for slab in slabs for stored in (slab.keys, slab.values)]
 
     def buffers(self, step: PackedStep, states: Sequence[SlidingAttentionState]) -> list[mx.array]:
         """Keys and values of rows in a layer with a window, with room for the step's tokens."""
@@ -253,7 +248,7 @@ class AttentionLayers:
     def held(self, step: PackedStep) -> Held | None:
         """What they read in this step; None if some row needs another way."""
         places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
-        return Held(places.plans, arrays, places.constants) if places.all_short else None
+        return Held(places.plans, arrays, places.constants) if places.all_together else None
 
     def _in_slots(self, step: PackedStep) -> tuple[_Places, list[mx.array]]:
         states = []
@@ -263,17 +258,12 @@ class AttentionLayers:
                     span.state.full_attention(layer)
             states.append(span.state.full_attention(self._last))
         places = _in_slots(step, states)
-        for slot in places.slots:
-            if self._last not in slot.slab.keys:
-                for layer, mixer in self._mixers.items():
-                    mixer.prepare(layer, slot)
-        stored = [part for slot in places.slots for part in (slot.slab.keys, slot.slab.values)]
-        return places, [part[layer] for layer in self._mixers for part in stored]
+        return places, [one for layer, mixer in self._mixers.items() for one in mixer.stored(layer, places.slabs)]
 
     def _in_buffers(self, step: PackedStep, window: int) -> tuple[_Places, list[mx.array]]:
         arrays: list[mx.array] = []
         make = partial(SlidingAttentionState, window)
-        num_added = padded_rows(len(step.spans)) - len(step.spans)
+        num_added = room_of(step.spans).num_rows - len(step.spans)
         for layer, mixer in self._mixers.items():
             states = [span.state.layer(layer, make) for span in step.spans]
             own = mixer.buffers(step, states)
@@ -281,7 +271,11 @@ class AttentionLayers:
         return _in_buffers(step, states, window), arrays
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
-        """Nothing to do: keys and values are written in place."""
+        """Note what is left at marks; keys and values are written in place."""
+        for span in step.spans:
+            for mark in span.state.marks:
+                for layer in self._mixers:
+                    span.state.layer(layer, partial(SlidingAttentionState, self._window or 0)).note(mark)
 
 
 def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
@@ -289,7 +283,7 @@ def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
     return list(zip(feed.arrays[::2], feed.arrays[1::2], strict=True))
 
 
-def _is_short(step: PackedStep, span: RowSpan, window: int | None) -> bool:
+def _goes_together(step: PackedStep, span: RowSpan, window: int | None) -> bool:
     """Whether the kernels do it: a window of theirs goes by places, which positions with gaps are not."""
     if span.num_tokens > max(LONGEST_WINDOW, step.kernels.attention_pairs // span.end):
         return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from headrace.backend.cuda.shapes import LONGEST_WINDOW
+from headrace.models.step import RowSpan
 from headrace.state.layer import LayerKey
 
 Table = tuple[tuple[int, ...], ...]
@@ -49,7 +50,12 @@ class Exchange:
 
 
 MOST_TOKENS = LONGEST_WINDOW
-"""Of a row, in a step that is compiled: a longer one is a prompt's chunk, whose work the host doesn't bound."""
+"""Of a row in a window; a longer one is a prompt's chunk."""
+
+
+def is_window(span: RowSpan) -> bool:
+    """Whether a row has a few tokens and leaves nothing on the way, as in decoding; the others are chunks."""
+    return span.num_tokens <= MOST_TOKENS and not span.state.marks
 
 
 def room_for(num_tokens: int) -> int:
@@ -68,19 +74,35 @@ def coarse(number: int) -> int:
 def padded_rows(num_rows: int) -> int:
     """The next power of two, or three quarters of it if that is enough: 1, 2, 3, 4, 6, 8, 12, 16, 24, …
 
-    Compiled steps have so many rows, those behind the real ones of no tokens: one row more or less needs no form of its
-    own.
+    Compiled steps of windows have so many rows, those behind the real ones of no tokens: one row more or less needs no
+    form of its own.
     """
     power = coarse(num_rows)
     return power * 3 // 4 if num_rows <= power * 3 // 4 else power
 
 
-def padded(table: Table) -> Table:
-    """With rows of zeros up to the padded number: rows of no tokens."""
-    return (*table, *[(0,) * len(table[0])] * (padded_rows(len(table)) - len(table)))
+def padded_chunks(number: int) -> int:
+    """The next power of four: of rows in compiled steps of chunks, and of their stops."""
+    return 1 << -(-(number - 1).bit_length() // 2) * 2
 
 
-def padded_tokens(num_tokens: int, num_rows: int) -> int:
-    """A whole multiple of the padded rows: what is behind the real tokens belongs to no row."""
-    rows = padded_rows(num_rows)
-    return -(-num_tokens // rows) * rows
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a compiled step has room for; what is behind the real tokens belongs to no row."""
+
+    num_rows: int
+    num_tokens: int
+
+    def padded(self, table: Table) -> Table:
+        """With rows of zeros, which are rows of no tokens."""
+        return (*table, *[(0,) * len(table[0])] * (self.num_rows - len(table)))
+
+
+def room_of(spans: Sequence[RowSpan]) -> Room:
+    """For these rows. Of windows there are about as many rows and tokens, of chunks more: few sizes do for all."""
+    num_tokens = spans[-1].hi
+    if all(is_window(span) for span in spans):
+        num_rows = padded_rows(len(spans))
+        return Room(num_rows, -(-num_tokens // num_rows) * num_rows)
+    rounded = max(64, coarse(num_tokens)) if num_tokens <= 512 else -(-num_tokens // 256) * 256
+    return Room(padded_chunks(len(spans)), rounded)

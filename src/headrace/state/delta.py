@@ -1,0 +1,188 @@
+"""Running states of gated delta layers as kernels of ours keep them: tables with a slot for each sequence.
+
+A step reads and writes them in place, see state/slabs.py. What of a step's tokens is uncertain is kept as inputs of the
+recurrence, and replayed by the next step once it is known how many of them count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import mlx.core as mx
+
+from headrace.backend.cuda import delta
+from headrace.backend.cuda.put import put
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, Prepared, Stash
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
+from headrace.state.recurrent import RecurrentRecord
+
+
+class DeltaTables:
+    """Those of all layers, each made when it is first asked for. They double when there is no free slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._layers: dict[LayerKey, DeltaTable] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(array.nbytes for table in self._layers.values() for array in arrays_of(table))
+
+    @property
+    def layers(self) -> Mapping[LayerKey, DeltaTable]:
+        """By their places in the model."""
+        return self._layers
+
+    @property
+    def slot_bytes(self) -> Sequence[int]:
+        """Bytes of a slot, by layer."""
+        return [sum(array.nbytes for array in arrays_of(table)) // self._num_slots for table in self._layers.values()]
+
+    def prepare(self, layer: LayerKey, shape: DeltaShape, dtype: mx.Dtype) -> DeltaTable:
+        """A layer's table, of activations in `dtype`."""
+        if layer not in self._layers:
+            self._layers[layer] = _empty(shape, dtype, self._num_slots)
+        return self._layers[layer]
+
+    def allocate(self) -> int:
+        """A slot; what is in it is another sequence's."""
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
+        self._free.append(slot)
+
+    def _grow(self) -> None:
+        for layer, table in self._layers.items():
+            doubled = [mx.concatenate([array, mx.zeros_like(array)]) for array in arrays_of(table)]
+            mx.eval(doubled)
+            state, raw, *stash = doubled
+            self._layers[layer] = DeltaTable(state, raw, Stash(*stash))
+        self._free += range(2 * self._num_slots - 1, self._num_slots - 1, -1)
+        self._num_slots *= 2
+
+
+def arrays_of(table: DeltaTable) -> tuple[mx.array, ...]:
+    """State, raw inputs, and the four arrays of the stash."""
+    return (table.state, table.raw, *table.stash)
+
+
+def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
+    rows, stashed = 2 * num_slots, LONGEST_WINDOW - 1
+    key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
+    gates = mx.zeros((rows, stashed, shape.num_v_heads), mx.float32)
+    return DeltaTable(
+        mx.zeros((num_slots, *value, shape.head_k_dim), mx.float32),
+        mx.zeros((rows, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels), dtype),
+        Stash(mx.zeros((rows, stashed, *key), dtype), mx.zeros((rows, stashed, *value), dtype), gates, mx.array(gates)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRow:
+    """Where a step finds a sequence and leaves it, as the plans of backend/cuda/delta.py say it.
+
+    old: of the raw inputs and the stash, -1 before any token.
+    """
+
+    num_replay: int
+    context_end: int
+    slot: int
+    old: int
+    new: int
+
+
+@dataclass(slots=True, eq=False)
+class DeltaSlot:
+    """A sequence's running states in all layers: one slot of the tables, and what changes from step to step.
+
+    Opaque. end: where its raw inputs end; 0 before any token. num_uncertain: tokens in the stash. num_replay: those of
+    them, the first ones, that count and that the state has not seen. pending: what the tables are to be filled from.
+    noted: records at the last window's marks, by length and layer.
+    """
+
+    is_sliceable: ClassVar[bool] = False
+
+    tables: DeltaTables
+    index: int
+    end: int = 0
+    num_uncertain: int = 0
+    num_replay: int = 0
+    pending: dict[LayerKey, RecurrentRecord] = field(default_factory=dict)
+    noted: dict[int, dict[LayerKey, LayerRecord]] = field(default_factory=dict)
+    _parity: int = 0
+    """Which of its two rows of raw inputs and stash the last step has written."""
+
+    @property
+    def _row(self) -> int:
+        return 2 * self.index + self._parity
+
+    def step(self, num_tokens: int, num_certain: int, end: int) -> DeltaRow:
+        """Open a window. end: where the raw inputs will end in what it leaves."""
+        old = self._row if self.end else -1
+        self._parity = 1 - self._parity
+        row = DeltaRow(self.num_replay, self.end, self.index, old, self._row)
+        self.end, self.num_uncertain, self.num_replay = end, num_tokens - num_certain, num_tokens - num_certain
+        return row
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Keep the first `num_kept` tokens; what the state has not seen of them is replayed by the next step."""
+        self.end -= num_window - num_kept
+        self.num_replay = max(0, self.num_uncertain - (num_window - num_kept))
+
+    def fill(self, layer: LayerKey) -> list[mx.array]:
+        """Bring a layer's table to what was restored, in its first step; gives what is to be launched before."""
+        record, table = self.pending.pop(layer, None), self.tables.layers[layer]
+        if record is None or record.state is None or record.context is None:
+            return []
+        context = record.context[:, LONGEST_WINDOW - table.raw.shape[1] :]
+        raw = mx.pad(context, [(0, 0), (0, table.raw.shape[1] - context.shape[1]), (0, 0)])
+        # the first row is what a first step reads
+        return [put(table.state, 0, self.index, record.state), put(table.raw, 0, 2 * self.index, raw)]
+
+    def settle(self) -> dict[LayerKey, mx.array]:
+        """Replay what is pending in all layers; gives their states `[1, num_v_heads, head_v_dim, head_k_dim]`.
+
+        They are copies, to be launched before the next step.
+        """
+        count, row = self.num_replay, self._row
+        plan, stops = (
+            mx.array([[0, count, count, 0, self.index, row, row, 0, 1]], mx.int32),
+            mx.array([count], mx.int32),
+        )
+        states: dict[LayerKey, mx.array] = {}
+        for layer, table in self.tables.layers.items():
+            k, v, g, beta = (array[row] for array in table.stash)
+            _, states[layer] = delta.scan_chunks(plan, stops, Prepared(k, k, v, g, beta), table.state)
+        self.num_replay = self.num_uncertain = 0
+        return states
+
+    def checkpoint(self) -> dict[LayerKey, LayerRecord]:
+        """Replay, then copy."""
+        if not self.end:
+            return {layer: RecurrentRecord(None, None) for layer in self.tables.layers}
+        records: dict[LayerKey, LayerRecord] = {}
+        for layer, state in self.settle().items():
+            raw = self.tables.layers[layer].raw
+            num_context = raw.shape[1] - LONGEST_WINDOW
+            context = copy_of(raw[self._row : self._row + 1, self.end - num_context : self.end])
+            records[layer] = RecurrentRecord(state, context)
+        return records
+
+    def note(self, length: int, layer: LayerKey, state: mx.array, context: mx.array) -> None:
+        """Record what a step has left at a mark, rows of what it has left of all its rows."""
+        self.noted.setdefault(length, {})[layer] = RecurrentRecord(state, context)
+
+    def cost(self) -> list[LayerCost]:
+        """A slot, in each layer: the same at every length."""
+        return [LayerCost(fixed=num_bytes) for num_bytes in self.tables.slot_bytes]
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The tables', which all sequences share."""
+        return tuple(array for table in self.tables.layers.values() for array in arrays_of(table))
