@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -338,17 +338,33 @@ def _refuse_idle(
             raise ConfigError(f"{source} has no effect without --{needed.replace('_', '-')}")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print usage and exit."""
 
     def error(self, message: str) -> NoReturn:
+        """One line, as for any other mistake."""
         raise ConfigError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises ConfigError with the closest flag for one that does not exist."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), unknown[0])
+            kind = "flag" if flag.startswith("-") else "argument"
+            raise ConfigError(with_suggestion(f"unknown {kind} {flag}", flag, self._option_string_actions))
+        return given
+
+
+def with_suggestion(message: str, word: str, known: Iterable[str]) -> str:
+    """The message, with the known word that the unknown one resembles, if there is one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"{message}; did you mean {close[0]}?" if close else message
 
 
 def _parser(
     program: str, about: str, knobs: Mapping[str, Sequence[Knob]], default_model: str
 ) -> argparse.ArgumentParser:
-    parser = _Parser(prog=program, description=about, allow_abbrev=False)
+    parser = Parser(prog=program, description=about, allow_abbrev=False)
     shown = f" (default: {default_model})" if default_model else ""
     help = f"folder or Hugging Face id{shown} [{ENVIRONMENT_PREFIX}MODEL]"
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)

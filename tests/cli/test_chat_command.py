@@ -14,6 +14,7 @@ from fakes import END, FakeEngine, PlainTemplate, Step, fake_session
 
 from headrace.cli import chat
 from headrace.cli.chat import Conversation, converse
+from headrace.config import Config
 from headrace.errors import InvalidRequest
 from headrace.types.chat import ChatMessage, TextPart
 
@@ -148,6 +149,6 @@ def test_the_command_loads_the_model_talks_and_stops_the_engine(
     monkeypatch.setattr(chat, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
     monkeypatch.setattr(chat.Session, "over", lambda engine, words, **_: fake_session(engine))
     monkeypatch.setattr("builtins.input", person("hi"))
-    chat.run([])
+    chat.run(Config())
     assert "hello there" in capsys.readouterr().out
     assert engine.stopped

@@ -56,7 +56,7 @@ def test_an_interrupted_server_does_not_wait_for_the_engine(
 
     monkeypatch.setattr(serve, "serve", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        serve.run(["--port", "0"])
+        serve.run(Config(server=ServerConfig(port=0)))
     assert not engine.stopped
 
 
@@ -81,7 +81,7 @@ def test_the_report_comes_first_and_the_address_only_once_the_server_listens(
         assert f"http://127.0.0.1:{port}/v1" in capsys.readouterr().out
 
     monkeypatch.setattr(serve, "serve", listen)
-    serve.run(["--port", "0"])
+    serve.run(Config(server=ServerConfig(port=0)))
     assert engine.stopped
 
 
@@ -91,7 +91,7 @@ def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatc
 
     monkeypatch.setattr(serve, "serve", fail)
     with pytest.raises(ConfigError):
-        serve.run(["--port", "0"])
+        serve.run(Config(server=ServerConfig(port=0)))
     assert engine.stopped
 
 
@@ -105,4 +105,4 @@ def test_what_is_being_loaded_is_said_before_it_is(
 
     monkeypatch.setattr(serve.Engine, "launch", launch)
     with pytest.raises(ModelError, match="after 'loading some-model"):
-        serve.run(["--port", "0", "some-model"])
+        serve.run(Config("some-model", server=ServerConfig(port=0)))

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 from headrace.bench.plan import WORKLOADS, Plan, Target, check, parse_peer, parse_url
-from headrace.cli.bench_parser import Parser, make_folder, whole_numbers
+from headrace.cli.bench_parser import make_folder, whole_numbers
+from headrace.config import Parser
 from headrace.errors import HeadraceError
 
 _ABOUT = """Measure a server that speaks OpenAI's chat completions: time to the first text, time per token, tokens per

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headrace.backend.device import current
 from headrace.bench.machine import versions
 from headrace.bench.table import spread_text
-from headrace.cli.bench_parser import Parser
+from headrace.config import Parser
 from headrace.perf.kernels import KERNELS, measure_kernels
 from headrace.perf.traffic import copy_bytes_per_s
 

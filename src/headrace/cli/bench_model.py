@@ -10,7 +10,8 @@ from pathlib import Path
 
 from headrace.backend.device import current
 from headrace.bench.machine import machine, versions
-from headrace.cli.bench_parser import Parser, make_folder
+from headrace.cli.bench_parser import make_folder
+from headrace.config import Parser
 from headrace.perf.model import ModelPlan, measure
 from headrace.perf.shapes import SHAPES, config_of
 from headrace.perf.table import as_json, line, table

@@ -1,20 +1,10 @@
-"""What command lines that set no knobs have in common."""
+"""What the commands of `headrace bench` have in common."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from headrace.errors import ConfigError
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """One line, as for any other mistake."""
-        raise ConfigError(message)
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

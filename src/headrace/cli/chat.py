@@ -6,13 +6,13 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from typing import TextIO
 
 from headrace.cli.defaults import server_defaults
-from headrace.cli.text_pipeline import configured_text_pipeline
-from headrace.config import load_config, warn_of_unknown_variables
+from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
+from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
 from headrace.session.session import Session
@@ -31,15 +31,10 @@ _PROMPT = "> "
 _CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
-def run(argv: Sequence[str]) -> None:
+def run(config: Config) -> None:
     """Loads the model and talks until /exit or the end of input. Raises ConfigError and ModelError."""
-    config = load_config(
-        argv,
-        program="headrace chat",
-        about="Chat with a model in the terminal. /reset starts over, /exit ends, Ctrl-C stops an answer.",
-        sections=("models", "engine", "defaults"),
-    )
     warn_of_unknown_variables()
+    config = without_missing_vision(config)
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, text.constraints)
     try:

@@ -9,26 +9,18 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
 from headrace import __version__
-from headrace.config import set_up_libraries, with_flags
+from headrace.cli.commands import COMMANDS, find_command, listed
+from headrace.cli.installed import backend_advice
+from headrace.config import Parser, set_up_libraries, with_flags
 from headrace.errors import ConfigError, HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
-
-# Modules, not functions: importing a command imports MLX and the web framework, a second or more that `--version`,
-# `--help` and a mistyped command don't have to wait for.
-_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "serve": ("headrace.cli.serve", "serve a model over HTTP"),
-    "chat": ("headrace.cli.chat", "chat with a model in the terminal"),
-    "doctor": ("headrace.cli.doctor", "say what this machine can do, and how a model would run on it"),
-    "mtp": ("headrace.cli.mtp", "take a model's prediction head out of a checkpoint, or measure it"),
-    "bench": ("headrace.cli.bench", "measure a server, or what runs on this device, alone or beside others"),
-}
 
 _LEAST_OPEN_FILES = 4096
 
@@ -40,17 +32,14 @@ _PIPE_CLOSED = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code: 0, 2 for an error, 130 after Ctrl-C."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in _COMMANDS:
-        return _without_command(arguments)
-    module, _ = _COMMANDS[arguments[0]]
+    words = list(sys.argv[1:] if argv is None else argv)
     # Our own log in full, except in the middle of a conversation; of the libraries only what went wrong.
     logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
-    if arguments[0] != "chat":
+    if words[:1] != ["chat"]:
         logging.getLogger("headrace").setLevel(logging.INFO)
     set_up_libraries()
     try:
-        _import_command(module).run(arguments[1:])
+        _run(words)
     except HeadraceError as error:
         print(f"headrace: {with_flags(error.message)}", file=sys.stderr)
         return _USAGE_ERROR
@@ -63,10 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _run(words: Sequence[str]) -> None:
+    if not words or words[0].startswith("-"):
+        _options_parser().parse_args(words)
+        raise ConfigError(f"a command is missing; commands: {', '.join(COMMANDS)}")
+    command, rest = find_command(words)
+    parsed = command.parse(rest)
+    _import_command(command.module).run(parsed)
+
+
 def _import_command(module: str) -> Any:
-    """Raises ConfigError where mlx-lm's import fails because it asks for 4096 open files."""
+    """Raises ConfigError where MLX lacks its compute library, or where mlx-lm may not open enough files."""
     try:
         return import_module(module)
+    except ImportError as error:
+        if (advice := backend_advice(error)) is None:
+            raise
+        raise ConfigError(advice) from error
     except ValueError as error:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if not 0 <= most < _LEAST_OPEN_FILES:
@@ -106,20 +108,13 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _without_command(arguments: Sequence[str]) -> int:
-    listed = "\n".join(f"  {name:<8}{help}" for name, (_, help) in _COMMANDS.items())
-    parser = argparse.ArgumentParser(
+def _options_parser() -> Parser:
+    parser = Parser(
         prog="headrace",
         usage="headrace COMMAND [MODEL] [options]",
         description="One exact engine that serves MLX language models over HTTP.",
-        epilog=f"commands:\n{listed}\n\n`headrace COMMAND --help` lists a command's options.",
+        epilog=f"{listed(COMMANDS)}\n\n`headrace COMMAND --help` lists a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
-    try:
-        _, rest = parser.parse_known_args(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-    message = f"there is no command {rest[0]!r}" if rest else "a command is missing"
-    print(f"headrace: {message}; commands: {', '.join(_COMMANDS)}", file=sys.stderr)
-    return _USAGE_ERROR
+    return parser

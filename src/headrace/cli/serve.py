@@ -8,13 +8,12 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from headrace.cli.defaults import server_defaults
 from headrace.cli.media import media_limits, media_policy
-from headrace.cli.text_pipeline import configured_text_pipeline
-from headrace.config import Config, load_config, warn_of_unknown_variables
+from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
+from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
@@ -27,9 +26,8 @@ TERMINATED = 143
 """Exit code after SIGTERM, as a shell has it."""
 
 
-def run(argv: Sequence[str]) -> None:
+def run(config: Config) -> None:
     """Loads the model and serves it until a signal comes. Raises ConfigError and ModelError."""
-    config = load_config(argv, program="headrace serve", about="Serve a model over HTTP.")
     use_log_format(config.server.log_format)
     warn_of_unknown_variables()
     if os.getpid() == 1:
@@ -37,6 +35,7 @@ def run(argv: Sequence[str]) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
     with open_listener(config.server) as listener:
         print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
+        config = without_missing_vision(config)
         text = configured_text_pipeline(config)
         engine = Engine.launch(config, text.constraints)
         try:

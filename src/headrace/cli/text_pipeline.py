@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
+from headrace.cli.installed import vision_advice
 from headrace.config import Config
 from headrace.engine.engine import model_files
 from headrace.session.settings import model_defaults
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
+
+log = logging.getLogger(__name__)
+
+
+def without_missing_vision(config: Config) -> Config:
+    """The configuration with `--vision off`, and a warning, for a model with a vision tower that nothing can load."""
+    if config.models.vision == "off" or (advice := vision_advice()) is None:
+        return config
+    files = model_files(config)
+    if not files.config.get("vision_config"):
+        return config
+    log.warning("images and videos are refused, because mlx-vlm is not installed; %s adds it", advice)
+    return replace(config, models=replace(config.models, vision="off"))
 
 
 def configured_text_pipeline(config: Config) -> TextPipeline:

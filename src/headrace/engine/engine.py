@@ -62,6 +62,8 @@ FEATURES_SHARE = 0.05
 MINIATURE = Path(__file__).parent.parent / "miniature"
 """The model that ships inside the package."""
 
+_IN_PACKAGE = {"miniature": MINIATURE, "miniature-draft": MINIATURE / "draft"}
+
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048, "metal": 2048}
 """Prompt tokens per step unless the configuration says otherwise: a step stays under about a second."""
 
@@ -380,14 +382,17 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
     """
     name = config.model if name is None else name
     is_path = Path(name).expanduser().is_dir()
-    if name == "miniature" and not is_path:
-        return read_files("headrace-miniature", MINIATURE)
-    if name == "miniature-draft" and not is_path:
-        return read_files("headrace-miniature-draft", MINIATURE / "draft")
+    if (built_in := built_in_folder(name)) is not None:
+        return read_files(f"headrace-{name}", built_in)
     if name == "smollm2" and not is_path:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
     directory = locate(name)
     return read_files(directory.name if is_path else name, directory)
+
+
+def built_in_folder(name: str) -> Path | None:
+    """The folder of a model inside the package; a folder of that name in the working directory takes precedence."""
+    return None if Path(name).expanduser().is_dir() else _IN_PACKAGE.get(name)
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:

@@ -1,18 +1,14 @@
-"""`headrace mtp extract | check`: a model's prediction head as a file, and how often it is right."""
+"""`headrace mtp check MODEL`: how often a model's prediction head is right."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-from headrace.cli.bench_parser import Parser
 from headrace.cli.mtp_texts import TEXTS
 from headrace.cli.text_pipeline import configured_text_pipeline
-from headrace.config import load_config, warn_of_unknown_variables
+from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
-from headrace.errors import ConfigError
-from headrace.models.mtp_extract import extract_head
 
 _DEPTH = 4
 _NUM_TOKENS = 32
@@ -21,48 +17,11 @@ _NUM_TOKENS = 32
 _LEAST_USABLE = 0.2
 """Share of first drafts that must be right; a good head reaches 0.7 to 0.9, a misread one next to nothing."""
 
-_COMMANDS = "extract SOURCE OUT writes a head into a file of its own, check MODEL measures one"
-
 _UNUSABLE = 1
 
 
-def run(argv: Sequence[str]) -> None:
-    """One of the two. Raises ConfigError and ModelError, and SystemExit with 1 if a head is not usable."""
-    command, *arguments = argv or [""]
-    if command == "extract":
-        _extract(arguments)
-    elif command == "check":
-        _check(arguments)
-    elif command in ("-h", "--help"):
-        print(f"usage: headrace mtp extract SOURCE OUT | check MODEL\n\n{_COMMANDS}")
-    else:
-        message = f"there is no command {command!r} of mtp" if command else "a command of mtp is missing"
-        raise ConfigError(f"{message}: {_COMMANDS}")
-
-
-def _extract(arguments: Sequence[str]) -> None:
-    parser = Parser(
-        prog="headrace mtp extract",
-        description="Write a checkpoint's prediction head in bfloat16 into a file that is found beside any checkpoint "
-        "of the same model. Only the shards that hold the head are read, or downloaded.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("source", metavar="SOURCE", help="full-precision checkpoint: folder or Hugging Face id")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the checkpoint that needs the head, or a file")
-    given = parser.parse_args(list(arguments))
-    done = extract_head(given.source, given.out.expanduser())
-    print(f"{done.file}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, out of {', '.join(done.shards)}")
-    print("norms: zero-centred, as the file says" if done.is_centred else "norms: told by their numbers when loaded")
-
-
-def _check(arguments: Sequence[str]) -> None:
-    config = load_config(
-        arguments,
-        program="headrace mtp check",
-        about="Measure how often a model's prediction head is right, and say why if it hardly ever is. "
-        "Ends with 1 if the head is of no use.",
-        sections=("models",),
-    )
+def run(config: Config) -> None:
+    """Prints what was measured. Raises ModelError, and SystemExit with 1 if the head is not usable."""
     warn_of_unknown_variables()
     tokenizer = configured_text_pipeline(config).tokenizer
     check = load_head_check(config, [tokenizer.encode_document(text) for text in TEXTS], tokenizer.token_ids)

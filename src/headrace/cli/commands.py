@@ -1,0 +1,141 @@
+"""The commands, and how the words after each are parsed. Imports nothing heavy: help and mistakes come at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Parser, load_config, with_suggestion
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """module: its `run` takes what `parse` returns; imported only then, because it imports MLX and the web framework.
+
+    parse: raises ConfigError, and SystemExit after `--help`.
+    """
+
+    module: str
+    help: str
+    parse: Callable[[Sequence[str]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands under a common first word."""
+
+    help: str
+    commands: Mapping[str, Command]
+
+
+def _parse_serve(words: Sequence[str]) -> Any:
+    return load_config(words, program="headrace serve", about="Serve a model over HTTP.")
+
+
+def _parse_chat(words: Sequence[str]) -> Any:
+    return load_config(
+        words,
+        program="headrace chat",
+        about="Chat with a model in the terminal. /reset starts over, /exit ends, Ctrl-C stops an answer.",
+        sections=("models", "engine", "defaults"),
+    )
+
+
+def _parse_doctor(words: Sequence[str]) -> Any:
+    return load_config(
+        words,
+        program="headrace doctor",
+        about="Say what this machine can do and, with MODEL, how that model would run on it.",
+        sections=("models", "engine"),
+        default_model="",
+    )
+
+
+def _parse_mtp_extract(words: Sequence[str]) -> Any:
+    parser = Parser(
+        prog="headrace mtp extract",
+        description="Write a checkpoint's prediction head in bfloat16 into a file that is found beside any checkpoint "
+        "of the same model. Only the shards that hold the head are read, or downloaded.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="full-precision checkpoint: folder or Hugging Face id")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the checkpoint that needs the head, or a file")
+    return parser.parse_args(list(words))
+
+
+def _parse_mtp_check(words: Sequence[str]) -> Any:
+    return load_config(
+        words,
+        program="headrace mtp check",
+        about="Measure how often a model's prediction head is right, and say why if it hardly ever is. "
+        "Ends with 1 if the head is of no use.",
+        sections=("models",),
+    )
+
+
+_MTP = Group(
+    "take a model's prediction head out of a checkpoint, or measure it",
+    {
+        "extract": Command(
+            "headrace.cli.mtp_extract", "SOURCE OUT: write a head into a file of its own", _parse_mtp_extract
+        ),
+        "check": Command("headrace.cli.mtp_check", "MODEL: measure how often a head is right", _parse_mtp_check),
+    },
+)
+
+COMMANDS: Mapping[str, Command | Group] = {
+    "serve": Command("headrace.cli.serve", "serve a model over HTTP", _parse_serve),
+    "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
+    "doctor": Command(
+        "headrace.cli.doctor", "say what this machine can do, and how a model would run on it", _parse_doctor
+    ),
+    "mtp": _MTP,
+    # Its module is light, and parses by itself.
+    "bench": Command(
+        "headrace.cli.bench", "measure a server, or what runs on this device, alone or beside others", list
+    ),
+}
+
+
+def find_command(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
+    """The command that the first words name, and the words after them.
+
+    Raises ConfigError for a mistyped one, and SystemExit after a group's `--help`.
+    """
+    first, rest = words[0], words[1:]
+    named = _choose(COMMANDS, first, "")
+    if isinstance(named, Command):
+        return named, rest
+    if rest[:1] in (["-h"], ["--help"]):
+        print(_group_parser(first, named).format_help(), end="")
+        raise SystemExit(0)
+    if not rest:
+        raise ConfigError(f"a command of {first} is missing; commands: {', '.join(named.commands)}")
+    return _choose(named.commands, rest[0], f" of {first}"), rest[1:]
+
+
+def _choose(commands: Mapping[str, Any], word: str, owner: str) -> Any:
+    if word not in commands:
+        message = with_suggestion(f"there is no command {word!r}{owner}", word, commands)
+        raise ConfigError(f"{message}; commands: {', '.join(commands)}")
+    return commands[word]
+
+
+def _group_parser(name: str, group: Group) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"headrace {name}",
+        usage=f"headrace {name} COMMAND …",
+        description=f"{group.help.capitalize()}.",
+        epilog=listed(group.commands),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+
+
+def listed(commands: Mapping[str, Command | Group]) -> str:
+    """The commands as `--help` shows them."""
+    return "commands:\n" + "\n".join(f"  {name:<8}{command.help}" for name, command in commands.items())

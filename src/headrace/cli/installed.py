@@ -1,0 +1,39 @@
+"""What the installation lacks, and the command that adds it."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+_MLX_LIBRARY = "libmlx.so"
+
+
+def backend_advice(error: ImportError, driver: Path = _NVIDIA_DRIVER) -> str | None:
+    """What to install after MLX could not be imported; None for a failure that has another cause.
+
+    MLX's compute library comes in a package for each kind of device, which environment markers can't tell apart on
+    Linux. driver: the file that NVIDIA's driver provides.
+    """
+    is_mlx_missing = error.name == "mlx" or (error.name or "").startswith("mlx.")
+    if not is_mlx_missing and "mlx" not in Path(error.path or "").parts:
+        return None
+    extra, reason = ("cuda13", "for the NVIDIA GPU here") if driver.exists() else ("cpu", "for this machine's CPU")
+    install = f"`pip install 'headrace[{extra}]'` adds the one {reason}"
+    if is_mlx_missing or _MLX_LIBRARY in str(error):
+        return f"MLX has no compute library: {install}"
+    library = str(error).partition(":")[0]
+    return f"MLX's compute library needs {library}, which is not installed: {install}"
+
+
+def vision_advice() -> str | None:
+    """How to install what images and videos need; None if it is installed.
+
+    mlx-vlm requires 500 MB of packages that serving never imports, hence `--no-deps`.
+    """
+    if importlib.util.find_spec("mlx_vlm") is not None:
+        return None
+    requirement = next(one for one in metadata.requires("headrace") or () if one.startswith("mlx-vlm"))
+    return f"`pip install --no-deps '{requirement.partition(';')[0].strip()}'`"
