@@ -74,10 +74,8 @@ sys.exit(main(["serve"]))
 def test_without_mlx_vlm_a_model_that_sees_serves_its_text_part(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    find_spec = installed.importlib.util.find_spec
-    monkeypatch.setattr(
-        installed.importlib.util, "find_spec", lambda name: None if name == "mlx_vlm" else find_spec(name)
-    )
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlx_vlm" else find(name))
     assert str(vision_advice()).startswith("`pip install --no-deps 'mlx-vlm")
     with caplog.at_level(logging.WARNING):
         assert text_pipeline.without_missing_vision(Config("miniature")).models.vision == "off"
