@@ -15,11 +15,11 @@ Arguments = ParamSpec("Arguments")
 
 
 class WorkCancelled(BaseException):
-    """The result of this work is not wanted any more. No Exception, so that nothing takes it for a failure."""
+    """The work's result is no longer wanted. No Exception, so that no handler takes it for a failure."""
 
 
 class _Cancellation:
-    """Whether one thread's work was cancelled, and what ends it in mid-call."""
+    """Whether one thread's work was cancelled, and what interrupts its current call."""
 
     def __init__(self) -> None:
         self._is_cancelled = False
@@ -55,14 +55,14 @@ _current: ContextVar[_Cancellation] = ContextVar("cancellation", default=_Cancel
 async def run_in_thread(
     function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """As asyncio.to_thread; the function's next `check_cancelled` after the caller was cancelled raises."""
+    """As asyncio.to_thread, but after the caller is cancelled the function's next `check_cancelled` raises."""
     return await run_in_pool(None, function, *args, **kwargs)
 
 
 async def run_in_pool(
     pool: Executor | None, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """As `run_in_thread`, in a thread of a pool. pool: None for the event loop's own."""
+    """As `run_in_thread`, in a pool's thread. pool: None for the event loop's own."""
     cancellation = _Cancellation()
 
     def work() -> Result:
@@ -78,12 +78,13 @@ async def run_in_pool(
 
 
 def check_cancelled() -> None:
-    """To be called between two pieces of long work. Raises WorkCancelled."""
+    """Call between two pieces of long work. Raises WorkCancelled."""
     _current.get().check()
 
 
 @contextmanager
 def interrupted_by(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Around a call that waits: `interrupt`, in another thread, makes it fail. Raises WorkCancelled then."""
+    """Around a blocking call: on cancellation `interrupt`, called in another thread, makes it fail. Raises
+    WorkCancelled then."""
     with _current.get().interrupted_by(interrupt):
         yield

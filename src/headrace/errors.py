@@ -40,7 +40,7 @@ class HeadraceError(Exception):
         self.param = param
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unchanged, also from a helper process: constructors further down want other arguments.
+        # Survives pickling: constructors of subclasses have other parameters.
         return _restored, (type(self), self.args), self.__dict__
 
 
@@ -49,20 +49,20 @@ def _restored(kind: type[HeadraceError], args: tuple[Any, ...]) -> HeadraceError
 
 
 class RequestError(HeadraceError):
-    """The request can't be served as it stands."""
+    """The request can't be served."""
 
     status = 400
     code: str | None = None
 
 
 class InvalidRequest(RequestError):
-    """A field has a value that makes no sense."""
+    """A field has an invalid value."""
 
     code = "invalid_value"
 
 
 class UnsupportedField(InvalidRequest):
-    """A field that is understood but can't be honoured."""
+    """A known field that is not supported."""
 
     code = "unsupported_parameter"
 
@@ -70,8 +70,8 @@ class UnsupportedField(InvalidRequest):
 class ContextTooLong(InvalidRequest):
     """The prompt leaves no room for an answer in the model's context.
 
-    num_tokens: of the prompt, or a number that they are no fewer than. max_model_len: of the context. Both None if
-    it is not the prompt by itself that is too long.
+    num_tokens: of the prompt, or a lower bound. max_model_len: of the context. Both None if not the prompt alone is too
+    long.
     """
 
     code = "context_length_exceeded"
@@ -85,9 +85,9 @@ class ContextTooLong(InvalidRequest):
 
     @classmethod
     def of_prompt(cls, max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> ContextTooLong:
-        """The error for a prompt by itself, in the wording that agents act on.
+        """The error for a prompt that is too long by itself, in the wording that agents recognise.
 
-        param: the field that the prompt came in. at_least: its tokens were not counted, but are no fewer.
+        param: the prompt's field. at_least: num_tokens is a lower bound.
         """
         return cls(
             f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
@@ -99,7 +99,7 @@ class ContextTooLong(InvalidRequest):
 
 
 class GrammarFailed(InvalidRequest):
-    """An answer can't go on in the form that its request demands: that became too complex, or has no tokens."""
+    """An answer can't continue under its grammar, which became too complex or allows no token."""
 
     code = "grammar_failed"
 
@@ -119,7 +119,7 @@ class OriginRefused(RequestError):
 
 
 class HostRefused(RequestError):
-    """The request was sent to a name that is not the server's own."""
+    """The request's host is not one of the server's names."""
 
     status = 403
     code = "host_refused"
@@ -139,7 +139,7 @@ class ModelNotFound(NotFound):
 
 
 class PreviousResponseNotFound(NotFound):
-    """A request goes on from a response that isn't remembered."""
+    """A request continues a response that is not stored."""
 
     code = "previous_response_not_found"
 
@@ -166,7 +166,7 @@ class BodyTooLarge(RequestError):
 
 
 class RequestCancelled(RequestError):
-    """Somebody cancelled the request by its id."""
+    """The request was cancelled by its id."""
 
     status = 499
     code = "request_cancelled"
@@ -184,7 +184,7 @@ class Overloaded(RequestError):
 
 
 class GenerationFailed(HeadraceError):
-    """One request's own work raised; the cause is chained and logged."""
+    """Computing one request raised; the cause is chained and logged."""
 
     code = "generation_failed"
 

@@ -1,4 +1,4 @@
-"""One knob: a field of a configuration, as a flag and as an environment variable."""
+"""A knob: one configuration field as a flag and as an environment variable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Knob:
         return ENVIRONMENT_PREFIX + self.name.upper()
 
     def source(self, given: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-        """The flag or the variable that says it; None if neither does. An empty variable counts as absent."""
+        """The flag or variable that sets it; None if neither does. An empty variable counts as absent."""
         if self.name in given:
             return self.flag
         return self.variable if environ.get(self.variable) else None
@@ -56,7 +56,7 @@ class Knob:
         return tuple(self.parse(each, source) for each in (raw if self.name in given else raw.split(",")))
 
     def parse(self, raw: str | bool, source: str) -> Any:
-        """One value out of its text. Raises ConfigError that names the source."""
+        """Parse one value. Raises ConfigError that names the source."""
         if isinstance(raw, bool):
             return raw
         raw = raw.strip()
@@ -90,7 +90,7 @@ class Knob:
         return number
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Adds the flag to a parser, without a default: what was not given must stay visible."""
+        """Add the flag to a parser without a default, so that an absent flag stays visible."""
         options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self._help()}
         if self.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -120,7 +120,7 @@ def knobs_of(section: type) -> tuple[Knob, ...]:
     for each in fields(section):
         hint = hints[each.name]
         repeatable = get_origin(hint) is tuple
-        # `X | None` and `tuple[X, ...]` both hold the type of one value first.
+        # `X | None` and `tuple[X, ...]` both have the value's type first.
         kind = (get_args(hint) or (hint,))[0]
         found.append(Knob(each.name, kind, repeatable, each.default, each.metadata))
     return tuple(found)

@@ -22,19 +22,19 @@ from headrace.cancellation import WorkCancelled, check_cancelled, interrupted_by
 Result = TypeVar("Result")
 
 STACK_BYTES = 2 * 1024 * 1024
-"""Of the thread that runs a function: less than the server's own threads have, so that recursion ends here first."""
+"""Stack of the thread that runs a function: smaller than the server's own, so that recursion fails here first."""
 
 _POLL_S = 0.1
-"""How often a call that waits for a free process checks whether it was cancelled."""
+"""How often a call that waits for a free process checks for cancellation."""
 
 _START_S = 60.0
-"""How long a process may take to receive a call: the first one imports the function's modules."""
+"""Time for a process to receive a call: the first one imports the function's modules."""
 
 _ALARM_DELAY_S = 2
 """The helper process ends itself this long after a call's limit, should the server be gone by then."""
 
 _RECEIVED = b"!"
-"""Sent by the helper process when it has received a call, which counts its time from then on."""
+"""Sent by the helper process when it has received a call, whose time counts from then on."""
 
 # Numeric libraries would start a thread for each core, whose stacks and buffers count as memory.
 _MAIN = """
@@ -56,7 +56,7 @@ class LimitExceeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A call that another one needs to have been made in its process."""
+    """A call that must have run in the same process before another one."""
 
     function: Callable[..., object]
     args: tuple[object, ...]
@@ -111,7 +111,7 @@ class Sandbox:
         raise result
 
     def warm(self, function: Callable[..., object], /, *args: object, timeout_s: float) -> None:
-        """Run a function once in the background, for what it imports and keeps."""
+        """Run a function once in the background, to import and cache what it needs."""
 
         def call() -> None:
             with contextlib.suppress(Exception):  # the first real call reports it
@@ -120,7 +120,7 @@ class Sandbox:
         threading.Thread(target=call, name="sandbox-warm", daemon=True).start()
 
     def close(self) -> None:
-        """End all processes, also those in mid-call."""
+        """End all processes, busy ones too."""
         self._is_closed = True
         for process in tuple(self._running):
             self._discard(process)
@@ -192,7 +192,7 @@ class _HelperProcess:
         return succeeded, result
 
     def interrupt(self) -> None:
-        """Let the call that runs fail, without waiting for it."""
+        """Make the running call fail, without waiting for it."""
         self._process.kill()
 
     def kill(self) -> None:
@@ -242,7 +242,7 @@ def _call_in_thread(function: Callable[..., object], args: tuple[object, ...]) -
 
 def _send_answer(connection: socket.socket, answer: tuple[bool, object]) -> None:
     try:
-        if isinstance(answer[1], MemoryError):  # those of libraries are often of a class of their own
+        if isinstance(answer[1], MemoryError):  # libraries often define their own MemoryError class
             answer = (False, MemoryError())
         if not answer[0]:
             pickle.loads(pickle.dumps(answer))  # some errors pickle and cannot be read back

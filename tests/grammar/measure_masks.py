@@ -45,7 +45,7 @@ SCHEMA: dict[str, Any] = {
 THINKING = "Let me think about what is asked, and about who Ada was. " * 4 + "\n</think>\n\n"
 ANSWER = (
     '{"name": "Ada Lovelace of London", "age": 36, "email": "ada@engine.org", "tags": ["a", "b"], '
-    '"street": "12 Square of Saint James, a long way from here"}'
+    '"street": "12 Square of Saint James, a long alternative from here"}'
 )
 
 

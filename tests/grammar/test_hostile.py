@@ -16,7 +16,7 @@ from headrace.grammar import compiler
 from headrace.grammar.compile import CallsForm, OutputForm
 from headrace.grammar.factory import MAX_CHARACTERS, ConstraintFactory
 from headrace.grammar.patterns import is_found
-from headrace.grammar.schema import check_schema, misfit
+from headrace.grammar.schema import check_schema, schema_violation
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.sandbox import Sandbox
 from headrace.text.fences import LineTracker
@@ -160,12 +160,17 @@ EVIL = {"anyOf": [{"type": "string", "minLength": 6, "maxLength": 5, "pattern": 
 
 def test_patterns_take_time_that_grows_with_the_text_only() -> None:
     # Python's `re` takes hours for either.
-    assert misfit(EVIL, json.dumps("a" * 27)) is None
-    assert misfit({"pattern": "^(a+)+b$"}, json.dumps("a" * 5000)) is not None
-    assert misfit({"patternProperties": {"^(a+)+b$": False}}, json.dumps({"a" * 5000: 1})) is None
-    assert misfit({"patternProperties": {"^(a+)+b$": {}}, "additionalProperties": False}, '{"aab": 1}') is None
-    assert misfit({"patternProperties": {"^(a+)+b$": {}}, "additionalProperties": False}, '{"aac": 1}') is not None
-    assert misfit({"additionalProperties": {"type": "null"}}, '{"a": 1}') is not None
+    assert schema_violation(EVIL, json.dumps("a" * 27)) is None
+    assert schema_violation({"pattern": "^(a+)+b$"}, json.dumps("a" * 5000)) is not None
+    assert schema_violation({"patternProperties": {"^(a+)+b$": False}}, json.dumps({"a" * 5000: 1})) is None
+    assert (
+        schema_violation({"patternProperties": {"^(a+)+b$": {}}, "additionalProperties": False}, '{"aab": 1}') is None
+    )
+    assert (
+        schema_violation({"patternProperties": {"^(a+)+b$": {}}, "additionalProperties": False}, '{"aac": 1}')
+        is not None
+    )
+    assert schema_violation({"additionalProperties": {"type": "null"}}, '{"a": 1}') is not None
 
 
 @pytest.mark.parametrize(
@@ -184,8 +189,8 @@ def test_a_pattern_is_found_where_the_language_says(pattern: str, text: str, exp
 def test_a_check_that_takes_too_long_gives_up() -> None:
     links: dict[str, Any] = {f"a{i}": {"anyOf": 2 * [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(40)}
     schema = {"$defs": links | {"a40": {"type": "null"}}, "$ref": "#/$defs/a0"}
-    assert factory().misfit(schema, "1") is None
-    assert factory().misfit({"type": "null"}, "1") == "it breaks the schema's `type`"
+    assert factory().schema_violation(schema, "1") is None
+    assert factory().schema_violation({"type": "null"}, "1") == "it breaks the schema's `type`"
 
 
 def test_no_schema_makes_the_server_fetch_another() -> None:
@@ -195,7 +200,7 @@ def test_no_schema_makes_the_server_fetch_another() -> None:
         draft3 = {"$schema": "http://json-schema.org/draft-03/schema#", "disallow": [{"$ref": there}]}
         for schema in (draft3, {"$ref": there}, {"$schema": there}, {"$id": there, "$dynamicRef": "#x"}):
             check_schema(schema, "text.format")
-            factory().misfit(schema, "{}")
+            factory().schema_violation(schema, "{}")
         server.settimeout(0.1)
         with contextlib.suppress(TimeoutError):
             server.accept()[0].close()

@@ -75,7 +75,7 @@ def calls_of(output: str, syntaxes: tuple[CallSyntax, ...]) -> list[tuple[str, d
 
 def arguments_of(body: TagBody, tool: str, rest: str) -> tuple[dict[str, Any], str]:
     arguments = {}
-    keys = "|".join(pattern(key) for key in {body.behind_key, body.typed_key or body.behind_key})
+    keys = "|".join(pattern(key) for key in {body.after_key, body.typed_key or body.after_key})
     while (opened := re.match(rf"{pattern(body.key)}(?P<key>\w+)(?:{keys}){pattern(body.frame)}", rest)) is not None:
         key, rest = opened["key"], rest[opened.end() :]
         if rest[0] in "[{" and key in ("lines", "rows"):
@@ -101,9 +101,9 @@ def nasty_pieces(syntaxes: tuple[CallSyntax, ...]) -> list[str]:
         pieces.append(syntax.opener)
         if isinstance(body, TagBody):
             head = body.before + "note" + body.behind_name
-            value = body.key + "label" + body.behind_key + "x" + body.value_close + body.behind_value
+            value = body.key + "label" + body.after_key + "x" + body.value_close + body.behind_value
             whole = [head, value, body.value_close + body.behind_value, body.after, body.value_close + body.after]
-            whole += [syntax.opener + head + value, syntax.opener + head, body.key + "limit" + body.behind_key]
+            whole += [syntax.opener + head + value, syntax.opener + head, body.key + "limit" + body.after_key]
             pieces += [each.replace(MAYBE_NEWLINE, "") for each in whole]
     return pieces
 

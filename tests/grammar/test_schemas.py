@@ -21,7 +21,7 @@ import headrace
 from headrace.errors import InvalidRequest
 from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.factory import ConstraintFactory
-from headrace.grammar.schema import compiled_schema, misfit
+from headrace.grammar.schema import compiled_schema, schema_violation
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.text.fences import LineTracker
 from headrace.text.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ def test_every_answer_fits_its_schema(name: str) -> None:
         jsonschema.validate(value, openapi_free(schema))
         if isinstance(schema, dict) and "format" in schema:
             FORMATS[schema["format"]](value)
-        assert misfit(schema, text) is None
+        assert schema_violation(schema, text) is None
 
 
 def test_any_object_is_an_object() -> None:
@@ -190,6 +190,6 @@ def test_white_space_comes_to_an_end() -> None:
 )
 def test_a_text_that_does_not_fit_is_found_out(text: str, word: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    reason = misfit(schema, text)
+    reason = schema_violation(schema, text)
     assert reason is not None
     assert word in reason

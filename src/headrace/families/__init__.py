@@ -1,1 +1,1 @@
-"""What differs between model families, as data: one frozen record each. A family never sees code."""
+"""Differences between model families, as data: one frozen record each, no code."""

@@ -1,10 +1,10 @@
-"""Read a family's traits out of the source of its chat template."""
+"""Detects a family's traits in its chat template."""
 
 from __future__ import annotations
 
 import re
 
-# Openers and closers in the order in which they are looked for: a longer spelling before one that it contains.
+# Start and end markers in search order: a longer spelling before one that it contains.
 THINK_MARKERS: tuple[tuple[str, str], ...] = (
     ("<think:opensource>", "</think:opensource>"),
     ("<seed:think>", "</seed:think>"),
@@ -15,7 +15,7 @@ THINK_MARKERS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
 )
 
-# Text in a template and the syntax of tool calls that it shows, in the order in which they are looked for.
+# Text in a template and the tool-call syntax it indicates, in search order.
 TOOL_MARKERS: tuple[tuple[str, str], ...] = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<seed:tool_call>", "seed_oss"),
@@ -42,10 +42,10 @@ _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 
 THINKING_WORDS = ("/think", "/no_think")
 
-# Fields of a message that hold what the assistant thought, by template.
+# Message fields for thinking, by template.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-# Variables that templates read as a switch for thinking.
+# Template variables that switch thinking.
 SWITCHES = ("enable_thinking", "thinking")
 
 _CODE = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
@@ -53,39 +53,39 @@ _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 def detect_think_markers(chat_template: str) -> tuple[str, str] | None:
-    """The pair of markers that the template writes or looks for, None if there is none.
+    """The thinking markers in the template, None if there are none.
 
-    The closer decides: templates whose prompt always opens the block may build the opener from pieces.
+    The end marker decides: templates whose prompt always opens the block may assemble the start marker.
     """
     return next((pair for pair in THINK_MARKERS if pair[1] in chat_template), None)
 
 
 def detect_tool_format(chat_template: str) -> str | None:
-    """Name of the syntax of tool calls that the template writes or describes, None if it shows none that is known."""
+    """The tool-call syntax that the template writes or describes, None if none is known."""
     if _DEEPSEEK_CALL in chat_template:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
     return next((name for marker, name in TOOL_MARKERS if marker in chat_template), None)
 
 
 def detect_reasoning_keys(chat_template: str) -> tuple[str, ...]:
-    """Names of the fields of a message in which the template looks for thoughts; the usual one if it looks in none."""
+    """The message fields in which the template looks for thinking; the usual one if none."""
     field = r"""(?:\w\.|\[['"]|['"](?=\w+['"]\s+in\b)|\.get\(['"])"""
     found = (key for key in REASONING_KEYS if re.search(rf"{field}{key}\b", chat_template))
     return tuple(found) or REASONING_KEYS[:1]
 
 
 def detect_thinking_key(chat_template: str) -> str | None:
-    """The variable that switches thinking, None if the template reads none that is known."""
+    """The variable that switches thinking, None if the template reads none."""
     code = _STRING.sub("''", " ".join(_CODE.findall(chat_template)))
     return next((name for name in SWITCHES if _reads_variable(code, name)), None)
 
 
 def detect_thinking_words(chat_template: str) -> tuple[str, str] | None:
-    """Words in the system message that switch thinking on and off, None if the template looks for none."""
+    """Words in the system message that switch thinking on and off, None if the template has none."""
     return THINKING_WORDS if THINKING_WORDS[1] in chat_template else None
 
 
 def _reads_variable(code: str, name: str) -> bool:
-    """Whether the code reads a variable of this name before it sets one; a field of something else is none."""
+    """Whether the code reads a variable of this name before setting it; attributes don't count."""
     first = re.search(rf"(?<![\w.]){name}\b(?P<assigned>\s*=(?!=))?", code)
     return first is not None and first["assigned"] is None

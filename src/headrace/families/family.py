@@ -1,4 +1,4 @@
-"""The record that describes how a model family writes chat."""
+"""The record of a model family's chat format."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How models of one family mark their thinking and what their chat templates demand.
+    """How models of one family mark thinking and what their chat templates require.
 
-    name: of the family, for people. model_types: `model_type` values of config.json that belong to it.
-    tool_format: name of the syntax in which tool calls are written; what the chat template shows is stronger.
-    think_open, think_close: text around thinking in the output; both None if the family doesn't think.
-    think_variants: further pairs that mean the same.
-    thinking_key: template variable that switches thinking, None if the template has no such switch.
-    thinking_words: words in the system message that switch it on and off, None if the template looks for none.
-    thinking_off: template variables that come to no thinking, where there is no switch.
-    efforts: values that `reasoning_effort` may have, from least to most; empty if any.
+    name: of the family, for people.
+    model_types: its `model_type` values in config.json.
+    tool_format: its tool-call syntax; the chat template takes precedence.
+    think_open, think_close: thinking markers; both None if the family doesn't think.
+    think_variants: further pairs with the same meaning.
+    thinking_key: template variable that switches thinking, None if there is none.
+    thinking_words: words in the system message that switch it on and off, None if there are none.
+    thinking_off: template variables that amount to no thinking, where there is no switch.
+    efforts: allowed values of `reasoning_effort`, least to most; empty if any.
     single_system: the template takes one system message, at the top; None: ask the template.
-    answer_frames: pairs of markup that the model writes around its answer; it belongs to no text.
-    special_markers: special tokens that the markers above are made of, where they aren't tokens themselves.
-    why: a reason for each field that is not what one would expect.
+    answer_frames: pairs of markup around the answer, removed from its text.
+    special_markers: special tokens inside the markers above, where these aren't tokens themselves.
+    why: a reason for each unusual field.
     """
 
     name: str
@@ -42,17 +43,17 @@ class ModelFamily:
 
     @property
     def switches_thinking(self) -> bool:
-        """Whether a prompt can tell the model to think or not to."""
+        """Whether a prompt can turn thinking on or off."""
         return bool(self.thinking_key or self.thinking_words or self.thinking_off)
 
     @property
     def speaks_harmony(self) -> bool:
-        """Whether an output is a row of messages with headers, as gpt-oss writes them."""
+        """Whether an output is a sequence of messages with headers (gpt-oss)."""
         return self.tool_format == "harmony"
 
     @property
     def think_blocks(self) -> dict[str, tuple[str, ...]]:
-        """Openers of thinking, each with its closers."""
+        """Start markers of thinking, each with its end markers."""
         blocks: dict[str, tuple[str, ...]] = {}
         variant_closers = tuple(dict.fromkeys(closer for _, closer in self.think_variants))
         blocks.update((opener, variant_closers) for opener, _ in self.think_variants)

@@ -1,4 +1,4 @@
-"""All families, and how one is found. What a template shows by itself is read from it, not listed here."""
+"""All families, and the lookup. What a template itself shows is detected, not listed here."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )
 
 NEEDS_NO_TEMPLATE = frozenset({"harmony", "hermes", "pythonic"})
-"""Syntaxes that a model can be asked for, or that it writes whatever its template shows."""
+"""Syntaxes that can be prompted for, or that a model writes whatever its template shows."""
 
 _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
@@ -114,10 +114,9 @@ _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in fa
 def find_family(model_type: str, chat_template: str | None = None, *, tool_format: str | None = None) -> ModelFamily:
     """The family of a model; an unknown `model_type` gets a generic one.
 
-    Thinking markers and the thinking switch that a record leaves open are read from the template, because models of
-    one architecture differ: a distilled reasoner is a `qwen2` with markers of its own. The syntax of tool calls that a
-    template shows is stronger than the record's.
-    tool_format: the syntax that somebody asked for, which is stronger than either.
+    Thinking markers and the thinking switch that a record leaves open are detected in the template, because models of
+    one architecture differ: a distilled reasoner is a `qwen2` with its own markers. The template's tool-call syntax
+    overrides the record's, and tool_format, the configured one, overrides both.
     """
     family = _BY_MODEL_TYPE.get(model_type) or ModelFamily(name="generic", model_types=(model_type,))
     if chat_template is not None:
@@ -147,7 +146,7 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
 
 
 def explain(family: ModelFamily) -> list[str]:
-    """What was chosen and why, a line for each choice, for start-up."""
+    """What was chosen and why, one line per choice, for start-up."""
     kind = ", ".join(family.model_types)
     lines = [f"family {family.name} ({kind})"]
     if family.think_open is None:

@@ -1,6 +1,6 @@
-"""How model families see: one frozen record each, with the numbers that their published checkpoints share.
+"""Vision records of model families, with the values that their published checkpoints share.
 
-A checkpoint's own files say the same numbers and win over these (`media/profile.py`).
+A checkpoint's own files contain the same values and take precedence (`media/profile.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Channels = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class PixelRange:
-    """Least and most pixels, both inclusive, that a picture is scaled to."""
+    """Least and most pixels of a scaled picture, both inclusive."""
 
     minimum: int
     maximum: int
@@ -23,7 +23,7 @@ class PixelRange:
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """How many frames of a video are taken: `fps` for each second of it, within the two limits, both inclusive."""
+    """Frames taken from a video: `fps` per second, within the two limits, both inclusive."""
 
     fps: float
     min_frames: int
@@ -32,10 +32,10 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class VisionTokens:
-    """Ids of the tokens around media and of those that stand for their patches.
+    """Ids of the tokens around media and of the placeholders.
 
-    video: None if the model has none for videos. mark: what a chat template writes in an image's place, if that is not
-    the one that stands for its patches.
+    video: None if the model has none for videos.
+    mark: what a chat template writes for an image, if that is not the placeholder.
     """
 
     start: int
@@ -47,29 +47,32 @@ class VisionTokens:
 
 @dataclass(frozen=True, slots=True)
 class PatchVision:
-    """Pictures as patches, `merge_size` * `merge_size` of which make one token.
+    """Pictures as patches; `merge_size` * `merge_size` of them make one token.
 
-    model_types: `model_type` values of config.json that see this way.
-    patch_size: pixels on a side. temporal_patch_size: frames in a patch; a still picture stands for all of them.
+    model_types: its `model_type` values in config.json.
+    patch_size: pixels on a side.
+    temporal_patch_size: frames in a patch; a still picture fills all of them.
     mean, std: of the channels after scaling to 0..1.
-    image: pixels of a picture. video: pixels of all frames of a video together if has_timestamps, else of each frame.
-    has_timestamps: a video is a row of frame groups, each behind its time in words and in a pair of tokens of its own;
-    else one block without words. The template's pair stays around them all, as in transformers since 5.10 (4.57 put the
+    image: pixels of a picture.
+    video: pixels of all frames of a video together if has_timestamps, else of each frame.
+    has_timestamps: a video is a sequence of frame groups, each after its timestamp and inside a pair of tokens; else
+    one block without text. The template's pair stays around them all, as in transformers since 5.10 (4.57 put the
     groups in its place); which of the two the models were trained with is not published.
-    caps_frames: a frame of a video gets no more pixels than a fixed number of tokens stands for.
+    caps_frames: a frame of a video gets at most the pixels of a fixed number of tokens.
     takes_whole_groups: frames are taken in whole patches' worth, at the starts of equal parts of the video; else any
     number of them, the first and the last always.
     tokens_per_second: steps on the time axis per second of a video without timestamps; None is one step per group.
     side: pixels on a side that pictures of any shape are scaled to; None keeps their shape within `image`.
-    max_tokens: of a picture that is scaled to as many tokens as this allows, its shape kept as far as whole ones can;
-    None where `image` says how large it may be.
-    is_bicubic: how they are scaled; else bilinear.
+    max_tokens: of a picture that is scaled to as many tokens as this allows, keeping its shape as far as whole tokens
+    can; None where `image` gives the limit.
+    is_bicubic: scaling filter; else bilinear.
     has_axes: tokens have positions in time, row and column; else they are counted.
-    two_way: where tokens of one picture see each other.
-    sees_videos: else the frames of a video are shown as pictures.
+    two_way: where tokens of one picture attend to each other.
+    sees_videos: else a video's frames become pictures.
     mark: what chat templates write for a picture if they leave its start, its end and the margin to the processor; None
-    if they write all that is around its placeholder. It is the start token's spelling or, unless marks_by_start, the
-    placeholder's. margin: text on both sides of a picture then.
+    if they write everything around its placeholder. It is the start token's spelling or, unless marks_by_start, the
+    placeholder's.
+    margin: text on both sides of a picture then.
     """
 
     model_types: tuple[str, ...]
@@ -97,7 +100,7 @@ class PatchVision:
 
     @property
     def factor(self) -> int:
-        """Pixels on a side of what one token stands for; sizes are multiples of it."""
+        """Pixels on a side of one token; sizes are multiples of it."""
         return self.patch_size * self.merge_size
 
 
@@ -140,7 +143,7 @@ GEMMA3_VISION = PatchVision(
     has_axes=False,
     two_way=TwoWay.EVERYWHERE,
     sees_videos=False,
-    # 256 tokens a frame: a video takes what a long chat takes.
+    # 256 tokens per frame: a video takes as much as a long chat.
     sampling=FrameSampling(fps=1.0, min_frames=1, max_frames=32),
     mark="<start_of_image>",
     marks_by_start=True,
@@ -168,5 +171,5 @@ _BY_MODEL_TYPE = {model_type: vision for vision in _VISIONS for model_type in vi
 
 
 def find_vision(model_type: str) -> PatchVision | None:
-    """How models of this type see; None if that is unknown."""
+    """The vision record of this model type; None if unknown."""
     return _BY_MODEL_TYPE.get(model_type)

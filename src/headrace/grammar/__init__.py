@@ -1,1 +1,1 @@
-"""What an answer may be, from a JSON schema or a grammar to the tokens that may come next. Knows no arrays of MLX."""
+"""Structured output: from a JSON schema or a grammar to masks of the tokens allowed next. No MLX arrays."""

@@ -8,7 +8,7 @@ from headrace.grammar.constraint import Constraint, Mask, Window
 
 
 class AllOf:
-    """A Constraint: what all of its parts allow."""
+    """A Constraint that allows what all of its parts allow."""
 
     def __init__(self, parts: Sequence[Constraint]) -> None:
         self._parts = tuple(parts)
@@ -31,7 +31,7 @@ class AllOf:
             part.accept(token_ids)
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """See Constraint; what the first part forces that forces anything."""
+        """See Constraint: from the first part that forces anything."""
         return next((forced for part in self._parts if (forced := part.forced_tokens(limit))), ())
 
     def copy(self) -> AllOf:
@@ -39,7 +39,7 @@ class AllOf:
 
 
 def _both(masks: Sequence[Mask | None]) -> Mask | None:
-    """All of one width."""
+    """Combine masks of one width."""
     joined: Mask | None = None
     for mask in masks:
         if mask is not None:

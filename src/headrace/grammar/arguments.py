@@ -1,4 +1,4 @@
-"""What the arguments of one tool may be."""
+"""The allowed arguments of one tool."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import cached_property
 from typing import Any
 
 from headrace.errors import InvalidRequest
+from headrace.grammar.alternatives import COMBINING, Alternative, Shape, alternatives, object_shapes
 from headrace.grammar.raw_text import RawText, has_brackets, raw_value, without_brackets
 from headrace.grammar.schema import check_schema, compiled_schema
-from headrace.grammar.ways import COMBINING, Shape, Way, object_shapes, ways
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"
 _ANY_OBJECT = {"type": "object"}
 
-# Under this name the whole schema stands beside one of its parts that refers into it.
+# The whole schema's name when a part refers into it.
 _ROOT = "headrace:whole"
 
-# Keywords of an object that can't be held to where its properties are written one by one.
+# Object keywords that can't be enforced where properties are written one by one.
 _OF_THE_WHOLE = ("const", "dependencies", "dependentRequired", "dependentSchemas", "enum", "if", "not", "propertyNames")
 
 
-# Keywords of an object by which further properties than those listed may be given.
+# Object keywords that allow further properties than those listed.
 _OPENING = {*COMBINING, "additionalProperties", "patternProperties"}
 
 
@@ -31,8 +31,10 @@ _OPENING = {*COMBINING, "additionalProperties", "patternProperties"}
 class Parameter:
     """One argument.
 
-    schema: what it may be, as llguidance takes it. raw: texts that it may be without quotes, if any; rest: what it may
-    be beside those, None for nothing. has_brackets: that may be JSON which begins with a bracket, as none of the texts.
+    schema: its values, as llguidance takes it.
+    raw: unquoted texts, if any;
+    rest: other values, None for none.
+    has_brackets: JSON that begins with a bracket is allowed, and no text that does.
     """
 
     name: str
@@ -44,16 +46,16 @@ class Parameter:
 
 
 class Arguments:
-    """Of one tool. A tool that isn't strict is held to its schema as far as that can be, then to any JSON.
+    """Arguments of one tool. A tool that isn't strict is held to its schema as far as possible, else to any JSON.
 
-    Raises InvalidRequest if they can be no object, and so do its methods; also if a strict tool can't be held to them.
+    Raises InvalidRequest if they can be no object, or if a strict tool can't be enforced; its methods raise likewise.
     """
 
     def __init__(self, tool: ToolDefinition) -> None:
         self._tool = tool
         self._root = dict(tool.parameters)
         self._is_schema = self._check()
-        self._ways: dict[Callable[[str], bool], tuple[tuple[Parameter, ...], ...]] = {}
+        self._alternatives: dict[Callable[[str], bool], tuple[tuple[Parameter, ...], ...]] = {}
         self._shapes = object_shapes(self._root, self._root)
         if not self._shapes:
             raise self._refused("its parameters can be no object")
@@ -66,41 +68,43 @@ class Arguments:
         """All arguments as one JSON object."""
         if not self._is_schema:
             return compiled_schema(_ANY_OBJECT, _FIELD)
-        # Beside a reference llguidance takes nothing if that leads back to where it stands.
+        # llguidance accepts nothing beside a recursive reference.
         schema = self._root if "$ref" in self._root else {**self._root, "type": "object"}
         if "properties" in schema and not _OPENING & schema.keys():
             unlisted = {name: True for name in schema.get("required") or () if name not in schema["properties"]}
             schema = {**schema, "properties": {**schema["properties"], **unlisted}, "additionalProperties": False}
         return self._compiled(schema, _ANY_OBJECT)
 
-    def ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
-        """Lists of arguments, one of which is written argument by argument, in the order of the schema.
+    def alternatives(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
+        """Lists of arguments, one of which is written argument by argument, in the schema's order.
 
-        Arguments that the schema neither lists nor requires are none: nobody could say of what type they are.
-        can_be_key: whether a name can be written; an argument whose name can't is left out.
+        Arguments that the schema neither lists nor requires are not allowed, because their type would be unknown.
+        can_be_key: whether a name can be written; others are left out.
         """
-        if (found := self._ways.get(can_be_key)) is None:
-            found = self._ways[can_be_key] = self._found_ways(can_be_key)
+        if (found := self._alternatives.get(can_be_key)) is None:
+            found = self._alternatives[can_be_key] = self._found_ways(can_be_key)
         return found
 
     def _found_ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
         if self._tool.strict:
-            # Says what no grammar can enforce, and makes sure that branches of oneOf exclude each other.
+            # Rejects what no grammar can enforce, and checks that branches of oneOf exclude each other.
             self.whole()
         found = [self._parameters(shape, can_be_key) for shape in self._shapes]
         possible = [each for each in found if each is not None]
         if not possible:
             raise self._refused("no arguments that fit can be written in the syntax of the model's calls")
-        # One may be free text in one way and JSON in another: where a value ends must not depend on that.
-        json_names = {each.name for way in possible for each in way if each.has_brackets}
-        return tuple(tuple(_told_apart(each) if each.name in json_names else each for each in way) for way in possible)
+        # One may be free text in one alternative and JSON in another: where a value ends must not depend on that.
+        json_names = {each.name for option in possible for each in option if each.has_brackets}
+        return tuple(
+            tuple(_told_apart(each) if each.name in json_names else each for each in option) for option in possible
+        )
 
     def _parameters(self, shape: Shape, can_be_key: Callable[[str], bool]) -> tuple[Parameter, ...] | None:
-        """None if something that is required can't be given."""
+        """None if a required property is impossible."""
         given = []
         for name in shape.names:
             schema, is_required = shape.schema_of(name), name in shape.required
-            fitting = ways(schema, self._root)
+            fitting = alternatives(schema, self._root)
             if fitting and can_be_key(name):
                 given.append(self._parameter(name, schema, fitting, is_required))
             elif is_required:
@@ -111,14 +115,14 @@ class Arguments:
 
     def _check_whole(self, shape: Shape, given: list[Parameter]) -> None:
         num_required = sum(each.is_required for each in given)
-        for part in shape.way:
+        for part in shape.option:
             found = [name for name in _OF_THE_WHOLE if name in part]
             found += ["minProperties"] if part.get("minProperties", 0) > num_required else []
             found += ["maxProperties"] if part.get("maxProperties", len(given)) < len(given) else []
             if found:
                 raise self._refused(f"{found[0]} can't be enforced where arguments are written one by one")
 
-    def _parameter(self, name: str, schema: Any, fitting: Sequence[Way], is_required: bool) -> Parameter:
+    def _parameter(self, name: str, schema: Any, fitting: Sequence[Alternative], is_required: bool) -> Parameter:
         raw = raw_value(fitting)
         if raw is not None and raw.unenforced and self._tool.strict:
             where = f"the {raw.unenforced[0]} of {name}"
@@ -130,7 +134,7 @@ class Arguments:
         return Parameter(name, is_required, whole, raw.texts, rest, raw.has_brackets)
 
     def _alone(self, schema: Any) -> Any:
-        """A part of the schema that stands by itself: what it refers to comes along."""
+        """A part of the schema with everything it refers to."""
         moved = _with_references_moved(schema)
         if moved == schema:
             return schema
@@ -138,13 +142,13 @@ class Arguments:
 
     @cached_property
     def _moved_root(self) -> Any:
-        # An identifier would make it a document of its own, in which references lead elsewhere.
+        # An `$id` would make it a separate document with its own references.
         return _with_references_moved(
             {name: each for name, each in self._root.items() if name not in ("$id", "$schema")}
         )
 
     def _check(self) -> bool:
-        """Whether the parameters are a JSON schema; those of a strict tool have to be."""
+        """Whether the parameters are a JSON schema; a strict tool's must be."""
         try:
             check_schema(self._root, _FIELD)
         except InvalidRequest as error:
@@ -170,7 +174,7 @@ def _told_apart(parameter: Parameter) -> Parameter:
 
 
 def _with_references_moved(schema: Any) -> Any:
-    """The schema with every reference into the whole leading to where the whole stands beside a part."""
+    """The schema with references into the whole redirected to its copy beside the part."""
     if isinstance(schema, Mapping):
         moved = {name: _with_references_moved(each) for name, each in schema.items()}
         target = moved.get("$ref")

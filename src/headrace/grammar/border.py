@@ -24,7 +24,7 @@ LIMITS = LLParserLimits(
 
 
 def translated(call: Callable[P, Result]) -> Callable[P, Result]:
-    """The call, with a panic of the library (which is no Exception) as a GenerationFailed."""
+    """The call, with a panic of the library (no Exception) translated to GenerationFailed."""
 
     @wraps(call)
     def translating(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -33,7 +33,7 @@ def translated(call: Callable[P, Result]) -> Callable[P, Result]:
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__module__ != "pyo3_runtime":
                 raise
-        # Its text may quote the grammar.
+        # The panic's text may quote the grammar.
         raise GenerationFailed("the grammar library failed")
 
     return translating

@@ -1,4 +1,4 @@
-"""How one call is written between its markers: as JSON, between tags, or as Python."""
+"""The body of one call between its markers: JSON, tags, or Python."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _KEY = re.compile(r"[^\s<>\"]([^\n<>\"]{,254}[^\s<>\"])?")
 
 
 class CallBody(Protocol):
-    """One way of writing."""
+    """One form of body."""
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
-        """Adds what a call of one tool may be, and gives the rule's name. Raises InvalidRequest."""
+        """Add the rule for a call of one tool and return its name. Raises InvalidRequest."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """Name and arguments, the latter as one JSON object. All fields are markers; a name may stand in quotes."""
+    """Name and arguments as JSON. All fields are markers; a name may be quoted."""
 
     before: str
     between: str
@@ -45,16 +45,16 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True)
 class TagBody:
-    """An element for each argument, its value between tags: a text as it is, anything else as JSON.
+    """One element per argument, with its value between tags: text unquoted, anything else as JSON.
 
-    All fields are markers. behind_key: of a text, typed_key: of anything else. frame: what stands between a value and
-    its tags; texts may do without.
+    All fields are markers. after_key: of a text, typed_key: of anything else.
+    frame: what stands between a value and its tags; texts may omit it.
     """
 
     before: str
     behind_name: str
     key: str
-    behind_key: str
+    after_key: str
     value_close: str
     behind_value: str
     after: str
@@ -64,10 +64,12 @@ class TagBody:
     def rule(self, rules: Rules, arguments: Arguments) -> str:
         _check_name(arguments.name, _BARE_NAME)
         head = rules.marker(self.before + arguments.name + self.behind_name)
-        ways = arguments.ways(_can_be_key)
-        rules.json_values.update((arguments.name, each.name) for way in ways for each in way if each.has_brackets)
+        alternatives = arguments.alternatives(_can_be_key)
+        rules.json_values.update(
+            (arguments.name, each.name) for option in alternatives for each in option if each.has_brackets
+        )
         try:
-            listed = rules.rule(" | ".join(self._elements(rules, each) for each in ways))
+            listed = rules.rule(" | ".join(self._elements(rules, each) for each in alternatives))
         except InvalidRequest as error:
             raise InvalidRequest(f"the tool {arguments.name}: {error.message}", param="tools") from error
         return rules.rule(f"{head} {listed} {rules.marker(self.after)}")
@@ -78,8 +80,8 @@ class TagBody:
         return " ".join(element if each.is_required else f"{element}?" for element, each in marked) or '""'
 
     def _element(self, rules: Rules, parameter: Parameter) -> str:
-        behind_key = self.behind_key if parameter.raw or self.typed_key is None else self.typed_key
-        head = rules.marker(self.key + parameter.name + behind_key)
+        after_key = self.after_key if parameter.raw or self.typed_key is None else self.typed_key
+        head = rules.marker(self.key + parameter.name + after_key)
         values = [text for raw in parameter.raw if (text := self._text(rules, raw)) is not None]
         if parameter.rest is not None:
             values.append(f"{self._framed(rules, json_value(parameter.rest))} {rules.marker(self.value_close)}")
@@ -91,7 +93,7 @@ class TagBody:
         return f"{rules.marker(self.frame)} {value} {rules.marker(self.frame)}" if self.frame else value
 
     def _text(self, rules: Rules, raw: RawText) -> str | None:
-        """A text and its closing tag; None if each text that it may be has the tag in it."""
+        """A text and its closing tag; None if every allowed text contains the tag."""
         if raw.values is not None:
             values = " | ".join(literal(value) for value in raw.values if self.value_close not in value)
             return f"{self._framed(rules, f'({values})')} {rules.marker(self.value_close)}" if values else None
@@ -99,9 +101,9 @@ class TagBody:
         return f"{rules.marker(self.frame)} {text}" if self.frame else text
 
     def _limited(self, rules: Rules, raw: RawText) -> str:
-        """A text of which more is known, and its closing tag, in one lexeme: only there is it certain where it ends.
+        """A restricted text and its closing tag in one lexeme, because only there its end is certain.
 
-        A closer that has a special token in it may be spelled in other tokens, too.
+        An end marker with a special token may be spelled in other tokens, too.
         """
         wanted = [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
         wanted += [f"~{regex(pattern)}" for pattern in raw.others]
@@ -116,13 +118,14 @@ class TagBody:
 
 
 _UNCLOSED = "([^<]|<[^</])"
-"""One character or two in which no closing tag begins, nor with what follows."""
+"""One or two characters in which neither a closing tag nor what follows it begins."""
 
 
 def _of_length(least: int, most: int | None) -> str:
-    """The regular expression of texts so long, without a closing tag or a newline where they could end too early.
+    """The regular expression of texts of this length, without a closing tag or a newline where they could end too
+    early.
 
-    Said without what it may not be: to find out that nothing may follow, llguidance would try out all lengths.
+    Written without negation: to find out that nothing may follow, llguidance would try all lengths.
     """
     if not least:
         return f"(?s:.){{0,{'' if most is None else most}}}"
@@ -138,7 +141,9 @@ class PythonBody:
 
     def rule(self, rules: Rules, arguments: Arguments) -> str:
         _check_name(arguments.name, _PYTHON_NAME)
-        listed = rules.rule(" | ".join(self._elements(rules, each) for each in arguments.ways(str.isidentifier)))
+        listed = rules.rule(
+            " | ".join(self._elements(rules, each) for each in arguments.alternatives(str.isidentifier))
+        )
         return rules.rule(f"{literal(arguments.name + '(')} {listed} {literal(')')}")
 
     def _elements(self, rules: Rules, parameters: Sequence[Parameter]) -> str:
@@ -156,7 +161,7 @@ def _check_name(name: str, form: re.Pattern[str]) -> None:
 
 
 def _listed(rules: Rules, elements: Sequence[str], is_required: Sequence[bool]) -> str:
-    """Elements in their order with commas between them, those that aren't required maybe left out."""
+    """Elements in order with commas between them, optional ones possibly omitted."""
     first = more = rules.rule('""')
     for element, required in reversed(list(zip(elements, is_required, strict=True))):
         begun, following = f"{element} {more}", f'", " {element} {more}'

@@ -1,4 +1,4 @@
-"""The syntaxes in which models write tool calls, by the names that families know them under."""
+"""The syntaxes in which models write tool calls, by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from headrace.grammar.lark import DIGITS, MAYBE_NEWLINE, MAYBE_SPACE, Rules
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a row of calls is written. All texts are markers.
+    """The syntax of a sequence of calls. All texts are markers.
 
-    opener: what the first call begins with, by which it is known in mid-text. lead: behind the opener. join: between
-    calls. close: behind the last. is_clear: no other text begins with the opener.
+    opener: begins the first call and marks it in mid-text.
+    lead: after the opener.
+    join: between calls.
+    close: after the last.
+    is_clear: no other text begins with the opener.
     """
 
     body: CallBody
@@ -25,8 +28,8 @@ class CallSyntax:
     lead: str = ""
     is_clear: bool = True
 
-    def behind_opener(self, rules: Rules, tools: Sequence[Arguments], *, is_parallel: bool) -> str:
-        """What comes behind the opener: a call of one of the tools and, if they are parallel, more of them."""
+    def after_opener(self, rules: Rules, tools: Sequence[Arguments], *, is_parallel: bool) -> str:
+        """What follows the opener: a call of one of the tools and, if they are parallel, more of them."""
         call = rules.rule(" | ".join(self.body.rule(rules, each) for each in tools))
         more = f"({rules.marker(self.join)} {call})*" if is_parallel else ""
         return rules.rule(f"{rules.marker(self.lead)} {call} {more} {rules.marker(self.close)}")
@@ -89,7 +92,7 @@ _KIMI_SECTION = CallSyntax(
 
 
 def _without_list(syntax: CallSyntax) -> CallSyntax:
-    """Calls without the markers around all of them."""
+    """Calls without the markers around the whole list."""
     return replace(syntax, opener=syntax.lead, lead="", close="")
 
 
@@ -138,4 +141,4 @@ Some models leave out what opens a row of calls, above all behind a text.
 """
 
 HARMONY_CALL = JsonBody(" to=functions.", " <|constrain|>json<|message|>", "")
-"""A message's header behind its channel, and its body."""
+"""The rest of a message's header after its channel, and its body."""

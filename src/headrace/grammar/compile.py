@@ -1,4 +1,4 @@
-"""From the form that an answer must have to the grammar of a whole output, thinking included."""
+"""Compiles the required form of an answer to the grammar of the whole output, thinking included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments
 from headrace.grammar.call_syntaxes import CALL_SYNTAXES, HARMONY_CALL
-from headrace.grammar.faults import in_words
+from headrace.grammar.faults import describe_fault
 from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_value, literal, regex
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
@@ -20,11 +20,11 @@ from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.output_guarantees import OutputGuarantees
 
 HARMONY = "harmony"
-"""The syntax in which an output is a row of messages, and a call is one of them."""
+"""The syntax in which an output is a sequence of messages, and a call is one of them."""
 
 _BEFORE_OPENER = r"\n?"
-_BEHIND_CLOSER = r"\n{0,2}"
-"""Newlines that belong to the markers of thinking, as the stream parser has it."""
+_AFTER_CLOSER = r"\n{0,2}"
+"""Newlines that belong to the end marker of thinking, as in the stream parser."""
 
 
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -34,7 +34,7 @@ _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 class ThinkingForm:
     """Thinking that may come before the answer.
 
-    opener, closer: markers around it. is_open: the prompt ends inside of it already.
+    opener, closer: its markers. is_open: the prompt ends inside thinking.
     """
 
     opener: str
@@ -44,7 +44,7 @@ class ThinkingForm:
 
 @dataclass(frozen=True, slots=True)
 class CallsForm:
-    """Calls of tools that may be the answer, or have to be. tools: at least one, all that may be called."""
+    """Tool calls that may or must be the answer. tools: all that may be called, at least one."""
 
     tools: tuple[ToolDefinition, ...]
     is_required: bool
@@ -53,10 +53,12 @@ class CallsForm:
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """What an output may be; `structure` or `calls` is given.
+    """The allowed outputs; `structure` or `calls` is given.
 
-    structure: of an answer that is no call; None for any text. calls: None for none. syntax: the name of the family's
-    syntax for calls. thinking: None if none may come.
+    structure: of an answer that is no call; None for any text.
+    calls: None for none.
+    syntax: the family's call syntax.
+    thinking: None if none may come.
     """
 
     structure: Structure | None
@@ -66,15 +68,15 @@ class OutputForm:
 
     @property
     def path(self) -> str:
-        """The field of the request that an error names if it can't tell more."""
+        """The request field that an error names if nothing better is known."""
         return "tools" if self.structure is None else self.structure.path
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledOutput:
-    """The grammar of an output, in llguidance's syntax, and what a reader of the output has to know of it.
+    """An output's grammar in llguidance's syntax, and its guarantees for the parser.
 
-    path: the field of the request that it comes from.
+    path: the request field of the grammar.
     """
 
     grammar: str
@@ -83,15 +85,15 @@ class CompiledOutput:
 
 
 def can_enforce_calls(syntax: str | None) -> bool:
-    """Whether calls in a syntax can be held to anything."""
+    """Whether calls in a syntax can be constrained."""
     return syntax == HARMONY or syntax in CALL_SYNTAXES
 
 
 def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
     """The grammar of an output of this form. Raises InvalidRequest.
 
-    The answer begins behind the closer of thinking and up to two newlines, which belong to it. A model that has not
-    begun to think may answer at once. Where an answer may be any text, a call that has once begun has to be valid.
+    The answer begins after the end of thinking and up to two newlines, which belong to the marker. A model that has not
+    begun to think may answer at once. Where an answer may be any text, a call that has begun must be valid.
     """
     rules = Rules(vocabulary.special_tokens)
     others: list[dict[str, str]] = []
@@ -123,15 +125,15 @@ def _guarantees(form: OutputForm, rules: Rules) -> OutputGuarantees:
 
 
 def _thought(thinking: ThinkingForm | None) -> tuple[str, ...]:
-    """Regular expressions of texts that begin as thinking does. An answer can't: it would be read as thinking."""
+    """Regular expressions of texts that begin as thinking does. An answer must not: it would be parsed as thinking."""
     return () if thinking is None else (_BEFORE_OPENER + exactly(thinking.opener) + ANY_TEXT,)
 
 
 def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
-    """What may come before the answer."""
+    """The rule of what may precede the answer."""
     if thinking is None:
         return ""
-    rest = f"{rules.until(thinking.closer)} {regex(_BEHIND_CLOSER)}"
+    rest = f"{rules.until(thinking.closer)} {regex(_AFTER_CLOSER)}"
     if thinking.is_open:
         return rest
     return f"({regex(_BEFORE_OPENER)} {rules.marker(thinking.opener)} {rest})?"
@@ -140,9 +142,9 @@ def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
 def call_rules(
     rules: Rules, calls: CallsForm, syntax: str | None, *, takes_text: bool, refused: Sequence[str]
 ) -> list[str]:
-    """Answers that are calls and, if it takes text, texts in which a call may begin. Raises InvalidRequest.
+    """Rules of answers that are calls and, if it takes text, of texts in which a call may begin. Raises InvalidRequest.
 
-    refused: regular expressions of texts that may not come.
+    refused: regular expressions of forbidden texts.
     """
     syntaxes = CALL_SYNTAXES.get(syntax or "")
     if syntaxes is None:
@@ -151,26 +153,26 @@ def call_rules(
         raise InvalidRequest(message, param=_what_limits(calls))
     tools = [Arguments(tool) for tool in calls.tools]
     unclear = "".join(exactly(each.opener[0]) for each in syntaxes if not each.is_clear)
-    # An opener with a special token in it may not be spelled in other tokens either.
+    # A start marker with a special token may not be spelled in other tokens either.
     refused = (*refused, *(containing(each.opener) for each in syntaxes if rules.split(each.opener)[1]))
     options = []
     for each in syntaxes:
         begun = rules.until(each.opener, refused=refused) if takes_text and each.is_clear else rules.marker(each.opener)
-        options.append(f"{begun} {each.behind_opener(rules, tools, is_parallel=calls.is_parallel)}")
+        options.append(f"{begun} {each.after_opener(rules, tools, is_parallel=calls.is_parallel)}")
     if takes_text:
         options.append(rules.text(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT, refused=refused))
     return options
 
 
 def _what_limits(calls: CallsForm) -> str:
-    """The field for whose sake calls have to be held to something."""
+    """The request field because of which calls are constrained."""
     if calls.is_required:
         return "tool_choice"
     return "tools" if any(tool.strict for tool in calls.tools) else "parallel_tool_calls"
 
 
 def harmony_rule(rules: Rules, thinking: ThinkingForm | None, answers: Sequence[str], calls: CallsForm | None) -> str:
-    """A row of messages: thoughts, then an answer on the channel for the user, or a call on another one."""
+    """A sequence of messages: thoughts, then an answer on the user's channel or a call on another one."""
     thoughts = ""
     if thinking is not None:
         rest = f"{rules.until(thinking.closer)} {rules.marker('<|start|>assistant')}"
@@ -193,10 +195,10 @@ def answer_rule(
     *,
     refused: Sequence[str] = (),
 ) -> str:
-    """The answer by itself.
+    """The rule of the answer alone.
 
-    others: further grammars that its rule names, to which this may add. refused: regular expressions that a text which
-    is only held to another one may not match.
+    others: further grammars that the rule names, to which this may add.
+    refused: regular expressions that a text held only to another regular expression must not match.
     """
     param = structure.path
     match structure.kind:
@@ -225,12 +227,12 @@ def _choice(rules: Rules, texts: Sequence[str], param: str) -> str:
 
 
 def _grammar(text: str, param: str, vocabulary: Vocabulary) -> str:
-    """The grammar in Lark's syntax; GBNF, in which rules are written with `::=`, is translated."""
+    """The grammar in Lark's syntax; GBNF, whose rules use `::=`, is translated."""
     is_translated = "::=" in text and not is_lark_syntax(text)
     if is_translated:
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # the translator raises whatever comes up, and quotes the grammar
+        except Exception as error:  # the translator raises any exception, and quotes the grammar
             raise InvalidRequest("the grammar can't be read as GBNF", param=param) from error
     _check(text, "the grammar", param, vocabulary, has_lines=not is_translated)
     return text
@@ -240,5 +242,5 @@ def _check(lark: str, what: str, param: str, vocabulary: Vocabulary, *, has_line
     grammar = LLMatcher.grammar_from_lark(lark)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.compiled)
     if is_error:
-        fault = in_words(messages[0], has_lines=has_lines)
+        fault = describe_fault(messages[0], has_lines=has_lines)
         raise InvalidRequest(f"{what} can't be compiled: {fault}", param=param)

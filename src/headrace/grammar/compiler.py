@@ -1,4 +1,4 @@
-"""Compiles what clients send, and checks answers, in helper processes that may fail without harm."""
+"""Compiles clients' schemas and checks answers in helper processes, which may fail without harm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from headrace.cancellation import WorkCancelled
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.grammar.compile import CompiledOutput, OutputForm
-from headrace.grammar.trial import UnknownVocabulary, compile_on_trial, misfit_on_trial, take_vocabulary
+from headrace.grammar.trial import UnknownVocabulary, compile_on_trial, schema_violation_on_trial, take_vocabulary
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.sandbox import LimitExceeded, Preparation, Sandbox
 
@@ -19,10 +19,10 @@ log = logging.getLogger("headrace.grammar")
 Result = TypeVar("Result")
 
 NUM_PROCESSES = 2
-"""Grammars are compiled side by side at most, for all models of the server."""
+"""Grammars compiled at once, for all models of the server."""
 
 MAX_BYTES = 1 << 30
-"""Of private memory in each process, of which a vocabulary of 250,000 tokens takes 150 MB."""
+"""Private memory of each process; a vocabulary of 250,000 tokens takes 150 MB."""
 
 COMPILE_S = 5.0
 CHECK_S = 2.0
@@ -38,7 +38,7 @@ _LIMITS = {
 
 @cache
 def _sandbox() -> Sandbox:
-    """One for the whole process: a server has one model, and a helper is large."""
+    """One per server process, which has one model: a helper is large."""
     return Sandbox(num_processes=NUM_PROCESSES, max_bytes=MAX_BYTES)
 
 
@@ -49,11 +49,11 @@ class Compiler:
         self._vocabulary = vocabulary
 
     def warm_up(self) -> None:
-        """Start a process in the background, and have it take in the vocabulary."""
+        """Start a process in the background and load the vocabulary."""
         _sandbox().warm(take_vocabulary, self._vocabulary.table, timeout_s=_VOCABULARY_S)
 
     def output(self, form: OutputForm) -> CompiledOutput:
-        """An output's grammar, which has been tried out. Raises InvalidRequest."""
+        """An output's grammar, compiled on trial. Raises InvalidRequest."""
         try:
             return self._in_process(compile_on_trial, form)
         except LimitExceeded as error:
@@ -69,10 +69,10 @@ class Compiler:
             log.warning("a grammar could not be compiled: %s", type(error).__name__)
             raise InvalidRequest("the form of the answer can't be compiled", param=form.path) from error
 
-    def misfit(self, schema: Any, text: str) -> str | None:
-        """Why a text is no JSON value that fits the schema; None if it is one, or if that can't be found out."""
+    def schema_violation(self, schema: Any, text: str) -> str | None:
+        """Why a text is no JSON value that matches the schema; None if it is one or if that is unknown."""
         try:
-            return _sandbox().run(misfit_on_trial, schema, text, timeout_s=CHECK_S)
+            return _sandbox().run(schema_violation_on_trial, schema, text, timeout_s=CHECK_S)
         except WorkCancelled:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""From a request's constraint to what follows its sequences."""
+"""Makes constraints and caches compiled grammars."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.request import ConstraintSpec, ThinkingLimit
 
 MAX_CHARACTERS = 1_000_000
-"""Of all schemas and grammars of a request, with a value counted like a character."""
+"""Over all schemas and grammars of a request; a value counts like a character."""
 
 NUM_KEPT = 32
-"""Grammars that are kept compiled, those asked for last, and forms of outputs beside them. What the masks of a grammar
-have cost is kept with it."""
+"""Compiled grammars and output forms kept (least recently used go first). The cost of a grammar's masks is kept with
+it."""
 
 
 class ConstraintFactory:
-    """Makes constraints for one model. May be used by several threads."""
+    """Makes constraints for one model. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, lines: Callable[[], Lines]) -> None:
-        """lines: makes those of an answer that has no text yet."""
+        """lines: makes the line state of an empty answer."""
         self.vocabulary = vocabulary
         self._lines = lines
         self._compiler = Compiler(vocabulary)
@@ -42,12 +42,12 @@ class ConstraintFactory:
         self._outputs: _Kept[CompiledOutput] = _Kept()
 
     def warm_up(self) -> None:
-        """Do what is needed once for all grammars: no thread makes headway while llguidance takes in a vocabulary."""
+        """Do the one-time work for all grammars: llguidance blocks all threads while it reads a vocabulary."""
         _ = self.vocabulary.compiled
         self._compiler.warm_up()
 
     def known(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputGuarantees] | None:
-        """As `spec` if the form has been compiled already, else None: compiles nothing.
+        """As `spec` if the form is compiled already, else None.
 
         Raises InvalidRequest for a form that is too large.
         """
@@ -56,33 +56,33 @@ class ConstraintFactory:
         return None if output is None or compiled is None else _spec(output, thinking, compiled)
 
     def output(self, form: OutputForm) -> CompiledOutput:
-        """An output's grammar, compiled already so that `begin` need not. Raises InvalidRequest.
+        """An output's grammar, compiled so that `begin` need not. Raises InvalidRequest.
 
-        It may take long the first time. In the next turn of a conversation nothing is compiled again.
+        The first time may take long; the next turn of a conversation reuses it.
         """
         output = self._outputs.find(_key(form), lambda: self._compiler.output(form))
         self._find(output.grammar)
         return output
 
     def spec(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputGuarantees]:
-        """What an engine is given, with the grammar compiled, and what a reader of the output has to know of it.
+        """The engine's constraint with its compiled grammar, and the parser's guarantees.
 
-        It may take long, and raises, as `output`. The grammar stays compiled there if other forms take its place here.
+        May take long and raises as `output` does. The spec keeps the compiled grammar even if it leaves this cache.
         """
         output = self.output(form)
         return _spec(output, thinking, self._find(output.grammar))
 
-    def misfit(self, schema: Any, text: str) -> str | None:
-        """Why a text is no JSON value that fits the schema; None if it is one, or if that can't be found out."""
-        return self._compiler.misfit(schema, text)
+    def schema_violation(self, schema: Any, text: str) -> str | None:
+        """Why a text is no JSON value that matches the schema; None if it is one or if that is unknown."""
+        return self._compiler.schema_violation(schema, text)
 
     def begin(self, spec: ConstraintSpec, stop_token_ids: frozenset[int]) -> Constraint:
-        """The constraint of a sequence that has said nothing yet. Raises InvalidRequest if it can't be compiled."""
+        """The constraint of an empty sequence. Raises InvalidRequest if it can't be compiled."""
         parts: list[Constraint] = []
         if spec.thinking is not None:
             parts.append(ThinkingBudget(spec.thinking, self.vocabulary, self._lines))
         if spec.grammar is not None:
-            # What its masks have cost may be all that made it fail: it is compiled again then.
+            # It may have failed only because of its accumulated mask cost: compile it again next time.
             drop = partial(self._grammars.drop, spec.grammar)
             compiled = spec.compiled if isinstance(spec.compiled, LLMatcher) else self._find(spec.grammar)
             begun = compiled.deep_copy()
@@ -113,7 +113,7 @@ def _key(form: OutputForm) -> str:
 
 
 def _is_larger(values: Sequence[Any], most: int) -> bool:
-    """Whether JSON values have more characters and parts than that, found out without going through all of them."""
+    """Whether JSON values have more than `most` characters and parts; stops counting there."""
     waiting, size = list(values), 0
     while waiting and size <= most:
         value = waiting.pop()
@@ -129,7 +129,7 @@ T = TypeVar("T")
 
 
 class _Kept(Generic[T]):
-    """What was asked for last, by what it was made of. Several threads at once may make the same."""
+    """An LRU cache by source. Several threads may compute the same entry at once."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[str, T] = OrderedDict()
@@ -152,6 +152,6 @@ class _Kept(Generic[T]):
         return made
 
     def drop(self, source: str) -> None:
-        """Forget what was made of this, if it is kept."""
+        """Remove an entry."""
         with self._lock:
             self._made.pop(source, None)

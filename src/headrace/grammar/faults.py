@@ -1,4 +1,4 @@
-"""Errors of llguidance in words of our own: its texts quote grammars, schemas, and its inner state."""
+"""Translates llguidance's errors, which quote grammars, schemas and inner state."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _REASON = re.compile(r"^error: ([a-zA-Z][a-zA-Z ,<='-]{0,120})$", re.MULTILINE)
 """The last line of an error of Rust's `regex`, whose words don't depend on the expression."""
 
 
-def in_words(error: str, *, has_lines: bool = False) -> str:
-    """What is wrong, without a word of the client's. has_lines: the error counts lines of the client's own text."""
+def describe_fault(error: str, *, has_lines: bool = False) -> str:
+    """The fault without any of the client's text. has_lines: the error counts lines of the client's text."""
     phrase = next((said for part, said in _PHRASES if part in error), "it can't be compiled")
     if found := _REASON.search(error):
         phrase = f"{phrase}: {found[1]}" if "look" not in phrase else phrase

@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 ANY_TEXT = r"(?s:.*)"
-"""Regular expression of any text. A special token is none."""
+"""Regular expression of any text, which contains no special token."""
 
 MAYBE_NEWLINE, MAYBE_SPACE, DIGITS = "\ue000", "\ue001", "\ue002"
 """Stand in a marker for what is not always the same."""
@@ -19,10 +19,10 @@ _PLACEHOLDERS = {MAYBE_NEWLINE: r"\n?", MAYBE_SPACE: " ?", DIGITS: "[0-9]{1,4}"}
 
 
 class Rules:
-    """A grammar that is being written.
+    """A grammar under construction.
 
-    special_tokens: ids of special tokens by their names. In markers they are written by their ids; a text can't hold
-    them. json_values: see OutputGuarantees; whoever writes rules of calls adds to them.
+    special_tokens: ids of special tokens by name. Markers refer to them by id; text can't contain them. json_values:
+    see OutputGuarantees; rules of calls add to them.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
@@ -33,36 +33,36 @@ class Rules:
         self.json_values: set[tuple[str, str]] = set()
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
-        """Adds a rule and gives its name. lazy: matches as little as it can."""
+        """Add a rule and return its name. lazy: matches as little as possible."""
         return self._named("rule", f"[lazy]: {body}" if lazy else f": {body}")
 
     def terminal(self, body: str) -> str:
-        """Adds what is matched as one regular expression, and gives its name."""
+        """Add a regular expression and return its name."""
         return self._named("TEXT", f": {body}")
 
     def text_of(self, start: str) -> str:
-        """The grammar, of which this rule is the whole."""
+        """The grammar with this start rule."""
         lines = [f"{name}{body}" for (_, body), name in self._names.items()]
         return "\n".join([*lines, f"start: {start}", ""])
 
     def _named(self, kind: str, body: str) -> str:
-        """The same body has the same name each time: calls of several syntaxes share what they hold."""
+        """Equal bodies share a name: calls of several syntaxes share their contents."""
         return self._names.setdefault((kind, body), f"{kind}_{len(self._names)}")
 
     def marker(self, text: str) -> str:
-        """A text in which special tokens are meant."""
+        """A text in which special tokens are recognised."""
         return " ".join(map(self._piece, self._parts(text))) or '""'
 
     def text(self, pattern: str = ANY_TEXT, *, refused: Sequence[str] = ()) -> str:
-        """A text that a regular expression matches as a whole, and none of the refused ones."""
+        """A text that a regular expression matches completely, and none of the refused ones."""
         if not refused:
             return regex(pattern)
         return self.terminal(" & ".join([regex(pattern), *(f"~{regex(each)}" for each in refused)]))
 
     def until(self, closer: str, *, refused: Sequence[str] = ()) -> str:
-        """Any text up to a marker, and the marker. refused: regular expressions of texts that it may not be.
+        """Any text up to a marker, and the marker. refused: regular expressions of forbidden texts.
 
-        If there are special tokens in the marker, it may not come in other tokens either: a reader could not tell.
+        Special tokens in the marker may not be spelled in other tokens either: the parser could not tell.
         """
         first, special = self.split(closer)
         if not special:
@@ -71,7 +71,7 @@ class Rules:
         return f"{self.terminal(f'{text} {literal(first)}') if first else text} {special}"
 
     def split(self, marker: str) -> tuple[str, str]:
-        """The text that a marker begins with, and what follows from its first special token on as part of a rule."""
+        """The plain text at a marker's start, and the rest, from its first special token on, as part of a rule."""
         parts = self._parts(marker)
         has_text = self._special.fullmatch(parts[0]) is None
         return (parts[0] if has_text else ""), " ".join(map(self._piece, parts[has_text:]))
@@ -86,7 +86,7 @@ class Rules:
 
 
 def literal(text: str) -> str:
-    """A text that has to come as it is."""
+    """A fixed text."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -96,7 +96,7 @@ def exactly(text: str) -> str:
 
 
 def containing(text: str) -> str:
-    """The regular expression of texts with a text in them."""
+    """The regular expression of texts that contain a text."""
     return ANY_TEXT + exactly(text) + ANY_TEXT
 
 

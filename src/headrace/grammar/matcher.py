@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
 from headrace.grammar.border import LIMITS, translated
 from headrace.grammar.constraint import Mask, Window, mask_of, num_words
-from headrace.grammar.faults import in_words
+from headrace.grammar.faults import describe_fault
 from headrace.grammar.vocabulary import Vocabulary
 
 _FAILURES = (
@@ -28,7 +28,7 @@ def compiled_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
     """A grammar in llguidance's syntax that nothing has come of yet. Raises InvalidRequest."""
     compiled = translated(LLMatcher)(vocabulary.compiled, grammar, log_level=0, limits=LIMITS)
     if compiled.is_error():
-        raise InvalidRequest(f"the grammar can't be compiled: {in_words(compiled.get_error())}")
+        raise InvalidRequest(f"the grammar can't be compiled: {describe_fault(compiled.get_error())}")
     return compiled
 
 

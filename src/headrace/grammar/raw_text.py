@@ -9,8 +9,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from headrace.grammar.alternatives import Alternative, types_of
 from headrace.grammar.lark import ANY_TEXT, regex
-from headrace.grammar.ways import Way, types_of
 
 _DATE = r"[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -90,17 +90,17 @@ class RawValue:
     unenforced: tuple[str, ...]
 
 
-def raw_value(found: Sequence[Way]) -> RawValue | None:
-    """A value that fits in one of several ways; None if it is no text in any of them."""
-    textual = [way for way in found if "string" in types_of(way)]
+def raw_value(found: Sequence[Alternative]) -> RawValue | None:
+    """A value that fits in one of several alternatives; None if it is no text in any of them."""
+    textual = [option for option in found if "string" in types_of(option)]
     if not textual:
         return None
-    limited = frozenset(each for way in found if _limits_others(way) for each in types_of(way)) - {"string"}
-    read = [_text(way, limited) for way in textual]
+    limited = frozenset(each for option in found if _limits_others(option) for each in types_of(option)) - {"string"}
+    read = [_text(option, limited) for option in textual]
     texts = tuple(dict.fromkeys(text for text, _ in read if text.values != ()))
     if any(text.is_free for text in texts):
         texts = (RawText(),)
-    rest = [way for way in found if types_of(way) - {"string"}]
+    rest = [option for option in found if types_of(option) - {"string"}]
     unenforced = tuple(name for _, names in read for name in names)
     if texts == (RawText(),) or not rest:
         return RawValue(texts, None, False, unenforced)
@@ -109,9 +109,9 @@ def raw_value(found: Sequence[Way]) -> RawValue | None:
     return RawValue(texts, _without_texts(rest), False, unenforced)
 
 
-def has_brackets(found: Sequence[Way]) -> bool:
-    """Whether a value that fits in one of several ways may begin with a bracket."""
-    return any(not types_of(way).isdisjoint(_BRACKETS) for way in found)
+def has_brackets(found: Sequence[Alternative]) -> bool:
+    """Whether a value that fits in one of several alternatives may begin with a bracket."""
+    return any(not types_of(option).isdisjoint(_BRACKETS) for option in found)
 
 
 def without_brackets(texts: Sequence[RawText]) -> tuple[RawText, ...]:
@@ -134,37 +134,37 @@ def _apart(text: RawText, types: Iterable[str]) -> RawText:
     return replace(text, values=tuple(v for v in fitting if not any(re.fullmatch(each, v) for each in others)))
 
 
-def _limits_others(way: Way) -> bool:
+def _limits_others(option: Alternative) -> bool:
     """Whether a value that is no text is held to more than its type."""
-    return bool(types_of(way) - {"string"}) and any(set(part) - _SAYS_NOTHING for part in way)
+    return bool(types_of(option) - {"string"}) and any(set(part) - _SAYS_NOTHING for part in option)
 
 
-def _without_texts(found: Sequence[Way]) -> Any:
-    """The schema of what fits in one of several ways and is no text."""
-    return {"anyOf": [{"allOf": [{"type": sorted(types_of(way) - {"string"})}, *way]} for way in found]}
+def _without_texts(found: Sequence[Alternative]) -> Any:
+    """The schema of what fits in one of several alternatives and is no text."""
+    return {"anyOf": [{"allOf": [{"type": sorted(types_of(option) - {"string"})}, *option]} for option in found]}
 
 
-def _text(way: Way, limited: frozenset[str]) -> tuple[RawText, list[str]]:
-    """What a way says of a text, and the keywords that can't be enforced. limited: types that it may not look like."""
+def _text(option: Alternative, limited: frozenset[str]) -> tuple[RawText, list[str]]:
+    """What an option allows as text, and the keywords that can't be enforced. limited: types it must not look like."""
     patterns: list[str] = []
     unenforced: list[str] = []
-    for part in way:
+    for part in option:
         for keyword, pattern in _patterns(part):
             if pattern is None or _is_no_regex(pattern):
                 unenforced.append(keyword)
             else:
                 patterns.append(pattern)
-    values = _values(way)
+    values = _values(option)
     if values is not None:
         return _apart(RawText(values=values), sorted(limited)), []
-    least = max((part.get("minLength", 0) for part in way), default=0)
-    most = min((part["maxLength"] for part in way if "maxLength" in part), default=None)
+    least = max((part.get("minLength", 0) for part in option), default=0)
+    most = min((part["maxLength"] for part in option if "maxLength" in part), default=None)
     return _apart(RawText(None, least, most, tuple(patterns)), sorted(limited)), unenforced
 
 
-def _values(way: Way) -> tuple[str, ...] | None:
+def _values(option: Alternative) -> tuple[str, ...] | None:
     """The only texts, None if there is no such list."""
-    lists = [[part["const"]] if "const" in part else part["enum"] for part in way if {"const", "enum"} & part.keys()]
+    lists = [[part["const"]] if "const" in part else part["enum"] for part in option if {"const", "enum"} & part.keys()]
     if not lists:
         return None
     first, *further = lists

@@ -13,7 +13,7 @@ from jsonschema_specifications import REGISTRY
 from llguidance import LLMatcher
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.faults import in_words
+from headrace.grammar.faults import describe_fault
 from headrace.grammar.patterns import is_found
 
 WHITE_SPACE = r" |\r?\n[ \t]{0,20}"
@@ -38,10 +38,10 @@ _LOCATING_S = 0.5
 
 
 def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any:
-    """The schema as llguidance takes it. Raises InvalidRequest that names the keyword and where it stands.
+    """The schema as llguidance takes it. Raises InvalidRequest that names the keyword and its location.
 
-    param: the field that it came in. is_checked: it is a part of what is known to be a schema. `nullable` of OpenAPI is
-    put in JSON schema's own words.
+    param: the request field. is_checked: a part of a schema that was checked before. OpenAPI's `nullable` is
+    translated.
     """
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise InvalidRequest("x-guidance can't be set in a schema", param=param)
@@ -56,10 +56,10 @@ def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any
     return _with_white_space(normal)
 
 
-def misfit(schema: Any, text: str) -> str | None:
-    """Why a text is no JSON value that fits the schema, without quoting either; None if it is one.
+def schema_violation(schema: Any, text: str) -> str | None:
+    """Why a text is no JSON value that matches the schema, without quoting either; None if it is one.
 
-    It may take time exponential in the schema, and recurse deeply.
+    May take time exponential in the schema, and recurse deeply.
     """
     try:
         value = json.loads(text)
@@ -72,7 +72,7 @@ def misfit(schema: Any, text: str) -> str | None:
 
 @cache
 def _bounded(dialect: Any) -> Any:
-    """A validator class whose regular expressions can't run for long, and whose schemas can't make it fetch others."""
+    """A validator class with bounded regular expressions that fetches no other schemas."""
     changed = {
         "pattern": _check_pattern,
         "patternProperties": _check_pattern_properties,
@@ -117,13 +117,13 @@ def _dialect(schema: Any) -> Any:
 
 
 def _language_errors(dialect: Any, schema: Any) -> jsonschema.ValidationError | None:
-    """What is most wrong with a schema in the words of its language; None if nothing is."""
+    """The most relevant fault of a schema by its meta-schema; None if there is none."""
     language = dialect(dialect.META_SCHEMA, registry=REGISTRY)
     return jsonschema.exceptions.best_match(language.iter_errors(schema))
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Raises InvalidRequest if it is no schema."""
+    """Raise InvalidRequest for an invalid schema."""
     if (error := _language_errors(_dialect(schema), schema)) is not None:
         rule = f"{error.validator} {json.dumps(error.validator_value)}"
         if len(rule) > 100:
@@ -133,7 +133,7 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def _normalised(schema: Any) -> Any:
-    """Without keywords that say nothing, and with `nullable` in JSON schema's own words."""
+    """The schema without meaningless keywords and with `nullable` translated."""
     if not isinstance(schema, Mapping):
         return schema
     changed = _changed(schema, _normalised)
@@ -146,7 +146,7 @@ def _normalised(schema: Any) -> Any:
 
 
 def _changed(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with each schema directly inside it changed."""
+    """The schema with each direct subschema changed."""
     changed = dict(schema)
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, Mapping):
@@ -165,14 +165,14 @@ def _with_white_space(schema: Any) -> Any:
 
 
 def _fault(schema: Any) -> str | None:
-    """What llguidance has to say against a schema."""
+    """llguidance's error for a schema."""
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(_with_white_space(schema)))
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     return messages[0] if is_error else None
 
 
 def _located(schema: Any, fault: str) -> str:
-    """The fault, and the innermost part of the schema that has it by itself; `false` is no fault of its own."""
+    """The fault, and the innermost subschema that has it alone; `false` counts as valid."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema} if schema else {}
     deadline = time.monotonic() + _LOCATING_S
     for path, part in _parts(schema, ()):
@@ -182,12 +182,12 @@ def _located(schema: Any, fault: str) -> str:
             continue
         alone = {**definitions, **part} if isinstance(part, Mapping) and path else part
         if (inner := _fault(alone)) is not None:
-            return f"the JSON schema can't be enforced: at {_pointer(path)}: {in_words(inner)}"
-    return f"the JSON schema can't be enforced: {in_words(fault)}"
+            return f"the JSON schema can't be enforced: at {_pointer(path)}: {describe_fault(inner)}"
+    return f"the JSON schema can't be enforced: {describe_fault(fault)}"
 
 
 def _parts(schema: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All schemas inside a schema with their paths, inner ones first, and itself."""
+    """All subschemas with their paths, inner ones first, and the schema itself."""
     if isinstance(schema, Mapping):
         for name, value in schema.items():
             if name in _MAPS and isinstance(value, Mapping):
@@ -202,5 +202,5 @@ def _parts(schema: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _pointer(path: Any) -> str:
-    """A place in a schema as a JSON pointer, `/` for the whole."""
+    """A path in a schema as a JSON pointer, `/` for the whole."""
     return "/" + "/".join(str(each).replace("~", "~0").replace("/", "~1") for each in path)

@@ -1,4 +1,4 @@
-"""Token ids that spell a text byte for byte, whatever the tokenizer does to texts before it cuts them."""
+"""Token ids that spell a text byte for byte, even if the tokenizer would normalise it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Set as AbstractSet
 from functools import cached_property
 
 _ANCHORS = ("", "\n", ".")
-"""Put in front of a text so that the tokenizer takes it for the rest of one, and puts no space in front of it."""
+"""Put before a text so that the tokenizer treats it as a continuation and adds no space."""
 
 _WORD = re.compile(r"\s*\S+|\s+")
 
 _MAX_CHARACTERS = 512
-"""Of a text that is spelled at once: llguidance asks again at each step, with all that must come."""
+"""Characters spelled at once: llguidance asks again at each step with all that must come."""
 
 _NUM_UNSURE_BYTES = 64
-"""At the end of a text that goes on: its tokens could be others if the rest were known."""
+"""At the end of an unfinished text, whose tokens could change with what follows."""
 
 
 class Spelling:
-    """Spells texts in the tokens of a vocabulary: in the tokenizer's own where their bytes are the text's."""
+    """Spells texts in a vocabulary's tokens, the tokenizer's own where their bytes match."""
 
     def __init__(
         self, tokens: Sequence[bytes], special_ids: AbstractSet[int], encode: Callable[[str], Sequence[int]]
@@ -54,7 +54,7 @@ class Spelling:
         return ids
 
     def _usual(self, text: str, data: bytes) -> list[int] | None:
-        """The tokens that the tokenizer writes the text in; None if they spell another one."""
+        """The tokenizer's tokens for the text; None if they spell another one."""
         for anchor in _ANCHORS:
             ids = list(self._encode(anchor + text))
             first, num_bytes = len(ids), 0
@@ -69,7 +69,7 @@ class Spelling:
         return b"" if token_id in self._special_ids else self._tokens[token_id]
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token at each place, up to where there is none."""
+        """The longest token at each position, as far as possible."""
         ids: list[int] = []
         start = 0
         while start < len(data):

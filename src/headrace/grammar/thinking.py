@@ -1,4 +1,4 @@
-"""An end to thinking: after so many tokens its closer is the only thing that may come."""
+"""Enforces a thinking budget: once it is used up, only the end marker is allowed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from headrace.types.request import LateThinking, ThinkingLimit
 
 
 class Lines(Protocol):
-    """Where in lines and quotes an answer stands."""
+    """Tracks lines and quotes in an answer."""
 
     @property
     def begins_line(self) -> bool:
-        """Whether the line has nothing but white space so far."""
+        """Whether the line has only white space so far."""
 
     @property
     def may_be_quoted(self) -> bool:
-        """Whether what comes next stands in a code fence, or in backticks if these are closed."""
+        """Whether the next text stands in a code fence, or in backticks if these are closed."""
 
     def push(self, text: str) -> None:
-        """Go on by some text."""
+        """Advance by some text."""
 
     def copy(self) -> Lines:
-        """One that goes its own way from here."""
+        """An independent copy."""
 
 
 class _Phase(Enum):
@@ -40,12 +40,14 @@ class _Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """How far a sequence has come.
+class _State:
+    """The parser's state.
 
-    num_tokens: of thinking, over all blocks. tail: last bytes, those that may be the beginning of a marker.
-    num_closed: tokens of the forced closing that have come. num_inline: characters of a block whose opener did not
-    begin a line; None in others. lines: of the answer since thinking, but for the tail; not to be changed.
+    num_tokens: thinking tokens over all blocks.
+    tail: last bytes, which may begin a marker.
+    num_closed: tokens of the forced closing so far.
+    num_inline: characters of a block whose start marker did not begin a line; None in others.
+    lines: of the answer since thinking, without the tail; never changed in place.
     """
 
     phase: _Phase
@@ -57,13 +59,13 @@ class _Place:
 
 
 class ThinkingBudget:
-    """A Constraint: counts tokens of thinking, in one block or in several.
+    """A Constraint that counts thinking tokens over all blocks.
 
-    A token that opens or closes a block does not count. A block that begins where all is used up is closed at once.
+    Marker tokens do not count. A block that begins after the budget is used up is closed at once.
     """
 
     def __init__(self, limit: ThinkingLimit, vocabulary: Vocabulary, lines: Callable[[], Lines]) -> None:
-        """lines: makes those of an empty text."""
+        """lines: makes the line state of an empty text."""
         self._limit = limit
         self._vocabulary = vocabulary
         self._new_lines = lines
@@ -72,7 +74,7 @@ class ThinkingBudget:
         self._bare_calls = frozenset(each.encode() for each in late.bare_call_openers)
         calls = [each.encode() for each in late.call_openers]
         self._markers = (self._opener, *calls, *self._bare_calls)
-        self._place = self._settled(_Place(_Phase.THINKING if limit.is_open else _Phase.BEFORE))
+        self._place = self._settled(_State(_Phase.THINKING if limit.is_open else _Phase.BEFORE))
 
     @property
     def is_over(self) -> bool:
@@ -84,19 +86,19 @@ class ThinkingBudget:
 
     def window(self, drafts: Sequence[int]) -> Window:
         masks: list[Mask | None] = []
-        place = self._place
+        state = self._place
         for num_legal, draft in enumerate(drafts):
-            wanted = self._wanted(place)
+            wanted = self._wanted(state)
             masks.append(self._only(wanted))
             if wanted is not None and draft != wanted:
                 masks += [None] * (len(drafts) + 1 - len(masks))
                 return Window(tuple(masks), num_legal)
-            place = self._after(place, draft)
-        masks.append(self._only(self._wanted(place)))
+            state = self._after(state, draft)
+        masks.append(self._only(self._wanted(state)))
         return Window(tuple(masks), len(drafts))
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See Constraint. Raises GenerationFailed for a token that may not come."""
+        """See Constraint. Raises GenerationFailed for a forbidden token."""
         for token_id in token_ids:
             if self._wanted(self._place) not in (None, token_id):
                 raise GenerationFailed("thinking went on where it had to end")
@@ -112,80 +114,80 @@ class ThinkingBudget:
         copy._place = self._place
         return copy
 
-    def _wanted(self, place: _Place) -> int | None:
-        """The only token that may come; None if any may."""
-        return self._limit.closing[place.num_closed] if place.phase is _Phase.CLOSING else None
+    def _wanted(self, state: _State) -> int | None:
+        """The only token allowed; None if any is."""
+        return self._limit.closing[state.num_closed] if state.phase is _Phase.CLOSING else None
 
     def _only(self, token_id: int | None) -> Mask | None:
         return None if token_id is None else mask_of((token_id,), self._vocabulary.size)
 
-    def _after(self, place: _Place, token_id: int) -> _Place:
-        if place.phase is _Phase.OVER:
-            return place
-        if place.phase is _Phase.CLOSING:
-            if place.num_closed + 1 < len(self._limit.closing):
-                return replace(place, num_closed=place.num_closed + 1)
-            return _Place(_Phase.BEFORE, place.num_tokens)
+    def _after(self, state: _State, token_id: int) -> _State:
+        if state.phase is _Phase.OVER:
+            return state
+        if state.phase is _Phase.CLOSING:
+            if state.num_closed + 1 < len(self._limit.closing):
+                return replace(state, num_closed=state.num_closed + 1)
+            return _State(_Phase.BEFORE, state.num_tokens)
         data = self._vocabulary.bytes_of(token_id)
-        after = self._read(replace(place, tail=place.tail + data))
-        if place.phase is after.phase is _Phase.THINKING:
+        after = self._read(replace(state, tail=state.tail + data))
+        if state.phase is after.phase is _Phase.THINKING:
             after = self._thought(replace(after, num_tokens=after.num_tokens + 1), data)
         return self._settled(after)
 
-    def _read(self, place: _Place) -> _Place:
-        """The place behind the markers in its tail."""
-        if place.phase is _Phase.THINKING:
-            _, found, rest = place.tail.partition(self._closer)
+    def _read(self, state: _State) -> _State:
+        """The state after the markers in its tail."""
+        if state.phase is _Phase.THINKING:
+            _, found, rest = state.tail.partition(self._closer)
             if found:
-                return self._read(_Place(_Phase.BEFORE, place.num_tokens, rest))
-            return replace(place, tail=place.tail[max(0, len(place.tail) - len(self._closer) + 1) :])
-        if place.phase is _Phase.ANSWER:
-            return self._read_answer(place)
-        begun = place.tail.lstrip()
+                return self._read(_State(_Phase.BEFORE, state.num_tokens, rest))
+            return replace(state, tail=state.tail[max(0, len(state.tail) - len(self._closer) + 1) :])
+        if state.phase is _Phase.ANSWER:
+            return self._read_answer(state)
+        begun = state.tail.lstrip()
         if begun.startswith(self._opener):
-            return self._read(_Place(_Phase.THINKING, place.num_tokens, begun[len(self._opener) :]))
+            return self._read(_State(_Phase.THINKING, state.num_tokens, begun[len(self._opener) :]))
         if self._opener.startswith(begun):
-            return replace(place, tail=begun)
+            return replace(state, tail=begun)
         if self._limit.late is None:
-            return _Place(_Phase.OVER)
-        return self._read_answer(replace(place, phase=_Phase.ANSWER, lines=self._new_lines()))
+            return _State(_Phase.OVER)
+        return self._read_answer(replace(state, phase=_Phase.ANSWER, lines=self._new_lines()))
 
-    def _read_answer(self, place: _Place) -> _Place:
-        assert place.lines is not None
-        lines, rest = place.lines.copy(), place.tail
+    def _read_answer(self, state: _State) -> _State:
+        assert state.lines is not None
+        lines, rest = state.lines.copy(), state.tail
         while True:
             at, marker = _first(rest, self._markers)
             if marker is None:
                 held = _overlap(rest, self._markers)
                 lines.push(_text(rest[: len(rest) - held]))
-                return replace(place, tail=rest[len(rest) - held :], lines=lines)
+                return replace(state, tail=rest[len(rest) - held :], lines=lines)
             lines.push(_text(rest[:at]))
             rest = rest[at + len(marker) :]
             if marker == self._opener:
                 if not lines.may_be_quoted:
                     num_inline = None if lines.begins_line else 0
-                    return self._read(_Place(_Phase.THINKING, place.num_tokens, rest, num_inline=num_inline))
+                    return self._read(_State(_Phase.THINKING, state.num_tokens, rest, num_inline=num_inline))
             elif marker not in self._bare_calls or lines.begins_line:
-                return _Place(_Phase.OVER)
+                return _State(_Phase.OVER)
             lines.push(_text(marker))
 
-    def _thought(self, place: _Place, data: bytes) -> _Place:
-        """The place once a token of these bytes counts as thinking; an inline block that gets too long was none."""
+    def _thought(self, state: _State, data: bytes) -> _State:
+        """The state after a thinking token of these bytes; an inline block that gets too long was no thinking."""
         most = None if self._limit.late is None else self._limit.late.max_inline
-        if place.num_inline is None or most is None:
-            return place
-        num_inline = place.num_inline + len(_text(data))
-        return _Place(_Phase.OVER) if num_inline > most else replace(place, num_inline=num_inline)
+        if state.num_inline is None or most is None:
+            return state
+        num_inline = state.num_inline + len(_text(data))
+        return _State(_Phase.OVER) if num_inline > most else replace(state, num_inline=num_inline)
 
-    def _settled(self, place: _Place) -> _Place:
-        """Closing, if thinking has used up what it may."""
-        if place.phase is _Phase.THINKING and place.num_tokens >= self._limit.num_tokens:
-            return _Place(_Phase.CLOSING, place.num_tokens)
-        return place
+    def _settled(self, state: _State) -> _State:
+        """Switch to closing if the budget is used up."""
+        if state.phase is _Phase.THINKING and state.num_tokens >= self._limit.num_tokens:
+            return _State(_Phase.CLOSING, state.num_tokens)
+        return state
 
 
 def _first(text: bytes, markers: Sequence[bytes]) -> tuple[int, bytes | None]:
-    """The first marker and its index, the longest of several at one place."""
+    """The first marker and its index; the longest if several begin there."""
     found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
     if not found:
         return len(text), None
@@ -194,11 +196,11 @@ def _first(text: bytes, markers: Sequence[bytes]) -> tuple[int, bytes | None]:
 
 
 def _overlap(text: bytes, markers: Sequence[bytes]) -> int:
-    """Bytes at the end that may be the beginning of a marker."""
+    """Bytes at the end that may begin a marker."""
     most = min(len(text), max(map(len, markers)) - 1)
     return next((size for size in range(most, 0, -1) if any(each.startswith(text[-size:]) for each in markers)), 0)
 
 
 def _text(data: bytes) -> str:
-    """Bytes as text; those of a character that tokens cut in pieces are other characters."""
+    """Bytes as text; a character split between tokens becomes replacement characters."""
     return data.decode(errors="replace")

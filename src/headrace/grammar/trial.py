@@ -1,7 +1,7 @@
-"""What runs in a helper process: compiling what a client sent, and checking an answer against its schema.
+"""Runs in a helper process: compiles clients' grammars and checks answers against their schemas.
 
-The library may take very long over a grammar, use much memory, or end its process. What has passed here is compiled
-once more in the server.
+llguidance may take very long over a grammar, use much memory, or end its process. What passes here is compiled once
+more in the server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from headrace.errors import InvalidRequest
 from headrace.grammar.compile import CompiledOutput, OutputForm, compile_output
 from headrace.grammar.matcher import Matcher, compiled_grammar
-from headrace.grammar.schema import misfit
+from headrace.grammar.schema import schema_violation
 from headrace.grammar.vocabulary import TokenTable, Vocabulary
 
 _NUM_KEPT = 2
@@ -24,11 +24,11 @@ _vocabularies: OrderedDict[str, Vocabulary] = OrderedDict()
 
 
 class UnknownVocabulary(Exception):
-    """The process has just been started, or has had others since: the vocabulary has to be sent once more."""
+    """The process is new or has dropped the vocabulary: send it again."""
 
 
 def take_vocabulary(table: TokenTable) -> None:
-    """Keep a vocabulary, compiled, for the calls that name it by its digest."""
+    """Compile and keep a vocabulary, for calls that name it by digest."""
     vocabulary = Vocabulary(table)
     _ = vocabulary.compiled
     _vocabularies[table.digest] = vocabulary
@@ -50,7 +50,7 @@ def compile_on_trial(digest: str, form: OutputForm) -> CompiledOutput:
 
 
 def _begin(matcher: Matcher) -> None:
-    """The first tokens of an answer, any that may come: what is too complex mostly is so from the beginning."""
+    """Sample the first tokens of an answer: most overly complex grammars fail at the beginning."""
     for _ in range(_NUM_TRIED):
         (mask,) = matcher.window(()).masks
         matcher.forced_tokens(1)
@@ -62,6 +62,6 @@ def _begin(matcher: Matcher) -> None:
         matcher.accept((32 * word + int(mask[word]).bit_length() - 1,))
 
 
-def misfit_on_trial(schema: Any, text: str) -> str | None:
-    """See `misfit`."""
-    return misfit(schema, text)
+def schema_violation_on_trial(schema: Any, text: str) -> str | None:
+    """See `schema_violation`."""
+    return schema_violation(schema, text)

@@ -1,4 +1,4 @@
-"""The model's tokens as llguidance knows them."""
+"""The model's tokens in llguidance's form."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _END_NAME = b"<end of the answer>"
 
 
 class TokenText(Protocol):
-    """What a grammar has to know of a tokenizer."""
+    """What grammars need of a tokenizer."""
 
     @property
     def token_ids(self) -> TokenIds:
-        """The ids of all tokens."""
+        """All token ids."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which are no text."""
+        """Special tokens, which are no text."""
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
-        """Ids of the tokens that are found in text as a whole, special or not, by their texts."""
+        """Tokens that are matched in text as a whole, special or not, by their texts."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token adds to a text; None if it adds none."""
 
     def token_text(self, token_id: int) -> str:
-        """A token's text, of a special one its name."""
+        """A token's text, or a special token's name."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -45,9 +45,9 @@ class TokenText(Protocol):
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A TokenText that knows what its tokens are, but not how the tokenizer cuts a text into them.
+    """A TokenText with all tokens but without the tokenizer's algorithm.
 
-    texts: the bytes of each id, of a special token its name, none of an id that is no token.
+    texts: the bytes of each id, of a special token its name, empty for an invalid id.
     """
 
     texts: tuple[bytes, ...]
@@ -65,17 +65,17 @@ class TokenTable:
         return self.texts[token_id].decode(errors="replace")
 
     def encode(self, text: str) -> list[int]:
-        """None: a spelling then takes the longest token at each place."""
+        """Nothing: Spelling then takes the longest token at each position."""
         return []
 
     @cached_property
     def digest(self) -> str:
-        """Tells tables apart."""
+        """Identifies the table."""
         return sha256(pickle.dumps((self.texts, sorted(self.special_ids), sorted(self.added_tokens)))).hexdigest()
 
 
 class Vocabulary:
-    """A tokenizer, and what is made of it when it is first needed: half a second for 250,000 tokens."""
+    """A tokenizer with everything derived from it on demand: half a second for 250,000 tokens."""
 
     def __init__(self, tokenizer: TokenText) -> None:
         self.tokenizer = tokenizer
@@ -83,19 +83,19 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of ids up to the last token's, those that a mask has bits for."""
+        """Number of ids up to the last token's, which is the number of bits in a mask."""
         return self.tokenizer.token_ids.end
 
     @property
     def end_id(self) -> int:
-        """A token of our own behind all others, by which llguidance says that a text may end.
+        """An extra token after all others, by which llguidance signals that a text may end.
 
-        Which real tokens end an answer is the request's to say.
+        The request decides which real tokens end an answer.
         """
         return self.size
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's text, of a special one its name; nothing for an id that is no token."""
+        """A token's text, or a special token's name; empty for an invalid id."""
         if not 0 <= token_id < self.size:
             return b""
         data = self.tokenizer.token_bytes(token_id)
@@ -108,7 +108,6 @@ class Vocabulary:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """Spells texts in tokens."""
         return Spelling(self._token_bytes, self.tokenizer.special_ids, self.tokenizer.encode)
 
     @cached_property
@@ -117,12 +116,12 @@ class Vocabulary:
 
     @cached_property
     def table(self) -> TokenTable:
-        """The tokens without the tokenizer, to be sent to another process."""
+        """The tokens without the tokenizer, to send to another process."""
         return TokenTable(tuple(self._token_bytes), self.tokenizer.special_ids, self.special_tokens)
 
     @property
     def compiled(self) -> LLTokenizer:
-        """The tokenizer in llguidance's form. May be asked for by several threads."""
+        """The tokenizer in llguidance's form. Thread-safe."""
         with self._lock:
             return self._compiled
 
@@ -132,7 +131,7 @@ class Vocabulary:
 
 
 class _Tokens(TokenizerWrapper):
-    """What llguidance asks of a tokenizer that it doesn't know."""
+    """llguidance's interface of a tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.is_tokenizer_wrapper = True

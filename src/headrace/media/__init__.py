@@ -1,1 +1,1 @@
-"""Images and videos: where they come from, what is in them, and what of a prompt they become. No MLX."""
+"""Images and videos: fetching, decoding, patches, placeholders and positions. No MLX."""

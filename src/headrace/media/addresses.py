@@ -1,11 +1,11 @@
-"""Which network addresses a server may be sent to by its clients: public ones only."""
+"""The network addresses that clients may make the server fetch from: public ones only."""
 
 from __future__ import annotations
 
 import ipaddress
 
 _UNICAST = ipaddress.ip_network("2000::/3")
-"""All of IPv6 that IANA has given out. Site-local, IPv4-compatible and unassigned addresses lie outside of it."""
+"""All allocated IPv6 addresses. Site-local, IPv4-compatible and unassigned ones are outside."""
 _TRANSLATED = (ipaddress.ip_network("::ffff:0:0/96"), ipaddress.ip_network("64:ff9b::/96"))
 """IPv4 addresses mapped into IPv6 (RFC 4291), and as a NAT64 gateway reaches them (RFC 6052)."""
 _NOT_PUBLIC = tuple(
@@ -24,7 +24,7 @@ _NOT_PUBLIC = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Whether the address is one of the public internet, and so is the IPv4 address that it may be translated to."""
+    """Whether an address, and the IPv4 address it may embed, are on the public internet."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Decoding in helper processes: a file that is made to hang, crash or fill the memory costs its own request only."""
+"""Decodes in helper processes: a file made to hang, crash or exhaust memory only fails its own request."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from headrace.types.media import MediaLimits
 Result = TypeVar("Result")
 
 MAX_DECODERS = 2
-"""Items decoded at the same time: the engine needs the processor too."""
+"""Items decoded at once: the engine needs the processor, too."""
 
-# A process with its libraries takes a quarter of it.
+# A process with its libraries takes a quarter of this.
 _BASE_BYTES = 512 * 1024 * 1024
 
-# Of a picture or a frame as large as allowed. Pillow has 4, of WebP 16 for a moment, and the pixels for the model 3.
+# Per pixel of the largest allowed picture or frame. Pillow takes 4, for WebP temporarily 16, and the model's pixels 3.
 _BYTES_PER_PIXEL = 24
 
 
 class MediaDecoder:
-    """Calls functions of this room in helper processes. All decoders with the same limits share these."""
+    """Calls functions of this room in helper processes, shared by all decoders with the same limits."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
@@ -34,8 +34,8 @@ class MediaDecoder:
     def run(self, function: Callable[..., Result], /, *args: object, param: str, is_video: bool) -> Result:
         """The function's result.
 
-        Raises InvalidRequest that names `param`, beyond a limit too, and ContextTooLong. Errors of ours, and OSError
-        where no process can be started, are raised as they are: the functions translate those of decoders themselves.
+        Raises InvalidRequest that names `param`, also when a limit is exceeded, and ContextTooLong. Our own errors, and
+        OSError if no process can be started, pass through; the functions translate decoders' errors.
         """
         timeout_s = self._limits.video_decode_s if is_video else self._limits.image_decode_s
         try:

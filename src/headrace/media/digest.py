@@ -1,4 +1,4 @@
-"""What an item of media is known by: everything that decides what the model makes of it."""
+"""Identifies a media item by everything that decides its embeddings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 
 def pixel_digest(pixels: npt.NDArray[np.uint8], grid: tuple[int, int, int], times: tuple[int, ...]) -> bytes:
-    """32 bytes for all pixels, as prepared for the tower, their arrangement and their steps in time.
+    """32 bytes for the pixels as prepared for the tower, their grid and their time steps.
 
-    Two files of the same picture have one digest if they decode and scale to the same pixels. The checkpoint's own
-    constants (mean, deviation, patch size) are not in it: what is computed with other weights is kept apart anyway.
+    Files with the same decoded and scaled pixels share a digest. The checkpoint's constants (mean, deviation, patch
+    size) are not included: other weights have another namespace anyway.
     """
     digest = sha256(repr((pixels.shape, grid, times)).encode("ascii"))
     digest.update(np.ascontiguousarray(pixels).data)

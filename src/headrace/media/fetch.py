@@ -1,4 +1,4 @@
-"""Bytes of an item of media, wherever its source says that they are."""
+"""Fetches the bytes of a media item from its source."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
 
 
 class MediaFetcher:
-    """Reads sources under one policy."""
+    """Fetches under one policy."""
 
     def __init__(self, policy: MediaPolicy, *, remote: RemoteMedia | None = None) -> None:
-        """remote: None reads from the net under the same policy."""
+        """remote: None fetches from the network under the same policy."""
         self._policy = policy
         self._remote = remote or RemoteMedia(policy)
 
     async def read(self, source: str, param: str) -> bytes:
-        """The bytes of a `data:`, http(s) or `file:` URL, of a path, or of plain base64.
+        """The bytes of a `data:`, http(s) or `file:` URL, a path, or plain base64.
 
-        param: the field that the source came in. Raises InvalidRequest that names it.
+        param: the source's field. Raises InvalidRequest that names it.
         """
         match = _SCHEME.match(source[:32])
         scheme = match[1].lower() if match else ""

@@ -1,7 +1,7 @@
-"""What a picture's file declares, read before a decoder allocates anything for it.
+"""Reads a picture's declared size before a decoder allocates anything.
 
-Decoders differ in what they do before the size of a picture can be asked: some allocate it, some decode it. So every
-format's own header is read here first. What is not understood passes: the decoder then says that the file is broken.
+Some decoders allocate or even decode a picture before its size can be asked, so every format's header is parsed here
+first. What is not understood passes: the decoder will report a broken file.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Size = tuple[int, int]
 
 
 def declared_sizes(data: bytes) -> list[Size]:
-    """Sizes that a decoder may allocate for a picture's file, as far as its header tells them.
+    """Sizes that a decoder may allocate for a file, as far as its header tells.
 
-    Raises ValueError that says why, for a file that would take a decoder too long or too much memory whatever its size.
+    Raises ValueError with the reason for a file that would take too long or too much memory at any size.
     """
     sizes: list[Size] = []
     try:
         for offset, mark, read in _FORMATS:
             if data.startswith(mark, offset):
                 sizes.extend(read(data))
-    except (struct.error, IndexError):  # the file ends here, which is the decoder's to say
+    except (struct.error, IndexError):  # truncated: the decoder reports it
         pass
     return sizes
 
@@ -52,7 +52,7 @@ def _jpeg(data: bytes) -> Iterator[Size]:
     place, num_scans = 2, 0
     while place < len(data) - 1 and data[place] == 0xFF:
         marker = data[place + 1]
-        if marker in (0xFF, 0x01) or 0xD0 <= marker <= 0xD8:  # a filling byte, or a marker without a length
+        if marker in (0xFF, 0x01) or 0xD0 <= marker <= 0xD8:  # a fill byte, or a marker without a length
             place += 1 if marker == 0xFF else 2
             continue
         if marker == 0xD9:
@@ -119,7 +119,7 @@ def _bmp(data: bytes) -> Iterator[Size]:
 
 
 def _bitmap(data: bytes, place: int) -> Size:
-    """The size in a bitmap's header, which icons have too."""
+    """The size in a bitmap's header, which icons contain too."""
     (header_length,) = struct.unpack_from("<I", data, place)
     width, height = struct.unpack_from("<HH" if header_length == 12 else "<ii", data, place + 4)
     return abs(width), abs(height)
@@ -153,7 +153,7 @@ def _tiff(data: bytes) -> Iterator[Size]:
         length = count * _TIFF_TYPE_BYTES.get(kind, 0)
         num_bytes += length if length > inline else 0
         place += inline
-        if num_bytes > len(data):  # values share their bytes: each would be read into memory of its own
+        if num_bytes > len(data):  # values share their bytes: each would get its own memory
             raise ValueError("the TIFF's tags hold more than the file does")
     yield found[256], found[257]
     yield found[322], found[323]

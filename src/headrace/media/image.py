@@ -1,4 +1,4 @@
-"""A picture's file to RGB pixels."""
+"""Decodes a picture's file to RGB pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.media.headers import declared_sizes
 from headrace.media.patches import Pixels
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
-"""What is read. Others that Pillow knows run programs or read further files."""
+"""Accepted formats. Others that Pillow knows run programs or read further files."""
 
 _MODES_16_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
 _MAX_16_BIT = 65_535
@@ -22,8 +22,8 @@ _BAND_ROWS = 256
 def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
     """RGB pixels [height, width, 3] of an image file, upright; of an animation the first frame.
 
-    What is transparent shows white behind it, greyscale of 16 bits keeps its upper 8. The header is checked before
-    anything is decoded. Raises InvalidRequest that names `param` for a file that is broken, cut short or too large.
+    Transparency is blended with white, 16-bit greyscale keeps its upper 8 bits. The header is checked before decoding.
+    Raises InvalidRequest that names `param` for a broken, truncated or oversized file.
     """
     try:
         for size in declared_sizes(data):
@@ -38,7 +38,7 @@ def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidRequest(f"{param}: the image has more than {max_pixels} pixels", param=param) from error
-    except Exception as error:  # a decoder meets bytes that it was not made for, and fails in any way
+    except Exception as error:  # decoders fail in any way on malformed bytes
         raise InvalidRequest(f"{param}: this is no image that can be read, or it is broken", param=param) from error
 
 
@@ -50,7 +50,7 @@ def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
 
 
 def _rgb_pixels(image: Image.Image) -> Pixels:
-    """Band by band: colours on the way to RGB take several times the memory that the pixels do."""
+    """Band by band: converting to RGB at once takes several times the pixels' memory."""
     width, height = image.size
     pixels = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, _BAND_ROWS):

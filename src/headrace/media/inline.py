@@ -1,4 +1,4 @@
-"""Media inside the request itself: `data:` URLs and plain base64."""
+"""Media inside the request: `data:` URLs and plain base64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 
 from headrace.errors import InvalidRequest
 
-# Beginnings of files, at their offsets: a text that is base64 of one of these is no path.
+# File signatures and their offsets: a text that is base64 of one of these is no path.
 _SIGNATURES: tuple[tuple[int, bytes], ...] = (
     (0, b"\x89PNG\r\n\x1a\n"),
     (0, b"\xff\xd8\xff"),
@@ -32,7 +32,7 @@ _FRAMES = re.compile(r"\s*data:video/(jpeg|png|webp)\s*;base64\s*", re.IGNORECAS
 
 
 def read_data_url(url: str, max_bytes: int, param: str) -> bytes:
-    """The bytes of a `data:` URL (RFC 2397), base64 or percent-encoded. Its media type is not believed.
+    """The bytes of a `data:` URL (RFC 2397), base64 or percent-encoded. Its media type is ignored.
 
     Raises InvalidRequest that names `param`.
     """
@@ -49,9 +49,9 @@ def read_data_url(url: str, max_bytes: int, param: str) -> bytes:
 
 
 def split_frames(source: str, max_frames: int, param: str) -> tuple[str, ...] | None:
-    """The frames of a video that comes as pictures, `data:video/jpeg;base64,FRAME,FRAME,…`; None for any other source.
+    """The frames of a video given as pictures, `data:video/jpeg;base64,FRAME,FRAME,…`; None for any other source.
 
-    So vLLM's clients send videos that they have sampled themselves. Raises InvalidRequest for too many.
+    vLLM's clients send videos this way when they have sampled the frames. Raises InvalidRequest for too many.
     """
     header, _, data = source.partition(",")
     if not _FRAMES.fullmatch(header):
@@ -62,7 +62,7 @@ def split_frames(source: str, max_frames: int, param: str) -> tuple[str, ...] | 
 
 
 def decode_base64(data: str, max_bytes: int, param: str) -> bytes:
-    """The bytes of base64 text; white space in it and missing padding are tolerated. Raises InvalidRequest."""
+    """The bytes of base64 text; white space and missing padding are tolerated. Raises InvalidRequest."""
     if "%" in data:  # a client may have percent-encoded the padding or the pluses
         data = b"".join(map(unquote_to_bytes, _slices(data))).decode("latin-1")
     # not by a pattern, which takes 15 times as long on megabytes without white space
@@ -75,7 +75,7 @@ def decode_base64(data: str, max_bytes: int, param: str) -> bytes:
 
 
 def is_plain_base64(source: str) -> bool:
-    """Whether a source without a scheme is a media file in base64, and not a path: by how the file begins."""
+    """Whether a source without a scheme is a media file in base64 rather than a path, by its signature."""
     if _BASE64.fullmatch(source[:_NUM_CHECKED_CHARACTERS]) is None:
         return False
     beginning = "".join(source[: 4 * _NUM_SIGNATURE_CHARACTERS].split())[:_NUM_SIGNATURE_CHARACTERS]
@@ -86,7 +86,7 @@ def is_plain_base64(source: str) -> bool:
 
 
 def _slices(data: str) -> Iterator[str]:
-    """Percent-encoded text in pieces that cut no code in two: decoding takes a list with an element for each code."""
+    """Percent-encoded text in pieces that split no escape: decoding makes a list with an element per escape."""
     start = 0
     while start < len(data):
         end = start + _SLICE_CHARACTERS

@@ -1,4 +1,4 @@
-"""Media in files of the server, below one folder."""
+"""Media files on the server, below one folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headrace.errors import InvalidRequest
 def read_file(source: str, root: Path | None, max_bytes: int, param: str) -> bytes:
     """The bytes of the file that a path or a `file:` URL names; relative paths are below `root`.
 
-    Symbolic links are followed, and what they lead to must be below `root` as well. Raises InvalidRequest that names
-    `param`, with the same words for a file that is missing and one that is elsewhere.
+    Symbolic links are followed, and their targets must be below `root` as well. Raises InvalidRequest that names
+    `param`, with the same message for a missing file and one elsewhere.
     """
     if root is None:
         raise InvalidRequest(
@@ -44,7 +44,7 @@ def _path(source: str) -> str:
 
 
 def _read(path: Path, max_bytes: int, param: str) -> bytes:
-    # Not a link any more, and never waiting: a pipe would.
+    # No link (the path is resolved) and no blocking, as on a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

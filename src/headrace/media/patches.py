@@ -1,4 +1,4 @@
-"""Pixels in the order in which a vision tower reads them."""
+"""Arranges pixels in the order that a vision tower reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def scaled(picture: Pixels, size: tuple[int, int], *, is_bicubic: bool = True) -> Pixels:
-    """The RGB picture [height, width, 3] at another size, with antialiasing, as Pillow does it; else bilinear."""
+    """The RGB picture [height, width, 3] at another size, antialiased by Pillow, bicubic or bilinear."""
     if picture.shape[:2] == size:
         return picture
     height, width = size
@@ -21,11 +21,11 @@ def scaled(picture: Pixels, size: tuple[int, int], *, is_bicubic: bool = True) -
 
 
 def to_patches(frames: Pixels, vision: PatchVision) -> tuple[Pixels, tuple[int, int, int]]:
-    """Frames [frames, height, width, 3] as patches, and the grid of them: time, rows, columns.
+    """Frames [frames, height, width, 3] as patches, and their grid: time, rows, columns.
 
-    Patches [time * rows * columns, 3 * temporal * side * side] come by time, then by blocks of merge_size * merge_size,
-    which stand together; in a patch values come by channel, frame, row, column. Frames that don't fill the last patch
-    are completed with the last one. Height and width are multiples of the factor.
+    Patches [time * rows * columns, 3 * temporal * side * side] are ordered by time, then by blocks of merge_size *
+    merge_size, which are contiguous; within a patch values are ordered by channel, frame, row, column. The last frame
+    is repeated to fill the last patch. Height and width are multiples of the factor.
     """
     depth, side, merge = vision.temporal_patch_size, vision.patch_size, vision.merge_size
     missing = -len(frames) % depth

@@ -1,10 +1,10 @@
 """Positions of a prompt with media in rotary embedding over time, row and column (M-RoPE). Arithmetic only.
 
-Text counts on, the same number on all three axes. A block of media begins where the text before it ended: its tokens
-keep that number plus their own time, row and column in the block. What comes after goes on with the next number that no
-axis has used. So the models were trained (arXiv 2409.12191, section 2.1; the first release of each in transformers).
-transformers 5.24 differs for a Qwen2.5-VL video that has more steps in time than rows or columns: the text behind it
-starts within its time, and the answer behind that jumps past it.
+Text has the same position on all three axes. A media block starts at the position after the text before it: its tokens
+have that number plus their time, row and column in the block. The following text continues with the next number unused
+on any axis. This is how the models were trained (arXiv 2409.12191, section 2.1; the first release of each in
+transformers). transformers 5.24 differs for a Qwen2.5-VL video with more time steps than rows or columns: the text
+after it starts within its time, and the answer jumps past it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Placeholders from `start` on: for each of `times`, steps since the block's start, rows * columns tokens."""
+    """Placeholders from `start` on: rows * columns tokens for each of `times`, in steps since the block's start."""
 
     start: int
     times: tuple[int, ...]
@@ -32,7 +32,7 @@ class Block:
 
 
 def media_positions(num_tokens: int, blocks: Sequence[Block]) -> tuple[npt.NDArray[np.int32], int]:
-    """Positions [3, num_tokens] (time, row, column), and the rope delta: what is added to the index of a later token.
+    """Positions [3, num_tokens] (time, row, column), and the rope delta added to later tokens' indices.
 
     blocks: in the prompt's order, without overlap.
     """

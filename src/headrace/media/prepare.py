@@ -1,4 +1,4 @@
-"""Bytes of an image or a video to what of it goes into a prompt. Pure: may run in any thread."""
+"""Prepares images and videos for a prompt. Pure: may run in any thread."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
 
 @dataclass(frozen=True, slots=True)
 class MediaFiles:
-    """A picture or a video as it arrived.
+    """A picture or a video as received.
 
-    files: one, or the pictures of a video that comes as such (is_frames). param: the field that it came in.
+    files: one, or the pictures of a video given as frames (is_frames). param: its request field.
     """
 
     kind: Literal["image", "video"]
@@ -35,7 +35,7 @@ class MediaFiles:
 
 
 def prepare(item: MediaFiles, vision: PatchVision, limits: MediaLimits) -> tuple[PreparedMedia, ...]:
-    """The item as the model is shown it: a model that knows pictures only sees each frame of a video by itself.
+    """The model's input for the item; for a model without video, one picture per frame.
 
     Raises InvalidRequest that names the item's field, ContextTooLong.
     """
@@ -53,7 +53,7 @@ def prepare(item: MediaFiles, vision: PatchVision, limits: MediaLimits) -> tuple
 
 
 def read_pictures(item: MediaFiles, limits: MediaLimits) -> list[Pixels]:
-    """The picture, or as many frames of a video as Gemma 3 is shown. Raises as `prepare`."""
+    """The picture, or as many frames of a video as Gemma 3 takes. Raises as `prepare`."""
     if item.is_frames:
         check_frames(item.files, limits, item.param)
     if item.kind == "image" or item.is_frames:
@@ -87,7 +87,7 @@ def prepare_video(
 def prepare_video_as_images(
     data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
 ) -> tuple[PreparedImage, ...]:
-    """A video file as its sampled frames, for a model that knows pictures only. Raises as `prepare_video`."""
+    """The sampled frames of a video file as pictures. Raises as `prepare_video`."""
     outline = read_outline(data, limits, param)
     samples = choose_frames(outline.frames, vision, limits, options)
     size = _image_size(outline.size, vision, param, options)
@@ -103,7 +103,7 @@ def prepare_video_as_images(
 def prepare_frames_as_images(
     files: Sequence[bytes], vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
 ) -> tuple[PreparedImage, ...]:
-    """A video that comes as image files, for a model that knows pictures only. Raises as `prepare_frames`."""
+    """A video given as image files, as pictures. Raises as `prepare_frames`."""
     check_frames(files, limits, param)
     return tuple(prepare_image(file, vision, limits, param, options) for file in files)
 
@@ -116,7 +116,7 @@ def prepare_frames(
     param: str,
     options: MediaOptions = AS_MADE,
 ) -> PreparedVideo:
-    """A video that comes as image files, `rate` of them per second; all are looked at, as somebody has chosen them.
+    """A video given as image files, `rate` per second; all are used, because the client chose them.
 
     Raises InvalidRequest that names `param`, ContextTooLong.
     """
@@ -131,7 +131,7 @@ def prepare_frames(
 def choose_frames(
     frames: FrameTimes, vision: PatchVision, limits: MediaLimits, options: MediaOptions = AS_MADE
 ) -> SampledFrames:
-    """Frames of a video to look at: what the request wants, else the checkpoint, and no more than the limits allow."""
+    """Sample frames of a video: the request's options, else the checkpoint's, within the limits."""
     wanted = vision.sampling
     sampling = FrameSampling(
         fps=options.fps or limits.fps or wanted.fps,
@@ -161,7 +161,7 @@ def _image_size(size: Size, vision: PatchVision, param: str, options: MediaOptio
 
 
 def _still(picture: Pixels, vision: PatchVision) -> PreparedImage:
-    """A picture of the right size; it stands for all frames of a patch."""
+    """A picture of the right size, repeated for all frames of a patch."""
     patches, grid = to_patches(np.broadcast_to(picture, (vision.temporal_patch_size, *picture.shape)), vision)
     return PreparedImage(patches, grid)
 
@@ -170,7 +170,7 @@ def _video(
     pictures: Sequence[Pixels], samples: SampledFrames, frames: FrameTimes, vision: PatchVision
 ) -> PreparedVideo:
     patches, grid = to_patches(np.stack(pictures), vision)
-    # Sampled frames per second of the video, as transformers counts them.
+    # Sampled frames per second, as transformers counts them.
     rate = len(pictures) / frames.num_frames * frames.rate
     depth = vision.temporal_patch_size
     return PreparedVideo(patches, grid, group_times(samples.times, depth), depth / rate)
@@ -188,7 +188,7 @@ def _frame_size(
 
 
 def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: MediaLimits, param: str) -> None:
-    """Before anything of that size is made."""
+    """Check the number of tokens before anything is allocated."""
     grid = (num_groups, size[0] // vision.patch_size, size[1] // vision.patch_size)
     num_tokens = num_media_tokens(grid, vision)
     if limits.tokens is not None and num_tokens >= limits.tokens:
@@ -196,7 +196,7 @@ def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: Medi
 
 
 def check_frames(files: Sequence[bytes], limits: MediaLimits, param: str) -> None:
-    """Raises InvalidRequest that names `param` for more frames than are looked at, or none."""
+    """Raise InvalidRequest that names `param` for no frames or too many."""
     if not 0 < len(files) <= limits.sampled_frames:
         message = f"{param} holds {len(files)} frames, it must be 1 to {limits.sampled_frames}"
         raise InvalidRequest(message, param=param)

@@ -1,4 +1,4 @@
-"""Media of a request, decoded and cut, before their place in a prompt is known."""
+"""Media of a request, decoded and cut into patches, before their position in a prompt is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one checkpoint sees: its family's numbers, overruled by the checkpoint's own files."""
+"""One checkpoint's vision settings: its family's values, overridden by the checkpoint's own files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headrace.types.media import TwoWay
 
 @dataclass(frozen=True, slots=True)
 class VisionProfile:
-    """What has to be known of a checkpoint to prepare media for it."""
+    """What is needed to prepare media for a checkpoint."""
 
     vision: PatchVision
     tokens: VisionTokens
 
 
 def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | None:
-    """The profile of the checkpoint in a folder; None if it has no vision tower, or one that is not known here.
+    """The profile of the checkpoint in a folder; None if it has no vision tower or an unknown one.
 
-    config: its config.json. Raises ModelError for files that can't be read and for token ids that are missing.
+    config: its config.json. Raises ModelError for unreadable files and missing token ids.
     """
     vision = find_vision(config.get("model_type", ""))
     if vision is None or not config.get("vision_config"):
@@ -35,7 +35,7 @@ def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | 
         return VisionProfile(_square(vision, config, image), _tokens(config, vision))
     if vision.max_tokens is not None:
         return VisionProfile(_within_tokens(vision, config, image), _tokens(config, vision))
-    # The shape of patches is the tower's and the same for both; pixels may differ.
+    # The patch shape is the tower's and the same for both; pixel limits may differ.
     vision = replace(
         vision,
         patch_size=image.get("patch_size", vision.patch_size),
@@ -53,7 +53,7 @@ def read_profile(directory: Path, config: Mapping[str, Any]) -> VisionProfile | 
 
 
 def _square(vision: PatchVision, config: Mapping[str, Any], image: Mapping[str, Any]) -> PatchVision:
-    """The profile of a tower that takes pictures of one size: config.json says which, and how many tokens they make."""
+    """The profile of a tower with pictures of one size: config.json gives the size and the number of tokens."""
     tower = config["vision_config"]
     try:
         side, patch_size = int(tower["image_size"]), int(tower["patch_size"])
@@ -108,14 +108,14 @@ def _tokens(config: Mapping[str, Any], vision: PatchVision) -> VisionTokens:
 
 
 def _processor_settings(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Settings for images and for videos, looked for where transformers looks, in its order."""
+    """Settings for images and for videos, from the files that transformers reads, in its order."""
     both = _read(directory / "processor_config.json")
     image = both.get("image_processor") or _read(directory / "preprocessor_config.json")
     return image, both.get("video_processor") or _read(directory / "video_preprocessor_config.json") or image
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """The file's settings, none if there is no file."""
+    """The file's settings, empty if there is no file."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _pixels(settings: Mapping[str, Any], default: PixelRange) -> PixelRange:
-    """`size` names areas, though it calls them edges; older files call them pixels."""
+    """`size` holds areas, though named as edges; older files name them pixels."""
     size = settings.get("size") or {}
     minimum = settings.get("min_pixels") or size.get("shortest_edge") or default.minimum
     maximum = settings.get("max_pixels") or size.get("longest_edge") or default.maximum

@@ -1,4 +1,4 @@
-"""Media put into a prompt: one placeholder per token that the model sees, and what stands there."""
+"""Inserts media into a prompt: one placeholder per token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EncodeText = Callable[[str], Sequence[int]]
 class ExpandedPrompt:
     """A prompt with all its placeholders.
 
-    grown: for each item, the length up to its end in the prompt as it was, and how many tokens longer that is now.
+    grown: for each item, its end in the original prompt and how many tokens longer the prompt has become up to there.
     """
 
     token_ids: tuple[int, ...]
@@ -36,10 +36,10 @@ class ExpandedPrompt:
 def expand(
     token_ids: Sequence[int], media: Sequence[PreparedMedia], profile: VisionProfile, encode: EncodeText
 ) -> ExpandedPrompt:
-    """The prompt with as many placeholders for each item as it has tokens, and timestamps between them.
+    """The prompt with as many placeholders per item as it has tokens, and timestamps between them.
 
-    token_ids: with one image or video token per item, in the order of `media`. encode: for timestamps.
-    Raises ValueError if the tokens and the items don't match.
+    token_ids: with one image or video token per item, in the order of `media`. encode: for timestamps. Raises
+    ValueError if the tokens and the items don't match.
     """
     tokens = profile.tokens
     kinds: dict[int | None, type[PreparedMedia]] = {tokens.video: PreparedVideo}
@@ -59,13 +59,13 @@ def expand(
 
 
 def expanded_length(num_tokens: int, grown: Sequence[tuple[int, int]]) -> int:
-    """The length that the prompt's first `num_tokens` tokens have after expansion. No length cuts an item in two."""
+    """The expanded length of the prompt's first `num_tokens` tokens. No length cuts an item in two."""
     behind = bisect_right(grown, num_tokens, key=lambda item: item[0])
     return num_tokens + (grown[behind - 1][1] if behind else 0)
 
 
 def num_media_tokens(grid: tuple[int, int, int], vision: PatchVision) -> int:
-    """Placeholders for a grid of patches, timestamps left out."""
+    """Placeholders for a grid of patches, timestamps excluded."""
     return grid[0] * grid[1] * grid[2] // vision.merge_size**2
 
 

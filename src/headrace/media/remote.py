@@ -1,4 +1,4 @@
-"""Media from the net, from hosts that the server's operator has listed."""
+"""Downloads media from hosts that the operator has listed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 async def system_addresses(host: str, port: int) -> Sequence[str]:
-    """Addresses of a host, as the system resolves it."""
+    """Addresses of a host, resolved by the system."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 class RemoteMedia:
-    """Reads http(s) URLs under a policy.
+    """Downloads http(s) URLs under a policy.
 
-    A host is resolved once, every address that it has must be public, and the connection goes to one of just these:
-    a name that is resolved anew to somewhere else has no effect. Proxies and other settings of the environment neither.
+    A host is resolved once, all its addresses must be public, and the connection goes to one of these: resolving the
+    name to another address later has no effect. Proxies and other environment settings are ignored.
 
-    transport: instead of the network, for tests. Raises ConfigError for a host that no list can hold.
+    transport: replaces the network, for tests. Raises ConfigError for an invalid host entry.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RemoteMedia:
         self._transport = transport
 
     async def read(self, url: str, param: str) -> bytes:
-        """The bytes behind a URL. Raises InvalidRequest that names `param`."""
+        """The content of a URL. Raises InvalidRequest that names `param`."""
         try:
             async with asyncio.timeout(self._policy.timeout_s), self._client() as client:
                 return await self._follow(client, url, param)
@@ -107,7 +107,7 @@ class RemoteMedia:
         return target
 
     async def _addresses(self, target: httpx.URL, param: str) -> Sequence[str]:
-        """Addresses to connect to. Raises InvalidRequest if the host is unknown or leads into a private network."""
+        """Addresses to connect to. Raises InvalidRequest if the host is unknown or private."""
         host = target.raw_host.decode("ascii")
         try:
             addresses = await self._resolve(host, _port(target))
@@ -136,7 +136,7 @@ class RemoteMedia:
 
 
 async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: Sequence[str]) -> httpx.Response:
-    """The answer, its body unread, from the first of the host's addresses that can be reached."""
+    """The response, its body unread, from the first reachable address."""
     *others, last = addresses
     for address in others:
         try:

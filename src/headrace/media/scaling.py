@@ -1,7 +1,7 @@
-"""To which size a picture or a video is scaled before it is cut into patches.
+"""The size to which a picture or video is scaled before it is cut into patches.
 
-As transformers 5.24 computes it (`smart_resize` of its Qwen2-VL and Qwen3-VL processors): rounding is half to even and
-nothing is checked twice, so that a picture may come out a little over or under its range.
+As in transformers 5.24 (`smart_resize` of its Qwen2-VL and Qwen3-VL processors): rounding is half to even and the
+result is not checked again, so a picture may end up slightly over or under its range.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from headrace.families.vision import PatchVision, PixelRange
 
 MAX_ASPECT_RATIO = 200
 MAX_FRAME_TOKENS = 768
-"""Tokens that a frame's pixels may make where frames are capped (`VIDEO_MAX_TOKEN_NUM` of qwen-vl-utils)."""
+"""Tokens per frame where frames are capped (`VIDEO_MAX_TOKEN_NUM` of qwen-vl-utils)."""
 
 Size = tuple[int, int]
 """Height and width in pixels."""
 
 
 def image_size(size: Size, factor: int, pixels: PixelRange) -> Size:
-    """The size that an image is scaled to, in multiples of `factor`. Raises ValueError for an extreme shape."""
+    """The scaled size of an image, in multiples of `factor`. Raises ValueError for an extreme shape."""
     _check_ratio(size)
     rounded = _rounded(size, factor)
     return _fitted(size, rounded, factor, pixels, num_frames=1, num_counted_frames=1)
 
 
 def size_within_tokens(size: Size, factor: int, max_tokens: int) -> Size:
-    """The largest size of about the same shape that makes at most `max_tokens` tokens of `factor` pixels on a side.
+    """The largest size of about the same shape with at most `max_tokens` tokens of `factor` pixels on a side.
 
-    As `get_aspect_ratio_preserving_size` of transformers' Gemma 4: sides are rounded down, and to one token where
-    that leaves nothing.
+    As `get_aspect_ratio_preserving_size` of transformers' Gemma 4: sides are rounded down, to at least one token.
     """
     height, width = size
     scale = math.sqrt(max_tokens * factor**2 / (height * width))
@@ -42,9 +41,9 @@ def size_within_tokens(size: Size, factor: int, max_tokens: int) -> Size:
 
 
 def video_size(num_frames: int, size: Size, vision: PatchVision) -> Size:
-    """The size that each of `num_frames` frames is scaled to.
+    """The scaled size of each of `num_frames` frames.
 
-    Raises ValueError for fewer frames than a patch holds, where frames are timed, and for an extreme shape.
+    Raises ValueError for fewer frames than a patch has, where frames are timed, and for an extreme shape.
     """
     if not vision.has_timestamps:
         return image_size(size, vision.factor, vision.video)

@@ -1,6 +1,6 @@
-"""A video's file: when its frames are shown, and the pixels of some of them.
+"""Reads a video's frame times and decodes some of its frames.
 
-Frames are scaled as they come, so that of a long video never more is held than the model will see.
+Frames are scaled as they are decoded, so memory never exceeds what the model takes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from headrace.media.patches import Pixels
 from headrace.media.sampling import FrameTimes, frame_times
 from headrace.types.media import MediaLimits
 
-# Containers that hold their frames; playlists and their like, which lead to other files, are not among them.
+# Self-contained formats; playlists and the like, which refer to other files, are excluded.
 _OPTIONS = {
     "format_whitelist": "mov,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg",
     "protocol_whitelist": "none",
 }
 
 Read = Callable[[Pixels], Pixels]
-"""What becomes of the pixels [height, width, 3] of a frame that is looked at."""
+"""Preprocessing of one sampled frame [height, width, 3]."""
 
 
 @dataclass(frozen=True, slots=True)
 class VideoOutline:
-    """What is known of a video before its frames are decoded.
+    """What is known of a video before decoding.
 
-    frames: when they are shown. stamps: the container's own time of each, rising. size: height and width, upright.
+    frames: when they are shown.
+    stamps: the container's time of each, rising.
+    size: height and width, upright.
     """
 
     frames: FrameTimes
@@ -53,7 +55,7 @@ def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
         stamps = _packet_stamps(container, stream, limits, param)
         base, rate = stream.time_base, stream.average_rate
         _check_frame(stream.codec_context.width, stream.codec_context.height, limits, param)
-    if stamps is None:  # some containers tell the order of decoding only
+    if stamps is None:  # some containers only give the decoding order
         with _opened(data, param) as (container, stream), _decoding(param):
             stamps = [frame.pts for frame in _decoded(container, stream, limits, param) if frame.pts is not None]
     if not stamps or not base:
@@ -72,7 +74,7 @@ def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
 def read_frames(
     data: bytes, outline: VideoOutline, indices: Sequence[int], read: Read, limits: MediaLimits, param: str
 ) -> list[Pixels]:
-    """`read` of each of the frames with these indices, which never fall.
+    """`read` of each of the frames with these non-decreasing indices.
 
     Raises InvalidRequest that names `param` if one of them can't be decoded.
     """
@@ -83,7 +85,7 @@ def read_frames(
         for frame in _decoded(container, stream, limits, param):
             if frame.pts is None:
                 continue
-            # A frame that the container lists and the decoder leaves out is covered by the one before it.
+            # A frame that the decoder skips is replaced by the one before it.
             while wanted and wanted[0] < frame.pts:
                 pictures[wanted.pop(0)] = read(_upright(shown or frame, param))
             if wanted and wanted[0] == frame.pts:
@@ -109,23 +111,23 @@ def _opened(data: bytes, param: str) -> Iterator[tuple[InputContainer, VideoStre
 
 @contextmanager
 def _decoding(param: str) -> Iterator[None]:
-    """Whatever a decoder raises inside becomes InvalidRequest."""
+    """Translate any decoder exception to InvalidRequest."""
     try:
         yield
     except (InvalidRequest, MemoryError):
         raise
-    except Exception as error:  # a decoder meets bytes that it was not made for, and fails in any way
+    except Exception as error:  # decoders fail in any way on malformed bytes
         raise _broken(param) from error
 
 
 def _packet_stamps(container: InputContainer, stream: VideoStream, limits: MediaLimits, param: str) -> list[int] | None:
-    """When the container's frames are shown, unsorted, without decoding one; None if it does not say for each.
+    """Display times of the container's frames, unsorted, without decoding; None if some are missing.
 
-    Raises InvalidRequest if there are fewer than it declares: the file is cut short.
+    Raises InvalidRequest if there are fewer than declared: the file is truncated.
     """
     stamps, num_packets, all_say = [], 0, True
     for packet in container.demux(stream):
-        if not packet.size:  # the end, or a frame that was dropped
+        if not packet.size:  # the end, or a dropped frame
             continue
         num_packets += 1
         if num_packets > limits.video_frames:
@@ -153,7 +155,7 @@ def _decoded(container: InputContainer, stream: VideoStream, limits: MediaLimits
 
 
 def _upright(frame: VideoFrame, param: str) -> Pixels:
-    """RGB pixels as a player would show them: phones store frames as the sensor lies."""
+    """RGB pixels as a player shows them: phones store frames in sensor orientation."""
     if frame.is_corrupt:
         raise _broken(param)
     with _decoding(param):

@@ -1,1 +1,1 @@
-"""From logits to token ids: each row by its own settings and its own random stream."""
+"""From logits to token ids: each row with its own settings and random stream."""

@@ -1,9 +1,9 @@
-"""What a row's settings do to its logits before the temperature: bans, bias and penalties.
+"""Adjusts a row's logits before the temperature: bans, bias and penalties.
 
 An Adjustment is planned on the host and names the tokens that it touches. All rows of a batch are then changed
-together, one stage after the other, by gathering the named logits, changing them and putting them back: no other logit
-is computed with, so the work does not grow with the vocabulary and a row can't change its neighbours. Only a mask,
-which says of every token whether it may come, looks at whole rows.
+together, one stage after the other, by gathering the named logits, changing them and scattering them back: no other
+logit is touched, so the work does not grow with the vocabulary and a row can't affect others. Only a mask, which covers
+every token, reads whole rows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from headrace.sampling.rows import in_order, pick
 from headrace.types.request import SamplingParams
 
 Mask = npt.NDArray[np.uint32]
-"""[W]: bit i % 32 of word i // 32 is set if token i may come. Ids beyond the last word may not."""
+"""[W]: bit i % 32 of word i // 32 is set if token i is allowed. Ids beyond the last word are not."""
 
 _NUM_REMEMBERED = 64
-"""Sets of ids that are kept as arrays from one step to the next; a set of allowed ids may be nearly as large as V."""
+"""Sets of ids cached as arrays between steps; a set of allowed ids may be nearly as large as V."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Tokens of one row, [N], and for each a number that changes its logit, [N]: an amount or a factor.
+    """Tokens of one row, [N], and the amount or factor that changes each one's logit, [N].
 
-    An id may stand here twice, with the same number.
+    An id may occur twice, with the same number.
     """
 
     ids: Ids
@@ -40,10 +40,12 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """All that is done to one row, in the order of the fields; None is nothing. Every id is inside the vocabulary.
+    """All changes to one row, in the order of the fields; None is no change. Every id is inside the vocabulary.
 
-    allowed: the only ids that may come. banned, biased: amounts to add, -inf for a ban. mask: what else may come.
-    repeated: factors that divide positive and multiply negative logits. counted: amounts to subtract.
+    allowed: the only allowed ids. banned, biased: amounts to add, -inf for a ban.
+    mask: a further restriction.
+    repeated: factors that divide positive and multiply negative logits.
+    counted: amounts to subtract.
     """
 
     allowed: Ids | None
@@ -62,9 +64,10 @@ def plan_adjustment(
     num_tokens: int,
     mask: Mask | None = None,
 ) -> Adjustment:
-    """What these settings ask for at this place of the output; ids outside the vocabulary of `num_tokens` are ignored.
+    """The adjustment for these settings at this output position; ids outside the vocabulary of `num_tokens` are
+    ignored.
 
-    history: may be None for settings that don't need one, see `needs_history`. mask: what may come by a grammar.
+    history: may be None for settings that don't need one, see `needs_history`. mask: what a grammar allows.
     """
     banned = [_inside(params.banned_token_ids, num_tokens)] if params.banned_token_ids else []
     if history and params.bad_words:
@@ -82,7 +85,7 @@ def plan_adjustment(
 
 
 def _must_end(mask: Mask, stop_token_ids: frozenset[int]) -> bool:
-    """Whether nothing but stop tokens may come."""
+    """Whether only stop tokens are allowed."""
     others = mask.copy()
     for token_id in stop_token_ids:
         if 0 <= token_id < 32 * len(others):
@@ -92,19 +95,19 @@ def _must_end(mask: Mask, stop_token_ids: frozenset[int]) -> bool:
 
 @lru_cache(_NUM_REMEMBERED)
 def _inside(token_ids: frozenset[int], num_tokens: int) -> Ids:
-    """Those of the ids that the vocabulary has."""
+    """The ids inside the vocabulary."""
     return np.array([token_id for token_id in token_ids if 0 <= token_id < num_tokens], dtype=np.int32)
 
 
 def _word_ends(bad_words: Sequence[Sequence[int]], history: Text, num_tokens: int) -> Ids:
-    """Last ids of the words whose other ids the text ends with."""
+    """Last ids of the words whose other ids end the text."""
     ends = [word[-1] for word in bad_words if history.ends_with(word[:-1])]
     return np.array([token_id for token_id in ends if 0 <= token_id < num_tokens], dtype=np.int32)
 
 
 @lru_cache(_NUM_REMEMBERED)
 def _biased(logit_bias: tuple[tuple[int, float], ...], num_tokens: int) -> Edit:
-    """The amounts of an id that is named more than once are added up."""
+    """Amounts for a repeated id are added up."""
     amounts: dict[int, float] = {}
     for token_id, amount in logit_bias:
         if 0 <= token_id < num_tokens:
@@ -127,9 +130,9 @@ def _same_for_all(ids: Sequence[Ids], number: float) -> Edit:
 
 
 def apply_adjustments(logits: mx.array, adjustments: Mapping[int, Adjustment]) -> mx.array:
-    """The logits, [R, V] float32, with each row that has an adjustment changed by it; the other rows as they are.
+    """The logits, [R, V] float32, with each row's adjustment applied; other rows unchanged.
 
-    A row with a NaN or +inf comes out with a NaN or +inf, whichever of its tokens are banned.
+    A row with a NaN or +inf keeps a NaN or +inf, whichever of its tokens are banned.
     """
     logits = _keep_only(logits, {row: each.allowed for row, each in adjustments.items() if each.allowed is not None})
     logits = _edit(logits, {row: each.banned for row, each in adjustments.items()}, mx.add)
@@ -140,18 +143,18 @@ def apply_adjustments(logits: mx.array, adjustments: Mapping[int, Adjustment]) -
 
 
 def _keep_only(logits: mx.array, allowed: Mapping[int, Ids]) -> mx.array:
-    """Every token of these rows banned but the allowed ones."""
+    """Ban all but the allowed tokens of these rows."""
     if not allowed:
         return logits
     is_closed = mx.array([row in allowed for row in range(logits.shape[0])])[:, None]
-    # Banned by addition: a broken logit stays one (NaN - inf and inf - inf are NaN), so its row is still found out.
+    # Banned by addition: a broken logit stays one (NaN - inf and inf - inf are NaN), so its row is still detected.
     closed = mx.where(is_closed, logits - mx.inf, logits)
     places = _places(allowed, logits.shape[-1])
     return _put(closed, places, mx.take(logits, places))
 
 
 def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
-    """Every token of these rows banned whose bit is not set; a mask may be narrower than the logits, or wider."""
+    """Ban the tokens of these rows whose bit is not set; a mask may be narrower or wider than the logits."""
     if not masks:
         return logits
     num_tokens = logits.shape[-1]
@@ -171,7 +174,7 @@ def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
 def _edit(
     logits: mx.array, edits: Mapping[int, Edit | None], change: Callable[[mx.array, mx.array], mx.array]
 ) -> mx.array:
-    """Each named logit replaced by `change` of it and its number."""
+    """Replace each named logit by `change` of it and its number."""
     wanted = {row: edit for row, edit in edits.items() if edit and len(edit.ids)}
     if not wanted:
         return logits
@@ -185,7 +188,7 @@ def _discourage(logits: mx.array, factors: mx.array) -> mx.array:
 
 
 def _places(ids: Mapping[int, Ids], num_tokens: int) -> mx.array:
-    """Where the ids of all rows stand in the flattened logits, [N]."""
+    """Indices of all rows' ids in the flattened logits, [N]."""
     return mx.array(np.concatenate([of_row.astype(np.int64) + row * num_tokens for row, of_row in ids.items()]))
 
 

@@ -10,28 +10,27 @@ from headrace.backend.transfer import to_device
 from headrace.sampling.rows import in_blocks
 
 NO_TOKEN = -1
-"""Stands in for a token id where a row has no distribution to draw from."""
+"""Returned for a row without a distribution."""
 
 _COARSE = 2.0**24
-"""Numbers in [0, 1) with this many steps are exact in float32."""
+"""Multiples of 1/this in [0, 1) are exact in float32."""
 
 
 def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
     """Token ids, [R] int32, drawn in proportion to `weights`.
 
-    weights: [R, V] float32, not negative; they need not sum to 1. A row that sums to 0 or holds a NaN gives NO_TOKEN.
-    uniforms: [R] in [0, 1), one for each row.
+    weights: [R, V] float32, not negative; they need not sum to 1. A row that sums to 0 or has a NaN gives NO_TOKEN.
+    uniforms: [R] in [0, 1).
 
-    Tokens are laid out in the order of their ids, not by rank: that needs no sort and is the same for every setting.
-    The search takes two levels, blocks and then tokens, because one running sum in float32 over a large vocabulary
-    loses the tail.
+    Tokens are laid out by id, not by rank: that needs no sort and is the same for every setting. The search has two
+    levels, blocks and then tokens, because one float32 running sum over a large vocabulary loses the tail.
     """
     blocks = in_blocks(weights, 0.0)
     _, num_blocks, block = blocks.shape
     borders = mx.cumsum(mx.sum(blocks, axis=-1), axis=-1)
     total = borders[:, -1:]
 
-    # A float32 can't hold the draw: its first 24 bits choose the block, the rest refines the place inside it.
+    # A float32 is too coarse for the draw: its first 24 bits choose the block, the rest refines the position inside it.
     coarse = np.floor(uniforms * _COARSE) / _COARSE
     parts = to_device([*coarse.tolist(), *(uniforms - coarse).tolist()], mx.float32).reshape(2, -1, 1) * total
     target, rest = (part.squeeze(0) for part in mx.split(parts, 2))
@@ -40,7 +39,7 @@ def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
     start = mx.take_along_axis(mx.pad(borders, [(0, 0), (1, 0)]), chosen, axis=-1)
     inside = mx.take_along_axis(blocks, chosen[:, :, None], axis=1).squeeze(1)
     passed = mx.sum(mx.cumsum(inside, axis=-1) <= (target - start) + rest, axis=-1, keepdims=True)
-    # Both sums are rounded; a place past the block's end means its last token that can be drawn at all.
+    # Both sums are rounded; a position past the block's end means its last possible token.
     last = mx.max(mx.where(inside > 0, mx.arange(block), 0), axis=-1, keepdims=True)
     ids = chosen * block + mx.minimum(passed, last)
     return mx.where(total > 0, ids, NO_TOKEN).squeeze(-1).astype(mx.int32)

@@ -1,4 +1,4 @@
-"""What penalties and bad words must know of a sequence's text."""
+"""The text of a sequence, for penalties and bad words."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _FIRST_CAPACITY = 64
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Whether a row with these settings can't be drawn without a History."""
+    """Whether sampling with these settings needs a History."""
     return params.repetition_penalty != 1 or counts_output(params) or bool(params.bad_words)
 
 
 def counts_output(params: SamplingParams) -> bool:
-    """Whether it matters how often a token came in the output."""
+    """Whether the counts of output tokens matter."""
     return params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 class History:
-    """The tokens of one sequence, and how often each one came in its output.
+    """The tokens of one sequence, and the count of each in its output.
 
-    It lives on the host and names tokens by id: a step then costs by the different tokens of the text, not by the
-    vocabulary. Ids outside the vocabulary are part of the text but are never counted.
+    On the host, by token id: a step costs by the different tokens of the text, not by the vocabulary. Ids outside the
+    vocabulary are part of the text but are never counted.
     """
 
     __slots__ = ("_counts", "_ids", "_output", "_places", "_prompt", "_prompt_ids", "_vocab_size")
@@ -40,7 +40,7 @@ class History:
         self._prompt_ids: Ids = np.fromiter(ids, dtype=np.int32, count=len(ids))
         self._vocab_size = vocab_size
         self._output: list[int] = []
-        # Where each id of the output stands in the two arrays, which have room to grow.
+        # The index of each output id in the two arrays, which have room to grow.
         self._places: dict[int, int] = {}
         self._ids: Ids = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self._counts: Counts = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
@@ -52,12 +52,12 @@ class History:
 
     @property
     def output_ids(self) -> Ids:
-        """The different ids of the output, in the order of their first coming."""
+        """The different ids of the output, in order of first occurrence."""
         return self._ids[: len(self._places)]
 
     @property
     def output_counts(self) -> Counts:
-        """How often each of `output_ids` came; a view that the next `append` may change."""
+        """The count of each of `output_ids`; a view that the next `append` may change."""
         return self._counts[: len(self._places)]
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class History:
         return Continuation(self, token_ids) if token_ids else self
 
     def place_of(self, token_id: int) -> int | None:
-        """Where an id stands in `output_ids`; None if it has not come."""
+        """The index of an id in `output_ids`; None if it has not occurred."""
         return self._places.get(token_id)
 
     def has_id(self, token_id: int) -> bool:
@@ -99,7 +99,7 @@ class History:
 
 
 class Continuation:
-    """What a History would be with some more output: no copy of the text, only of what is counted."""
+    """A History with some more output, without copying the text."""
 
     __slots__ = ("_history", "_token_ids", "output_counts", "output_ids")
 
@@ -122,7 +122,7 @@ class Continuation:
         return self._history.prompt_ids
 
     def followed_by(self, token_ids: Sequence[int]) -> Text:
-        """The same with still more tokens behind it."""
+        """The same followed by still more tokens."""
         return self._history.followed_by((*self._token_ids, *token_ids))
 
     def ends_with(self, token_ids: Sequence[int]) -> bool:
@@ -134,4 +134,4 @@ class Continuation:
 
 
 Text = History | Continuation
-"""What a row may be drawn after."""
+"""The text before a sampled row."""

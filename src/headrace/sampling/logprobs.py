@@ -14,9 +14,11 @@ from headrace.types.events import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """What `token_logprobs` found, still on the device.
+    """Results of `token_logprobs`, still on the device.
 
-    token_ids: [R]. logprobs: [R] float32. ranks: [R]. top_ids, top_logprobs: [R, K], best first.
+    token_ids: [R].
+    logprobs: [R] float32.
+    ranks: [R]. top_ids, top_logprobs: [R, K], best first.
     """
 
     token_ids: mx.array
@@ -31,20 +33,20 @@ class LogprobRows:
 
 
 def token_logprobs(logits: mx.array, token_ids: mx.array, num_top: int) -> LogprobRows:
-    """Log-probabilities of one given token per row, and of the most likely ones; nothing is evaluated.
+    """Log-probabilities of one given token per row and of the most likely ones; nothing is evaluated.
 
-    logits: [R, V] in any float type, as the model gave them. token_ids: [R], each in the vocabulary.
-    num_top: K, how many of the most likely tokens are told, V at most.
-    Tokens are ranked by falling logit, equals by rising id. In a row with a NaN, with +inf or with nothing but -inf
-    every log-probability is NaN. What is said of a NO_TOKEN is without meaning.
-    Raises ValueError if there is not one token for each row.
+    logits: [R, V] in any float type, as the model gave them.
+    token_ids: [R], each in the vocabulary.
+    num_top: K, the number of most likely tokens, at most V. Tokens are ranked by falling logit, ties by rising id. In a
+    row with a NaN, with +inf or with only -inf every log-probability is NaN. Values for a NO_TOKEN are meaningless.
+    Raises ValueError if there is not one token per row.
     """
     if logits.ndim != 2 or token_ids.shape != logits.shape[:1]:
         raise ValueError(f"logits of shape {logits.shape} do not fit tokens of shape {token_ids.shape}")
     logits = logits.astype(mx.float32)
     ids = token_ids[:, None]
     highest = mx.max(logits, axis=-1, keepdims=True)
-    # Normalised below the highest logit: beside large logits a float32 would lose the digits of the result.
+    # Normalised by the highest logit: beside large logits float32 would lose the digits of the result.
     log_mass = mx.log(row_sums(mx.exp(logits - highest)))
     own = mx.take_along_axis(logits, ids, axis=-1)
     is_before = (logits > own) | ((logits == own) & (mx.arange(logits.shape[-1]) < ids))
@@ -59,10 +61,10 @@ def token_logprobs(logits: mx.array, token_ids: mx.array, num_top: int) -> Logpr
 
 
 def _most_likely(logits: mx.array, num_top: int) -> mx.array:
-    """Ids of the `num_top` most likely tokens, [R, K] int32, by falling logit, equals by rising id.
+    """Ids of the `num_top` most likely tokens, [R, K] int32, by falling logit, ties by rising id.
 
-    They are looked for in the K blocks of tokens with the highest maxima, equals by rising number. A token elsewhere
-    has at least K tokens before it: these maxima, each of them higher, or equal with a lower id.
+    Searched in the K blocks with the highest maxima, ties by rising number. A token elsewhere has at least K tokens
+    before it: these maxima, each higher or equal with a lower id.
     """
     num_rows, num_tokens = logits.shape
     if num_top == 0:
@@ -72,16 +74,16 @@ def _most_likely(logits: mx.array, num_top: int) -> mx.array:
     chosen = _first(mx.max(blocks, axis=-1), mx.arange(num_blocks), min(num_top, num_blocks))[:, :, None]
     ids = (chosen * block + mx.arange(block)).flatten(1)
     candidates = mx.take_along_axis(blocks, chosen, axis=1).flatten(1)
-    # A NaN may rank below the padding, whose ids no token has.
+    # A NaN may rank below the padding, whose ids are invalid.
     return mx.minimum(_first(candidates, ids, num_top), num_tokens - 1)
 
 
 def _first(logits: mx.array, ids: mx.array, count: int) -> mx.array:
-    """The ids of the `count` highest logits, [R, count] int32, by falling logit, equals by rising id.
+    """The ids of the `count` highest logits, [R, count] int32, by falling logit, ties by rising id.
 
-    Both are packed into one integer for each token, so that no two are equal and any way of sorting gives one answer.
+    Both are packed into one integer per token, so no two are equal and every sort agrees.
     """
-    bits = (logits + 0.0).view(mx.int32)  # the sum makes -0 the 0 that it equals
+    bits = (logits + 0.0).view(mx.int32)  # the sum turns -0 into 0
     order = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
     keys = order * (1 << 32) - ids
     first = -mx.sort(-mx.topk(keys, count, axis=-1), axis=-1)
@@ -89,9 +91,9 @@ def _first(logits: mx.array, ids: mx.array, count: int) -> mx.array:
 
 
 def read_logprobs(found: LogprobRows, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """The same as values, one for each row; waits for the device unless the arrays are evaluated.
+    """The same as values, one per row; waits for the device unless the arrays are evaluated.
 
-    num_top: how many alternatives each row's request asked for; no more come than were looked for.
+    num_top: the alternatives that each row's request asked for; no more are returned than were computed.
     """
     columns = [np.array(each).tolist() for each in found.arrays()]
     return [

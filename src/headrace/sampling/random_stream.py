@@ -1,4 +1,4 @@
-"""Random numbers that depend on a request's seed and the position in its output, and on nothing else."""
+"""Random numbers that depend only on a request's seed and the output position."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SEED_BITS = 128
 
 
 def uniform(seed: int, output_index: int) -> float:
-    """The number in [0, 1), a multiple of 2**-53, that belongs to this place of this stream.
+    """The number in [0, 1), a multiple of 2**-53, at this position of this stream.
 
-    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) is a block cipher: the seed is
-    its key, the place is its counter, and no state is carried from one draw to the next.
+    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) is a block cipher: the seed is its key,
+    the position its counter, and there is no state between draws.
 
-    seed: any integer, taken modulo 2**128; so a negative seed is a stream of its own.
+    seed: any integer, taken modulo 2**128, so a negative seed is a separate stream.
     output_index: from 0, under 2**64.
     """
     counter = np.array([output_index, 0, 0, 0], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Pick rows of a batch, put rows that were computed in groups back in order, and cut or sum them in blocks."""
+"""Picks and reorders rows of a batch, and cuts or sums them in blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 from headrace.backend.transfer import to_device
 
 BLOCK = 512
-"""Tokens of a vocabulary that are looked at together."""
+"""Vocabulary tokens per block."""
 
 
 def pick(values: mx.array, rows: Sequence[int]) -> mx.array:
@@ -20,7 +20,7 @@ def pick(values: mx.array, rows: Sequence[int]) -> mx.array:
 
 
 def in_order(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
-    """One array in row order out of groups, each given as its row numbers and one value per row.
+    """One array in row order from groups of row numbers and values.
 
     Every row is in exactly one group; there is at least one group.
     """
@@ -30,7 +30,7 @@ def in_order(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
 
 
 def in_blocks(values: mx.array, padding: float) -> mx.array:
-    """[R, V] as [R, B, N]: blocks of N tokens, at most BLOCK; the last one is filled up with `padding`."""
+    """[R, V] as [R, B, N]: blocks of N tokens, at most BLOCK; the last one is filled with `padding`."""
     num_rows, num_tokens = values.shape
     block = min(BLOCK, num_tokens)
     num_blocks = -(-num_tokens // block)
@@ -39,8 +39,8 @@ def in_blocks(values: mx.array, padding: float) -> mx.array:
 
 
 def row_sums(values: mx.array) -> mx.array:
-    """Sum of each row, [R, 1] float32, of values [R, V] float32.
+    """The sum of each row, [R, 1] float32, of values [R, V] float32.
 
-    Taken in two levels: one running sum over 150,000 tokens, as a CPU takes it, is wrong in the fourth digit.
+    In two levels: a CPU's single running sum over 150,000 tokens is wrong in the fourth digit.
     """
     return mx.sum(mx.sum(in_blocks(values, 0.0), axis=-1), axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The next token of each row, drawn as that row's request asks."""
+"""Samples the next token of each row by its request's settings."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from headrace.sampling.truncation import Candidates, truncate
 from headrace.types.request import SamplingParams
 
 GREEDY_BELOW = 1e-5
-"""Under this temperature the most likely token is taken."""
+"""Below this temperature the most likely token is taken."""
 
 _HOTTEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row of logits is drawn.
+    """How one row of logits is sampled.
 
-    output_index: number of the request's output tokens before the row.
-    history: the text before the row, for settings that need one, see `needs_history`.
-    stop_token_ids: what `min_tokens` keeps from coming. mask: what may come by the request's constraint, None for all.
+    output_index: the request's output tokens before the row.
+    history: the text before the row, if needed, see `needs_history`.
+    stop_token_ids: banned by `min_tokens`.
+    mask: the tokens allowed by the request's constraint, None for all.
     """
 
     params: SamplingParams
@@ -42,12 +43,11 @@ class SamplingRow:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is left to chance."""
         return self.params.temperature < GREEDY_BELOW
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the row is drawn from other logits than the model's."""
+        """Whether the row is sampled from changed logits."""
         params = self.params
         has_ids = params.allowed_token_ids is not None or params.banned_token_ids or params.logit_bias
         is_limited = self.mask is not None or self.output_index < params.min_tokens
@@ -55,11 +55,10 @@ class SamplingRow:
 
 
 def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """The logits [R, V] with each row's bans, bias and penalties applied in the order that SamplingParams gives.
+    """The logits [R, V] with each row's bans, bias and penalties applied in the order of SamplingParams.
 
-    float32; but the very array that was given if no row has any. Ids outside the vocabulary are ignored.
-    Raises ValueError if there is not one row of settings for each row of logits, or if a row lacks the history that it
-    needs.
+    float32; the given array itself if no row has any. Ids outside the vocabulary are ignored. Raises ValueError if
+    there is not one row of settings per row of logits, or if a row lacks the history that it needs.
     """
     _check(logits, rows)
     num_tokens = logits.shape[-1]
@@ -77,11 +76,10 @@ def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Token ids, [R] int32, of logits [R, V] in any float type.
 
-    A random row is drawn exactly from its `random_distribution` with the number that belongs to its seed and output
-    index; a greedy row gets its most likely token after `adjust`, of equals the lowest id. A row with a NaN, with +inf
-    or with nothing but -inf (as when every token is banned) gets NO_TOKEN and harms no other; -inf beside finite logits
-    means a token that can't come.
-    Raises ValueError like `adjust`.
+    A random row is drawn exactly from its `random_distribution` with the number of its seed and output index; a greedy
+    row gets its most likely token after `adjust`, ties: the lowest id. A row with a NaN, with +inf or with only -inf
+    (as when every token is banned) gets NO_TOKEN without affecting others; -inf beside finite logits means an
+    impossible token. Raises ValueError like `adjust`.
     """
     logits = adjust(logits, rows)
     greedy = [number for number, row in enumerate(rows) if row.is_greedy]
@@ -102,10 +100,10 @@ def _check(logits: mx.array, rows: Sequence[SamplingRow]) -> None:
 
 
 def random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """What random rows are drawn from, [R, V] float32, summing to 1: temperature, min_p, top_k and top_p.
+    """The distribution of random rows, [R, V] float32, summing to 1: temperature, min_p, top_k and top_p.
 
-    logits: after `adjust`. A row that `sample` answers with NO_TOKEN is NaN throughout: NaN spreads over its row by
-    arithmetic and is never compared away.
+    logits: after `adjust`. A row for which `sample` returns NO_TOKEN is NaN throughout: NaN spreads over its row by
+    arithmetic and no comparison removes it.
     """
     logits = logits.astype(mx.float32)
     num_tokens = logits.shape[-1]

@@ -1,8 +1,8 @@
-"""Which tokens top_k and top_p leave in play.
+"""Applies top_k and top_p.
 
 Both rules keep the front of the list of tokens by falling logit, ties by rising id, so together they are one cut: a
-least logit, and how many of the tokens that equal it are kept. Found as these two numbers, the cut depends neither on
-the order in which a device sorts equals nor on the rows beside it.
+least logit, and how many of the tokens equal to it are kept. As two numbers, the cut depends neither on a device's
+order of equal logits nor on other rows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from headrace.backend.transfer import to_device
 from headrace.sampling.rows import in_order, pick, row_sums
 
 HEAD = 1024
-"""Most likely tokens that are looked at before a whole vocabulary is sorted.
+"""Most likely tokens that are tried before a whole vocabulary is sorted.
 
-On a CPU, for 150,000 tokens, finding them takes a tenth of the time of the sort (1.3 against 14 ms a row).
+On a CPU, for 150,000 tokens, finding them takes a tenth of the sort's time (1.3 against 14 ms a row).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Rows to be cut.
+    """Rows to truncate.
 
-    logits: [R, V] float32. temperature: [R, 1]; it shapes the masses that top_p adds up.
-    top_k: tokens kept at most, from 1; V or more is off. top_p: share of the mass to keep, in (0, 1]; 1 is off.
+    logits: [R, V] float32.
+    temperature: [R, 1]; it shapes the masses that top_p adds up.
+    top_k: tokens kept at most, from 1; V or more is off.
+    top_p: share of the mass to keep, in (0, 1]; 1 is off.
     """
 
     logits: mx.array
@@ -50,7 +52,7 @@ def truncate(candidates: Candidates) -> mx.array:
     """The logits, [R, V], with -inf for the tokens outside top_k and then top_p.
 
     top_p keeps a token if the mass before it is under top_p of the mass that top_k left; the first token always stays.
-    NaN is kept, for the caller to find.
+    NaN is kept for the caller to detect.
     """
     num_rows, num_tokens = candidates.logits.shape
     short = [row for row, k in enumerate(candidates.top_k) if num_tokens > HEAD and (k <= HEAD or k >= num_tokens)]
@@ -67,10 +69,10 @@ def truncate(candidates: Candidates) -> mx.array:
 
 
 def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
-    """Cut the rows whose cut lies within their HEAD most likely tokens; which rows these are, and their logits.
+    """Truncate the rows whose cut lies within their HEAD most likely tokens; returns these rows and their logits.
 
-    top_k up to HEAD always does. A row without top_k does if what lies beyond the head is less than top_p gives up,
-    which holds for all but very flat distributions; to know it, the host has to wait for the device.
+    top_k up to HEAD always does. A row without top_k does if the mass beyond the head is less than 1 - top_p, which
+    holds for all but very flat distributions; to know it, the host waits for the device.
     """
     logits, temperature = candidates.logits, candidates.temperature
     num_rows, num_tokens = logits.shape
@@ -88,11 +90,11 @@ def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
 
 
 def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array | None) -> mx.array:
-    """Apply the cut, found among `rising`: the W most likely logits, [R, W]; `beyond`, [R, 1], is the mass of the rest
-    as far as top_k leaves it, None if nowhere.
+    """Find the cut among `rising`, the W most likely logits, [R, W], and apply it; `beyond`, [R, 1], is the mass of the
+    rest as far as top_k leaves it, None if there is none.
 
-    Masses are added up from the small end, where float32 loses nothing: a token's own and all smaller ones are more
-    than top_p gives up exactly if the mass before it is less than top_p.
+    Masses are added from the small end, where float32 loses nothing: a token's own and all smaller ones are more than 1
+    - top_p exactly if the mass before it is less than top_p.
     """
     logits = candidates.logits
     width = rising.shape[-1]

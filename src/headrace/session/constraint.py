@@ -152,7 +152,7 @@ class ChatConstraints:
                 self._work.start(self._check, f"{request.request_id}: answer {choice.choice}", schema, choice.text)
 
     def _check(self, name: str, schema: Any, text: str) -> None:
-        if (reason := self._factory.misfit(schema, text)) is not None:
+        if (reason := self._factory.schema_violation(schema, text)) is not None:
             with self._lock:
                 self.num_schema_violations += 1
             log.error("%s does not fit its schema: %s", name, reason)

@@ -1,1 +1,2 @@
-"""Sparse prefill: which tokens of a prompt matter, by a draft model's attention (SpecPrefill, arXiv 2502.02789)."""
+"""Sparse prefill: chooses the important tokens of a prompt by a draft model's attention (SpecPrefill, arXiv
+2502.02789)."""

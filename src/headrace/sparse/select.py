@@ -1,4 +1,4 @@
-"""Choosing which tokens of a prompt are computed. Arithmetic only."""
+"""Chooses which prompt tokens to compute. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK = 32
-"""Tokens that are kept or left out together, as in the paper."""
+"""Tokens that are kept or dropped together, as in the paper."""
 NEIGHBOURS = 0.5
-"""A chunk counts at least this much of what the one before or behind it counts: what is looked for often reaches over
-the border between two chunks, and the draft looks at the part of it that it is about to say."""
+"""A chunk scores at least this share of its neighbours' scores: what is important often crosses a chunk border, and
+the draft attends to the part that it is about to output."""
 
 
 def select(
@@ -22,17 +22,17 @@ def select(
     chunk: int = CHUNK,
     neighbours: float = NEIGHBOURS,
 ) -> tuple[int, ...]:
-    """The kept positions out of `start` to `start + len(importance)`, rising; the last one is always among them.
+    """The kept positions from `start` to `start + len(importance)`, rising, the last one included.
 
-    Protected tokens, and the last one, are kept over and above the share: of the others that come after `start` as many
-    whole chunks are kept as fit into `share` of them, the most important first, by the mean over what they add or by
-    the neighbour's, see NEIGHBOURS; of equals the earlier one. A chunk that no longer fits is passed over. So the same
-    input gives the same choice, a protected question doesn't use up what its answer may take, and a share of 1 keeps
-    everything.
+    Protected tokens, and the last one, are kept in addition to the share: of the other tokens from `start` on, as many
+    whole chunks are kept as fit into `share` of them, most important first, by their mean score or their neighbours'
+    (see NEIGHBOURS); ties: the earlier one. A chunk that no longer fits is skipped. So the same input gives the same
+    choice, a protected question doesn't use up its answer's share, and a share of 1 keeps everything.
 
-    importance: float32, finite, of each token from `start` on. protected: positions in any order, those outside are of
-    no effect. chunk: its length; chunks begin at multiples of it. neighbours: see NEIGHBOURS; with 0 chunks are ranked
-    as in the paper. Raises ValueError for what can't be chosen from.
+    importance: float32, finite, of each token from `start` on.
+    protected: ranges in any order; outside ones are ignored.
+    chunk: its length; chunks begin at multiples of it.
+    neighbours: see NEIGHBOURS; with 0 chunks are ranked as in the paper. Raises ValueError for invalid input.
     """
     if not len(importance) or not np.isfinite(importance).all():
         raise ValueError("there has to be a finite importance for each token, and at least one token")
@@ -51,7 +51,7 @@ def select(
 
 
 def _protected(protected: Sequence[range], start: int, end: int) -> npt.NDArray[np.bool_]:
-    """Which tokens from `start` on are kept in any case."""
+    """Which tokens from `start` on are always kept."""
     kept = np.zeros(end - start, dtype=np.bool_)
     kept[-1] = True
     for span in protected:
@@ -60,7 +60,7 @@ def _protected(protected: Sequence[range], start: int, end: int) -> npt.NDArray[
 
 
 def _beside(means: npt.NDArray[np.float64], places: npt.NDArray[np.int_], neighbours: float) -> npt.NDArray[np.float64]:
-    """What chunks at rising places of the grid count: their own mean, or a share of that of one right beside them."""
+    """Scores of chunks at rising grid positions: their own mean, or a share of a direct neighbour's."""
     counted = means.copy()
     behind = np.flatnonzero(np.diff(places) == 1)
     np.maximum.at(counted, behind, neighbours * means[behind + 1])

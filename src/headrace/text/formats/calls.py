@@ -208,7 +208,7 @@ class CallSink:
             reason = problem.reason or "it is no call"
             self.faults.append(CallFault(name, reason, breaks_schema=problem.breaks_schema))
 
-    def note_misfit(self, reason: str) -> None:
+    def note_schema_violation(self, reason: str) -> None:
         """A value of the current call is passed on although it is of no type that the schema takes."""
         assert self.current is not None
         self.faults.append(CallFault(self.current.name, reason, is_broken=False, breaks_schema=True))

@@ -97,10 +97,10 @@ class TagReader:
             yield from self._reader.take("\n")
         value = TextValue(schema, self._sink.write)
         yield from ValueEnd(self._cursor, None if self._sink.is_constrained else self._fits).find(value)
-        if (misfit := value.close()) is not None:
+        if (violation := value.close()) is not None:
             if not self._sink.is_committed:
-                raise NotACall(misfit, breaks_schema=True)
-            self._sink.note_misfit(misfit)
+                raise NotACall(violation, breaks_schema=True)
+            self._sink.note_schema_violation(violation)
 
     def _fits(self, key: str) -> bool:
         return key not in self._given and self._schema.allows(key)

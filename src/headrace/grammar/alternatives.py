@@ -1,4 +1,4 @@
-"""A JSON schema taken apart: the ways of fitting it, each a list of plain parts that hold together."""
+"""Expands a JSON schema into alternatives, each a list of plain subschemas that all apply."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from headrace.grammar.patterns import is_found
 
-Way = tuple[Mapping[str, Any], ...]
-"""Parts without references and combinations, all of which hold."""
+Alternative = tuple[Mapping[str, Any], ...]
+"""Subschemas without references and combinators, all of which apply."""
 
-MAX_WAYS = 64
-"""Of one schema. What fits one of the first of them fits the schema, so that the others can be done without."""
+MAX_ALTERNATIVES = 64
+"""Alternatives of one schema. What matches one of the first matches the schema, so the others can be dropped."""
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 
 _MAX_DEPTH = 16
 
-# Whoever writes a schema by hand may get a keyword wrong. Only strict tools are refused for that.
+# A schema written by hand may misuse a keyword. Only strict tools are refused for that.
 _FORMS: Mapping[str, type] = {
     **dict.fromkeys(("properties", "patternProperties"), Mapping),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "enum"), list),
@@ -30,7 +30,7 @@ _FORMS: Mapping[str, type] = {
 _ALL_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _TYPES_OF_VALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
-# What a part that names no type is about: a value of another type would fit, but nobody means it.
+# The type that a subschema without one is about: a value of another type would match, but is never meant.
 _HINTS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("properties", "additionalProperties", "patternProperties", "required"), frozenset({"object"})),
     **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), frozenset({"array"})),
@@ -38,19 +38,19 @@ _HINTS: Mapping[str, frozenset[str]] = {
 }
 
 
-def ways(schema: Any, root: Any) -> tuple[Way, ...]:
-    """The ways of fitting a schema, none if nothing can. root: the whole, in which references are looked up.
+def alternatives(schema: Any, root: Any) -> tuple[Alternative, ...]:
+    """The alternatives of a schema, none if nothing matches. root: the whole schema, for references.
 
-    Of `oneOf` as of `anyOf`: whether its branches exclude each other is not looked at. Keywords whose values make no
-    sense are left out.
+    `oneOf` counts as `anyOf`: whether its branches exclude each other is not checked. Keywords with invalid values are
+    ignored.
     """
-    return tuple(_ways(schema, root, _MAX_DEPTH))
+    return tuple(_alternatives(schema, root, _MAX_DEPTH))
 
 
-def types_of(way: Way) -> frozenset[str]:
-    """JSON types that a value may have, `integer` beside `number`."""
+def types_of(option: Alternative) -> frozenset[str]:
+    """The JSON types of a value, `integer` separate from `number`."""
     found = _ALL_TYPES
-    for part in way:
+    for part in option:
         named = _types_of_part(part)
         found = frozenset(each for each in found if each in named or (each == "integer" and "number" in named))
     return found
@@ -58,24 +58,24 @@ def types_of(way: Way) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an object may be, one way of it."""
+    """One alternative of an object."""
 
-    way: Way
+    option: Alternative
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Properties that are listed or required, in their order."""
-        listed = [name for part in self.way for name in part.get("properties") or {}]
+        """Listed or required properties, in order."""
+        listed = [name for part in self.option for name in part.get("properties") or {}]
         return tuple(dict.fromkeys((*listed, *self.required)))
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Properties that must be given."""
-        return tuple(dict.fromkeys(name for part in self.way for name in part.get("required") or ()))
+        """The properties that must be given."""
+        return tuple(dict.fromkeys(name for part in self.option for name in part.get("required") or ()))
 
     def schema_of(self, name: str) -> Any:
-        """What a property may be; False if it may not be given."""
-        schemas = [each for part in self.way for each in _schemas_of(part, name)]
+        """A property's schema; False if it is forbidden."""
+        schemas = [each for part in self.option for each in _schemas_of(part, name)]
         limits = [each for each in schemas if each is not True]
         if any(each is False for each in limits):
             return False
@@ -83,19 +83,19 @@ class Shape:
 
 
 def object_shapes(schema: Any, root: Any) -> tuple[Shape, ...]:
-    """The ways in which an object fits a schema."""
-    return tuple(Shape(way) for way in ways(schema, root) if "object" in types_of(way))
+    """The alternatives that allow an object."""
+    return tuple(Shape(option) for option in alternatives(schema, root) if "object" in types_of(option))
 
 
-def _ways(schema: Any, root: Any, depth: int) -> list[Way]:
+def _alternatives(schema: Any, root: Any, depth: int) -> list[Alternative]:
     if schema is False or not depth:
         return []
     if not isinstance(schema, Mapping):
         return [()]
     schema = {name: value for name, value in schema.items() if _makes_sense(name, value)}
-    found: list[Way] = [({name: value for name, value in schema.items() if name not in COMBINING},)]
+    found: list[Alternative] = [({name: value for name, value in schema.items() if name not in COMBINING},)]
     for choices in _choices(schema, root, depth - 1):
-        found = list(islice((way + choice for way in found for choice in choices), MAX_WAYS))
+        found = list(islice((option + choice for option in found for choice in choices), MAX_ALTERNATIVES))
     return found
 
 
@@ -108,19 +108,19 @@ def _makes_sense(keyword: str, value: Any) -> bool:
     return isinstance(value, _FORMS.get(keyword, object))
 
 
-def _choices(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[Sequence[Way]]:
-    """For each combination that a schema names the ways of fitting it."""
+def _choices(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[Sequence[Alternative]]:
+    """The alternatives of each combinator in a schema."""
     if "$ref" in schema:
-        yield _ways(_resolved(schema["$ref"], root), root, depth)
+        yield _alternatives(_resolved(schema["$ref"], root), root, depth)
     for each in schema.get("allOf", ()):
-        yield _ways(each, root, depth)
+        yield _alternatives(each, root, depth)
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            yield [way for each in schema[name] for way in _ways(each, root, depth)]
+            yield [option for each in schema[name] for option in _alternatives(each, root, depth)]
 
 
 def _resolved(reference: str, root: Any) -> Any:
-    """What a reference within the schema points to; True, which takes anything, if that can't be found."""
+    """The target of a reference within the schema; True, which allows anything, if there is none."""
     found = root
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
@@ -143,7 +143,7 @@ def _types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _schemas_of(part: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """What one part says of a property."""
+    """A subschema's schemas for a property."""
     listed = part.get("properties") or {}
     patterns = [each for pattern, each in (part.get("patternProperties") or {}).items() if is_found(pattern, name)]
     if name in listed:
