@@ -1,1 +1,1 @@
-"""Text on both sides of the engine: chat to token ids, token ids to events."""
+"""Text around the engine: chat to token ids, token ids to events."""

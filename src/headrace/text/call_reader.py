@@ -1,4 +1,4 @@
-"""Run the machine of a tool-call syntax where a construct may begin, and decide what becomes of what it reads."""
+"""Runs a syntax's machine where a tool call may begin, and decides between call and text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from headrace.text.formats.reader import SPACE, NotACall, OutOfText, Reader, Rea
 from headrace.text.formats.tool_format import ToolFormat
 
 MAX_HELD = 512
-"""Characters of a construct that are held back until it is known whether it is one; then of each further call in it.
+"""Characters held back until a construct is known to be a call; then of each further call in it.
 
-Of one that a grammar holds none is.
+Nothing is held back under a grammar.
 """
 
 
 class CallReader:
-    """Reads constructs out of the answer's text, and out of thinking.
+    """Reads calls in the answer's text and in thinking.
 
-    say: takes what turns out to be answer text. faults: of calls, in the order in which they were found.
-    openers, bare_openers: with which a construct may begin; the latter only where a line begins.
+    say: receives what turns out to be answer text. faults: of calls, in the order found.
+    openers, bare_openers: with which a call may begin; the latter only at the start of a line.
     """
 
     def __init__(self, syntax: ToolFormat, tools: Tools, reader: Reader, emitter: Emitter) -> None:
@@ -54,10 +54,10 @@ class CallReader:
         reader.set_limit(None)
 
     def read_in_thinking(self, opener: str, closers: tuple[str, ...]) -> Reading[bool]:
-        """Read what may be calls at the end of thinking that never closes; true if they were.
+        """Read possible calls at the end of thinking that never closes. Returns whether they were calls.
 
-        Otherwise it is a mention, and the reader stands behind it but before white space that follows, wherever it
-        had to read to find that out.
+        Otherwise it was a mention, and the reader stands after it but before following white space, however far it had
+        to read.
         """
         reader, start = self._reader, self._reader.pos
         mention = start + len(opener)
@@ -107,7 +107,7 @@ class CallReader:
                 yield
 
     def _reach_limit(self, sink: CallSink) -> None:
-        """Decide what the construct is: what has been held back of it goes on."""
+        """Decide what the construct is: what was held back of it is passed on."""
         if sink.is_text is None and sink.has_complete:
             sink.decide()
             if not sink.is_text:
@@ -150,7 +150,7 @@ class CallReader:
                 self._emitter.call(call)
 
     def _fail(self, sink: CallSink, problem: NotACall, opener: str, start: int) -> None:
-        """Decide how to go on where a construct turned out to be none."""
+        """Continue after a construct turned out not to be a call."""
         reader = self._reader
         if not reader.is_cut:
             sink.note(problem)

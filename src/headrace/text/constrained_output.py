@@ -1,8 +1,8 @@
-"""Tell apart answer, thinking and calls in an output that a grammar holds.
+"""Separates answer, thinking and calls in a grammar-constrained output.
 
-Here nothing is guessed, for the grammar has decided already: thinking comes before anything else and ends at its first
-closer, whatever stands around that; calls begin with the openers that the grammar knows, in thinking never, behind text
-only where the grammar lets them, and quotes make no difference.
+The grammar has decided already, so nothing is guessed: thinking comes first and ends at its first closer, whatever
+surrounds it; calls begin with the grammar's openers, never in thinking, after text only where the grammar allows it,
+and quotes make no difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a tokenizer's pieces become text: which decoder its file names, and one incremental form of each.
+"""Incremental decoders, one for each kind of decoder in tokenizer files.
 
-Each form takes tokens one at a time and gives back the text that no later token can change. Joined, that is
-what the tokenizer library gives for all tokens at once.
+Each takes tokens one at a time and returns the text that no later token can change. Joined, that is what the tokenizer
+library decodes from all tokens at once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-# Bytes of byte-fallback tokens are only valid or not as a whole run, so a run is held until it ends. Longer
-# ones than this are decoded as they come: text of a script without tokens must not wait for its end.
+# Byte-fallback bytes are valid only as a whole run, so a run is held until it ends. Longer ones than this are decoded
+# as they come: text of a script without tokens must not wait for its end.
 MAX_HELD_BYTES = 64
 
-# Tokens whose text ends in half a character are held, this many at most: four are enough for any character.
+# Tokens whose text ends in half a character are held, at most this many: four are enough for any character.
 _MAX_HELD_TOKENS = 8
 
-# Every vocabulary has it.
+# A token that every vocabulary has.
 _ANY_TOKEN = 0
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -33,17 +33,17 @@ class PieceDecoder(Protocol):
     """State of one stream."""
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """The bytes that a token stands for by itself, in mid-text. Changes nothing."""
+        """The bytes of a token alone, in mid-text. Changes nothing."""
 
     def push(self, token_id: int, piece: str) -> str:
-        """Take the next token; returns text that is final."""
+        """Take the next token and return final text."""
 
     def finish(self) -> str:
         """Return what was held back."""
 
 
 class TokenPieces:
-    """Pieces of a vocabulary, and the decoder that turns them into text."""
+    """A vocabulary's pieces and their decoder."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -76,9 +76,9 @@ def _decoder_factory(backend: Backend) -> Callable[[], PieceDecoder]:
 
 
 def parts_of(component: Any, name: str) -> list[dict[str, Any]]:
-    """What a component of a tokenizer is made of, in order, as its file says it.
+    """The steps of a tokenizer's component, in order, as in its file.
 
-    The component's own description: the tokenizer's would copy the whole vocabulary. name: of a sequence's list.
+    From the component's own description: the tokenizer's would copy the whole vocabulary. name: of a sequence's list.
     """
     return [] if component is None else _flat(json.loads(component.__getstate__()), name)
 
@@ -88,9 +88,9 @@ def _flat(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _byte_table() -> dict[str, int]:
-    """Characters that byte-level vocabularies write for bytes.
+    """The characters for bytes in byte-level vocabularies.
 
-    A byte that is a visible Latin-1 character stands for itself; the others are numbered from U+0100 on.
+    A byte that is a visible Latin-1 character is itself; the others are numbered from U+0100 on.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
@@ -98,11 +98,11 @@ def _byte_table() -> dict[str, int]:
 
 
 BYTE_OF = _byte_table()
-"""The byte that each character of a byte-level piece stands for."""
+"""The byte of each character of a byte-level piece."""
 
 
 class ByteLevelDecoder:
-    """Pieces spell bytes, one character each; the bytes of all tokens together are UTF-8."""
+    """Pieces spell bytes, one character each; all tokens' bytes together are UTF-8."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -110,7 +110,7 @@ class ByteLevelDecoder:
     def bytes_of(self, token_id: int, piece: str) -> bytes:
         try:
             return bytes([BYTE_OF[character] for character in piece])
-        except KeyError:  # an added token with characters of its own is its text
+        except KeyError:  # an added token with other characters is literal text
             return piece.encode()
 
     def push(self, token_id: int, piece: str) -> str:
@@ -118,7 +118,7 @@ class ByteLevelDecoder:
         return self._utf8.decode(self.bytes_of(token_id, piece))
 
     def finish(self) -> str:
-        """Half a character at the end is a replacement character."""
+        """Half a character at the end becomes a replacement character."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -144,7 +144,7 @@ class MetaspaceDecoder:
 
 @dataclass(frozen=True, slots=True)
 class ByteFallbackRule:
-    """replacements: text to be put for text in each piece. num_stripped: spaces taken off the very front."""
+    """replacements: of text in each piece. num_stripped: spaces removed at the very front."""
 
     replacements: tuple[tuple[str, str], ...]
     num_stripped: int
@@ -156,7 +156,7 @@ class ByteFallbackRule:
 
 
 def _byte_fallback_rule(steps: list[dict[str, Any]]) -> ByteFallbackRule | None:
-    """Read `Replace… ByteFallback Fuse? Strip?`; None if the steps are others."""
+    """Read `Replace… ByteFallback Fuse? Strip?`; None for other steps."""
     steps = list(steps)
     replacements = []
     while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
@@ -177,9 +177,9 @@ def _byte_fallback_rule(steps: list[dict[str, Any]]) -> ByteFallbackRule | None:
 
 
 class ByteFallbackDecoder:
-    """Pieces spell text, and `<0xNN>` spells a byte of a character that has no piece.
+    """Pieces spell text, and `<0xNN>` a byte of a character without a piece.
 
-    A run of bytes that is not UTF-8 is one replacement character for each of its bytes.
+    A run of bytes that is not UTF-8 becomes one replacement character per byte.
     """
 
     def __init__(self, rule: ByteFallbackRule) -> None:
@@ -189,7 +189,7 @@ class ByteFallbackDecoder:
         self._long_run: codecs.IncrementalDecoder | None = None
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """The byte that the piece names, or its text."""
+        """The piece's byte or text."""
         piece = self._rule.replaced(piece)
         byte = _byte_of_fallback(piece)
         return piece.encode() if byte is None else bytes([byte])
@@ -245,7 +245,7 @@ def _byte_of_fallback(piece: str) -> int | None:
 class WindowDecoder:
     """Any other decoder: the library decodes a few tokens with and without the new one.
 
-    Right for decoders that look at neighbours only, which all known ones do.
+    Correct for decoders that only depend on neighbours, as all known ones do.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -254,7 +254,8 @@ class WindowDecoder:
         self._pending: list[int] = []
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """The text that the library adds for it behind another token; half a character is a replacement character."""
+        """The text that the library adds for it after another token; half a character becomes a replacement
+        character."""
         before = str(self._backend.decode([_ANY_TOKEN], skip_special_tokens=False))
         return str(self._backend.decode([_ANY_TOKEN, token_id], skip_special_tokens=False))[len(before) :].encode()
 

@@ -1,4 +1,4 @@
-"""Token ids of one answer to text, as they come."""
+"""Decodes an answer's token ids incrementally."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from headrace.text.decoding import TokenPieces
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# The end of a prompt that the text behind it may depend on: a character that it leaves unfinished, and whether the next
-# token begins the text. More than the longest run of tokens that is held.
+# The end of a prompt that the following text may depend on: an unfinished character, and whether the next token begins
+# the text. More than the longest run of tokens that is held.
 _NUM_CONTEXT_TOKENS = 16
 
 
 class Detokenizer:
-    """Decodes one stream. What comes out, joined, is the same however the ids were split over pushes.
+    """Decodes one stream; the joined output does not depend on how the ids were split.
 
-    It equals the tokenizer library's decoding of all ids at once, special tokens skipped. Only the bytes of a
-    character that isn't finished are held back, and a run of byte tokens up to a fixed length.
+    It equals the tokenizer library's decoding of all ids at once, special tokens skipped. Only an unfinished
+    character's bytes are held back, and a run of byte tokens up to a fixed length.
     """
 
     def __init__(self, pieces: TokenPieces, *, skipped_ids: AbstractSet[int]) -> None:
@@ -28,9 +28,9 @@ class Detokenizer:
         self._num_to_drop = 0
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Go on from the text of a prompt: nothing of it comes out but a character that it leaves unfinished.
+        """Continue a prompt's text, of which only an unfinished last character comes out.
 
-        A space that the tokenizer drops from the beginning of a text is kept then.
+        A space that the tokenizer drops at the beginning of a text is then kept.
         """
         token_ids = token_ids[-_NUM_CONTEXT_TOKENS:]
         whole = Detokenizer(self._pieces, skipped_ids=self._skipped_ids)
@@ -39,7 +39,7 @@ class Detokenizer:
         self._num_to_drop = 0 if _REPLACEMENT in held else len(held)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these ids add. Ids beyond the vocabulary (a padded head can draw them) add nothing."""
+        """The text of these ids. Ids beyond the vocabulary (a padded head can draw them) add nothing."""
         texts = []
         for token_id in token_ids:
             if token_id in self._skipped_ids:
@@ -50,7 +50,7 @@ class Detokenizer:
         return self._without_prompt("".join(texts))
 
     def finish(self) -> str:
-        """Text that was held back, once there are no more ids."""
+        """The held-back text, after the last id."""
         return self._without_prompt(self._decoder.finish())
 
     def _without_prompt(self, text: str) -> str:

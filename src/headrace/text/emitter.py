@@ -1,4 +1,4 @@
-"""What has been made out in an answer, as events."""
+"""Turns parsed text, thinking and calls into events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from headrace.text.formats.calls import Call, CallIds
 from headrace.text.stop_strings import StopCutter
 from headrace.types.events import Reasoning, Text, ToolArguments, ToolCallStart
 
-# More white space than a template or a model writes before a call.
+# More white space than templates or models write before a call.
 _MAX_SPACE = 64
 
 ParsedEvent = Text | Reasoning | ToolCallStart | ToolArguments
@@ -15,8 +15,8 @@ ParsedEvent = Text | Reasoning | ToolCallStart | ToolArguments
 class Emitter:
     """Collects the events of one answer.
 
-    Stop strings end the answer's text before their first character. takes_calls: white space next to a call belongs
-    to it, so white space at the text's end is held back.
+    Stop strings end the answer's text before their first character. takes_calls: white space next to a call belongs to
+    it, so trailing white space is held back.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], ids: CallIds, *, takes_calls: bool) -> None:
@@ -39,7 +39,7 @@ class Emitter:
 
     @property
     def num_held(self) -> int:
-        """Characters that wait for what follows them."""
+        """Characters held back until what follows them is known."""
         return len(self._space) + self._cutter.num_held
 
     def text(self, text: str) -> None:
@@ -53,11 +53,11 @@ class Emitter:
             self._events.append(Reasoning(text))
 
     def end_text(self) -> None:
-        """Something else than text comes: no stop string reaches over it."""
+        """Something other than text follows: no stop string spans it."""
         self._add_text(self._cutter.flush())
 
     def call(self, call: Call) -> None:
-        """What has been read of a call since the last time; it begins the first time."""
+        """Emit what has been read of a call since the last time, and its start the first time."""
         if not call.is_started:
             self.end_text()
             self._space = ""

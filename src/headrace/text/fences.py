@@ -1,4 +1,4 @@
-"""Follow Markdown in a stream: markup in a code fence or in backticks is quoted, not meant."""
+"""Tracks Markdown in a stream: markup in a code fence or in backticks is quoted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from headrace.text.formats.reader import Reader, Reading
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
-# Enough of a line to tell whether it opens or closes a fence.
+# Enough of a line to detect a fence.
 _MAX_LINE = 256
 
-# How far the other end of inline code is looked for.
+# How far to search for the end of inline code.
 _MAX_QUOTE = 2048
 
 _BREAK_OR_TICKS = re.compile(r"\n|`+")
@@ -19,12 +19,12 @@ _BLANK_LINE_OR_TICKS = re.compile(r"\n[ \t]*\n|`+")
 
 
 class LineTracker:
-    """Where in lines and quotes the text ends. Fed with answer text in pieces of any size."""
+    """Tracks lines and quotes in answer text, given in pieces of any size."""
 
     def __init__(self) -> None:
         self._line = ""
         self._fence = ""
-        # Lengths of the backtick runs in this paragraph that may begin inline code; the last may still grow.
+        # Lengths of backtick runs in this paragraph that may begin inline code; the last may still grow.
         self._open_ticks: list[int] = []
         self._growing = 0
 
@@ -40,12 +40,12 @@ class LineTracker:
 
     @property
     def may_be_quoted(self) -> bool:
-        """Whether what comes next stands in a code fence, or in backticks if these are closed."""
+        """Whether the next text stands in a code fence, or in backticks if these are closed."""
         return self.is_fenced or bool(self.open_ticks)
 
     @property
     def begins_line(self) -> bool:
-        """Whether the line has nothing but white space so far."""
+        """Whether the line has only white space so far."""
         return not self._line.strip()
 
     @property
@@ -71,7 +71,7 @@ class LineTracker:
             self._line = (self._line + text[end:])[:_MAX_LINE]
 
     def _end_ticks(self) -> None:
-        """A run of backticks is over: it ends inline code, or may begin some."""
+        """The end of a run of backticks: it ends inline code, or may begin some."""
         length, self._growing = self._growing, 0
         if not length or self._fence:
             return
@@ -97,7 +97,7 @@ class LineTracker:
 
 
 def closes_quote(reader: Reader, open_ticks: tuple[int, ...]) -> Reading[bool]:
-    """Whether a run of backticks comes, of one of these lengths, before the paragraph ends."""
+    """Whether a run of backticks of one of these lengths comes before the paragraph ends."""
     search = reader.pos
     while open_ticks:
         match = _BLANK_LINE_OR_TICKS.search(reader.text, search)

@@ -68,7 +68,7 @@ class HarmonyOutput:
             yield from self._body()
 
     def _header(self) -> Reading[str | None]:
-        """The header that comes next, without the role, which is stepped over; None if none comes."""
+        """The next header without the role, which is skipped; None if none comes."""
         reader, start = self._reader, self._reader.pos
         if (yield from reader.take_any((_START, _CHANNEL, " to=", MESSAGE))) is None:
             return None
@@ -86,7 +86,7 @@ class HarmonyOutput:
         return reader.text[start:end]
 
     def _call(self, header: str) -> Reading[bool]:
-        """Whether the message is a call, which has been read then; else its header has been said."""
+        """Whether the message is a call, which has then been read; otherwise its header has been emitted."""
         assert self._calls is not None
         num_before = self._emitter.num_calls
         start = self._reader.pos
@@ -94,7 +94,7 @@ class HarmonyOutput:
         return self._emitter.num_calls > num_before or self._reader.pos > start + len(header)
 
     def _body(self) -> Reading[None]:
-        """The text of a message up to what ends it."""
+        """The text of a message up to its end."""
         reader = self._reader
         while not self._emitter.stopped and not (yield from reader.is_done()):
             found = [(at, end) for end in _ENDS if (at := reader.text.find(end, reader.pos)) >= 0]

@@ -1,18 +1,18 @@
-"""Tell apart answer, thinking and calls in an output that is text with markers.
+"""Separates answer, thinking and calls in an output with markers.
 
-White space. A template puts a newline after an opener of thinking, one before a closer and up to two after it; exactly
-those belong to the markers and are dropped with them: one newline after an opener that the model wrote, one before a
-closer, two after it, and one before an opener that begins the output. White space next to a call belongs to the
-call. All other white space is text.
+White space. A template writes a newline after an opener of thinking, one before a closer and up to two after it; these
+belong to the markers and are dropped with them: one newline after an opener that the model wrote, one before a closer,
+two after it, and one before an opener that begins the output. White space next to a call belongs to the call. All other
+white space is text.
 
 Which markers count. None in a code fence or in backticks. An opener of thinking counts at the start of an answer, where
 thinking begins at once; later only if it is closed, so what follows it is held back until that is known (or for
 MAX_BLOCK characters, after which one that begins a line counts). Thinking that never closes stays thinking, unless it
 ends with calls and nothing after them: those are calls. A closer with nothing before it is dropped.
 
-Calls. A construct is read by the machine of its syntax (`formats/`). What it says is held back until the call is
-whole, or has come to MAX_HELD characters; from then on its arguments go on as they come. So a short call that breaks
-off or makes no sense is text in the end, to the byte; of a long one the beginning has been told already.
+Calls. A construct is read by its syntax's machine (`formats/`). It is held back until the call is complete, or has
+MAX_HELD characters; from then on its arguments are streamed. So a short call that breaks off or is invalid becomes
+text, to the byte; the beginning of a long one has been sent already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_BLOCK = 2048
 
 
 class PlainOutput:
-    """State of one answer: what mode it is in, and where in its lines it stands."""
+    """State of one answer: its mode and its position in lines."""
 
     _minds_quotes = True
 
@@ -63,7 +63,7 @@ class PlainOutput:
         if self._calls is not None:
             self._calls.say = self._say
         if self._closers and self._repeated_openers:
-            # The prompt has opened the block, and some models do it again.
+            # The prompt has opened the block, and some models open it again.
             yield from self._reader.take_any(self._repeated_openers)
         while not self._emitter.stopped and not (yield from self._reader.is_done()):
             self._reader.trim()
@@ -72,12 +72,12 @@ class PlainOutput:
     # Thinking
 
     def _read_thinking(self) -> Reading[None]:
-        """Some of what is thought, or the marker that comes next."""
+        """Read some thinking, or the next marker."""
         reader = self._reader
         markers = (*self._closers, *self._openers_in_thinking())
         at, marker = _first(reader.text, markers)
         if marker is None:
-            # The newline before a marker belongs to it, so one at the end has to wait too.
+            # The newline before a marker belongs to it, so a trailing one has to wait, too.
             held = max(max(overlap(reader.text, each), overlap(reader.text, "\n" + each)) for each in markers)
             self._think(len(reader.text) - (0 if reader.ended else held))
             if held and not reader.ended:
@@ -107,7 +107,7 @@ class PlainOutput:
         yield from self._skip_newlines(2)
 
     def _read_calls_in_thinking(self, opener: str) -> Reading[None]:
-        """Calls if thinking ends with them, else more of what is thought."""
+        """Calls if thinking ends with them, else more thinking."""
         assert self._calls is not None
         start = self._reader.pos
         self._reader.pos += self._reader.text[start] == "\n" and not opener.startswith("\n")
@@ -131,7 +131,7 @@ class PlainOutput:
     # Answer
 
     def _read_answer(self) -> Reading[None]:
-        """Some of the answer's text, or the marker that comes next."""
+        """Read some of the answer's text, or the next marker."""
         reader = self._reader
         start = self._next_candidate()
         if start > 0:
@@ -154,7 +154,7 @@ class PlainOutput:
             yield from self._skip_newlines(2 if marker in self._stray_closer else 1)
 
     def _next_candidate(self) -> int:
-        """Index of the first character that a marker could begin with; the text's length if there is none."""
+        """Index of the first character that could begin a marker; the text's length if there is none."""
         text = self._reader.text
         if text[0] == "\n" and (self._at_output_start or self._frame_end is not None):
             return 0
@@ -164,7 +164,7 @@ class PlainOutput:
         return end if newline < 0 else newline
 
     def _markers_that_count(self) -> tuple[str, ...]:
-        """Markers that mean something where the answer stands now."""
+        """Markers that count at this point of the answer."""
         markers = self._openers_that_count()
         if self._at_output_start:
             markers += self._stray_closer
@@ -184,7 +184,7 @@ class PlainOutput:
         return openers
 
     def _is_quoted(self, length: int) -> Reading[bool]:
-        """Whether a marker of this length, which comes next, stands in a code fence or in backticks."""
+        """Whether the next marker, of this length, stands in a code fence or in backticks."""
         if not self._minds_quotes:
             return False
         if self._lines.is_fenced:
@@ -209,7 +209,7 @@ class PlainOutput:
         yield from self._skip_newlines(1)
 
     def _is_closed_later(self, closers: tuple[str, ...]) -> Reading[bool]:
-        """Whether a block in mid-answer counts: it is closed, or begins a line and nothing more can be said."""
+        """Whether a block in mid-answer counts: it is closed, or begins a line and is too long to wait."""
         reader, begins_line = self._reader, self._lines.begins_line
         limit = reader.pos + MAX_BLOCK
         while True:
@@ -226,11 +226,11 @@ class PlainOutput:
         assert self._calls is not None
         yield from self._calls.read(opener)
         self._at_output_start = False
-        if self._reader.pos > len(opener):  # a construct has been read, and what it says are no lines of prose
+        if self._reader.pos > len(opener):  # a construct has been read, whose contents are no lines of prose
             self._lines = LineTracker()
 
     def _consume(self, length: int) -> None:
-        """Say the next characters."""
+        """Emit the next characters."""
         text = self._reader.text[self._reader.pos : self._reader.pos + length]
         self._reader.pos += length
         self._say(text)
@@ -242,7 +242,7 @@ class PlainOutput:
         self._emitter.text(text)
 
     def _skip_newlines(self, most: int) -> Reading[None]:
-        """Step over newlines that belong to a marker."""
+        """Skip newlines that belong to a marker."""
         reader = self._reader
         while most and not (yield from reader.is_done()) and reader.text[reader.pos] == "\n":
             reader.pos += 1
@@ -250,7 +250,7 @@ class PlainOutput:
 
 
 def _first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, str | None]:
-    """The first marker in a text and its index, the longest of several at one place."""
+    """The first marker in a text and its index; the longest if several begin there."""
     found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     if not found:
         return len(text), None

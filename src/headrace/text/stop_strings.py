@@ -1,13 +1,12 @@
-"""Cut text before the first stop string, however the text arrives."""
+"""Cuts text before the first stop string, however the text is split."""
 
 from __future__ import annotations
 
 
 class StopCutter:
-    """Looks for stop strings in one run of text; holds back only what may be the beginning of one.
+    """Searches stop strings in one run of text; holds back only a possible beginning of one.
 
-    The string that is complete first wins; of several that end together, the one that begins first.
-    found: the one that stopped the text, None so far.
+    The first complete string wins; ties: the one that begins first. found: the stop string, None so far.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -23,11 +22,11 @@ class StopCutter:
 
     @property
     def num_held(self) -> int:
-        """Characters that may be the beginning of a stop string, or that are one and what follows it."""
+        """Characters that may begin a stop string, or that are one and what follows it."""
         return len(self._held) + self._num_cut
 
     def push(self, text: str) -> str:
-        """Take text; returns what is certain to stand before any stop string."""
+        """Take text; returns what certainly precedes any stop string."""
         if self.stopped:
             return ""
         if not self._strings:
@@ -48,14 +47,14 @@ class StopCutter:
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """Where the string begins that is complete first, and which it is."""
+        """The string that is complete first, and where it begins."""
         starts = ((text.find(string), string) for string in self._strings)
         found = [(start + len(string), start, string) for start, string in starts if start >= 0]
         return min(found)[1:] if found else None
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,8 +1,8 @@
-"""Text of one answer to events, as it comes: what is answer, what is thinking, and what is a tool call.
+"""Parses an answer's text into events incrementally: answer, thinking, tool calls.
 
-The text lies in a `Reader`. A machine over it finds thinking and calls (`plain_output.py`; `harmony.py` for the one
-family that speaks in messages with headers), hands calls to the machine of their syntax (`call_reader.py`, `formats/`),
-and tells what it made out to an `Emitter`, which makes events of it.
+The text lies in a `Reader`. A machine over it finds thinking and calls (`plain_output.py`, `constrained_output.py`, or
+`harmony.py` for gpt-oss), hands calls to their syntax's machine (`call_reader.py`, `formats/`), and passes results to
+an `Emitter`, which makes events of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def visible_tokens(family: ModelFamily) -> frozenset[str]:
 class StreamParser:
     """State of one answer.
 
-    thinking_open: the prompt has opened a think block already. tools: those that may be called; without any, and with
-    a family whose syntax is unknown, markup of calls is text. stop_strings: end the answer before their first
-    character; looked for in answer text only, never across a think block or a call. num_earlier_calls: calls in the
-    conversation so far. guarantees: of a grammar that holds the output; None if the model writes freely.
+    thinking_open: the prompt has already opened a think block.
+    tools: callable ones; without any, or with an unknown syntax, markup of calls is text.
+    stop_strings: end the answer before their first character; searched in answer text only, never across a think block
+    or a call.
+    num_earlier_calls: calls in the conversation so far.
+    guarantees: of the output's grammar; None for unconstrained output.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class StreamParser:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer, None so far."""
+        """The stop string that ended the answer, or None."""
         return self._emitter.stop_string
 
     @property
@@ -81,23 +83,23 @@ class StreamParser:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text so far of which it is not decided yet what they are."""
+        """Characters at the end that are not classified yet."""
         return self._reader.num_unread + self._emitter.num_held
 
     @property
     def faults(self) -> tuple[CallFault, ...]:
-        """What is wrong with calls, each fault once."""
+        """Faults of calls, each once."""
         return () if self._calls is None else tuple(dict.fromkeys(self._calls.faults))
 
     def push(self, text: str) -> tuple[ParsedEvent, ...]:
-        """Take the next text; returns what it made certain."""
+        """Take text; returns the events that it made certain."""
         if not self.stopped:
             self._reader.push(text)
             next(self._reading, None)
         return self._emitter.taken()
 
     def finish(self, *, cut: bool = False) -> tuple[ParsedEvent, ...]:
-        """No more text comes; what was held back is decided. cut: the output ended at its limit of tokens."""
+        """The end of the text: classify what was held back. cut: the output ended at its token limit."""
         self._reader.end(cut=cut)
         if not self.stopped:
             next(self._reading, None)

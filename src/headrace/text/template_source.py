@@ -1,4 +1,4 @@
-"""A model's own chat template: run it, and ask it what it takes."""
+"""Runs a model's chat template and probes what it accepts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from headrace.text.written_numbers import as_written
 from headrace.types.chat import ChatMessage, Role, TextPart
 
 PROBE_S = 30.0
-"""What a template may take for the shortest conversation: a thousand times what the slowest do."""
+"""Time limit of a template for the shortest conversation: a thousand times the slowest known."""
 
 _PROBE_NOTE = "probe of a system message"
 
 
 class TemplateSource:
-    """A template with what it may use in every rendering.
+    """A template with its fixed variables.
 
-    variables: names that the template knows beside the conversation, the same for all requests.
-    Rendered text still has the wrappers of `control_text` in it. Raises ModelError for a broken template.
+    variables: names beside the conversation, the same for all requests. Rendered text still has the wrappers of
+    `control_text`. Raises ModelError for a broken template.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class TemplateSource:
         self.traits = self._find_traits(family)
 
     def prepare(self, message: ChatMessage, *, keeps_edges: bool = False) -> dict[str, Any]:
-        """A message as the template is given it, with what people typed wrapped.
+        """A message for the template, with typed control tokens wrapped.
 
-        keeps_edges: white space around what the assistant thought and said is not for the template to trim.
+        keeps_edges: protect white space around the assistant's thinking and text from trimming.
         """
         fields = template_message(message, self.traits)
         wrapped: dict[str, Any] = self._control_text.wrap(fields)
         if message.role == "assistant":
-            # In its own history a model's think markers are what they were, even inside the content.
+            # In its history a model's think markers are real, even inside the content.
             wrapped["content"] = self._control_text.wrap(fields["content"], meant=self._think_markers)
             if keeps_edges:
                 wrapped.update(_with_edges(wrapped))
@@ -67,18 +67,18 @@ class TemplateSource:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._variables, **variables},
             )
-        except Exception as error:  # a template is somebody else's program and may fail in any way
+        except Exception as error:  # templates are foreign code that may raise anything
             if type(error) is TemplateError:  # its own `raise_exception`
                 message = f"the model's chat template refuses this: {as_written(str(error))}"
-            else:  # the messages of Python and Jinja quote what the template was given
+            else:  # messages of Python and Jinja quote the template's input
                 message = f"the model's chat template failed on this with {type(error).__name__}"
             raise InvalidRequest(message, param="messages") from error
         return as_written(str(rendered[0][0]))
 
     def _refuse_broken(self) -> None:
-        """Raises ModelError for a template that can't be read, or that does not end.
+        """Raise ModelError for a template that can't be parsed or does not terminate.
 
-        What it refuses is for the requests to find out. It runs in a thread that keeps no process alive.
+        What it refuses is left to the requests. It runs in a daemon thread.
         """
         failures: list[InvalidRequest] = []
 
@@ -98,7 +98,7 @@ class TemplateSource:
             raise ModelError(message) from broken
 
     def _find_traits(self, family: ModelFamily) -> TemplateTraits:
-        """Try what the family's record leaves open on conversations of a few words."""
+        """Probe with short conversations what the family's record leaves open."""
         takes_system = self._shows_note(("system", "user"))
         single_system = family.single_system
         if single_system is None:
@@ -123,13 +123,13 @@ class TemplateSource:
         return RequestRenderer(self, {}).try_render(_probes(roles)) is not None
 
     def _shows_note(self, roles: tuple[Role, ...]) -> bool:
-        """Whether a system message among these roles is rendered, and not refused or left out."""
+        """Whether a system message among these roles is rendered, not refused or dropped."""
         rendered = RequestRenderer(self, {}).try_render(_probes(roles))
         return rendered is not None and _PROBE_NOTE in rendered
 
 
 class RequestRenderer:
-    """Renders beginnings of one conversation, each message prepared and each beginning rendered only once.
+    """Renders prefixes of one conversation, each message prepared and each prefix rendered only once.
 
     keeps_edges: see TemplateSource.prepare.
     """
@@ -146,7 +146,7 @@ class RequestRenderer:
         return self._run(messages, add_generation_prompt=True)
 
     def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
-        """The text when the last message is still being written. Raises InvalidRequest if the template refuses."""
+        """The text with the last message unfinished. Raises InvalidRequest if the template refuses."""
         return self._run(messages, add_generation_prompt=False)
 
     def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
@@ -171,9 +171,9 @@ class RequestRenderer:
 
 
 def _with_edges(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of an assistant's message that a template may not trim.
+    """Texts of an assistant's message that must not be trimmed.
 
-    Content before a call is left alone: the white space between the two is the template's.
+    Content before a call is excluded: the white space between the two is the template's.
     """
     names = [*REASONING_KEYS] if fields.get("tool_calls") else [*REASONING_KEYS, "content"]
     texts = {name: fields[name] for name in names if fields.get(name)}

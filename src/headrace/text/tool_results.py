@@ -1,4 +1,4 @@
-"""Which call of a conversation each tool result answers, and results in the order of their calls."""
+"""Matches tool results with their calls, and orders them by these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.types.chat import ChatMessage, ToolCall
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call: the id that the client sent, the one it has from here on, and whether a result has been found."""
+    """A call: the client's id, its new id, and whether its result has been found."""
 
     sent_id: str
     call: ToolCall
@@ -20,11 +20,11 @@ class _Call:
 
 
 def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The conversation with an id on every call, unique within its turn, and each result with its call's id and name.
+    """The conversation with a unique id on every call of a turn, and each result with its call's id and name.
 
-    Missing and repeated ids are replaced. A result without an id answers the first call of the latest turn that no
-    other result answers, and so does one whose id several calls have. A result with an id that no call has is left as
-    it is. Raises InvalidRequest, naming the field, for a second result of one call and if no call is left.
+    Missing and repeated ids are replaced. A result without an id, or with an ambiguous one, answers the first
+    unanswered call of the latest turn. A result with an unknown id stays unchanged. Raises InvalidRequest, naming the
+    field, for a second result of one call and if no call is left.
     """
     paired = list(messages)
     open_calls: dict[str, deque[_Call]] = {}
@@ -40,7 +40,7 @@ def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
             open_calls.setdefault(each.sent_id, deque()).appendleft(each)
         left = deque(turn)
         results = [index for index in range(start + 1, end) if messages[index].role == "tool"]
-        # Those that name their call first, so that none without an id takes it.
+        # Those that name their call come first, so that none without an id takes it.
         for index in sorted(results, key=lambda index: not messages[index].tool_call_id):
             sent_id = messages[index].tool_call_id
             if not sent_id:
@@ -51,7 +51,7 @@ def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
 
 def in_call_order(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Results that directly follow a turn of several calls in the order of these; others stay behind them."""
+    """Results that directly follow a turn of several calls in the order of these; others after them."""
     return tuple(_ordered(messages))
 
 
@@ -74,7 +74,7 @@ def _sorted(results: Iterable[ChatMessage], places: dict[str | None, int]) -> li
 
 
 def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_Call]:
-    """num_earlier: calls of the conversation before these, which made-up ids count on from."""
+    """num_earlier: calls earlier in the conversation, from which generated ids count on."""
     taken = {call.id for call in calls}
     seen: set[str] = set()
     unique: list[_Call] = []
@@ -91,7 +91,7 @@ def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_Call]
 
 
 def _answering(result: ChatMessage, candidates: deque[_Call]) -> ChatMessage:
-    """The result with the id and the name of the first of these calls that has none; drops those that have."""
+    """The result with the id and name of the first of these calls without one; removes those that have one."""
     while candidates:
         found = candidates.popleft()
         if not found.is_answered:

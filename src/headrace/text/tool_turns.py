@@ -1,8 +1,8 @@
-"""Bring tool calls in a conversation, and their results, into a form that a chat template takes.
+"""Adapts tool calls and their results to a chat template.
 
-Clients send calls in one shape, templates differ: some concatenate arguments as text, some take one call in a turn,
-some refuse ids of another form than their own, some know no calls or no tools at all. What a template takes is found
-out by trying; what it doesn't show is written into the text of messages.
+Clients send calls in one form, templates differ: some concatenate arguments as text, some accept one call per turn,
+some require ids of their own form, some know no calls or no tools at all. Probing finds what a template accepts; what
+it doesn't render is written into the text of messages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from headrace.types.chat import ChatMessage, TextPart, ToolCall
 IdForm = Literal["any", "short", "counted"]
 
 _MAX_DEPTH = 200
-"""Of lists and mappings in each other: arguments that are deeper are shown as text. A request's body holds no more."""
+"""Nesting of arguments; deeper ones are shown as text. Request bodies have the same limit."""
 
 Try = Callable[[list[dict[str, Any]]], str | None]
-"""Renders messages of the template's shape with a tool declared; None if the template refuses."""
+"""Renders messages of the template's form with a tool declared; None if the template refuses."""
 
 _TOOLS = "You may call these tools:\n{tools}\n\nTo call some, write nothing but {form}"
 _LIST = "a list of calls on one line: [name(argument='value'), other_name()]"
@@ -58,14 +58,17 @@ PROBE_TOOLS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ToolTraits:
-    """How a chat template takes calls.
+    """How a chat template accepts calls.
 
-    shows_tools, shows_calls, shows_results: it renders them at all. arguments: the form in which it wants them.
-    takes_broken: arguments that are no JSON object are shown as text. takes_several: several calls in one turn.
-    takes_lone_results: a result without a call. ids: the form that ids must have.
+    shows_tools, shows_calls, shows_results: it renders them at all.
+    arguments: the form that it expects.
+    takes_broken: arguments that are no JSON object are shown as text.
+    takes_several: several calls per turn.
+    takes_lone_results: a result without a call.
+    ids: the required form of ids.
     shows_ids: calls and results have their ids in the prompt.
-    takes_thoughts: a call may have thoughts and content beside it. joins_results: results are looked for in the turn of
-    their calls, as `tool_responses`.
+    takes_thoughts: a call may have thinking and content.
+    joins_results: results must be in the turn of their calls, as `tool_responses`.
     """
 
     shows_tools: bool = True
@@ -82,7 +85,7 @@ class ToolTraits:
 
 
 def find_tool_traits(attempt: Try, *, source: str, counts_ids: bool, reasoning_keys: Sequence[str]) -> ToolTraits:
-    """Ask a template by rendering conversations of a few words. counts_ids: the family's ids count its calls."""
+    """Probe a template with short conversations. counts_ids: the family's ids count its calls."""
     shows_tools = _NAMES[0] in (attempt([_QUESTION]) or "")
     shows_lone_results = any(_ANSWER in (attempt(_lone_result(ids)) or "") for _, ids in _IDS)
     for form, ids in _IDS:
@@ -113,7 +116,7 @@ def find_tool_traits(attempt: Try, *, source: str, counts_ids: bool, reasoning_k
 
 
 def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tuple[ChatMessage, ...]:
-    """The conversation with its calls and results as the template takes them. Every content is one text or empty."""
+    """The conversation with its calls and results as the template accepts them. Every content is one text or empty."""
     fitted = _with_ids(matched_results(messages, traits), traits.ids)
     if not traits.takes_thoughts:
         fitted = tuple(_with_thoughts_joined(message) for message in fitted)
@@ -124,15 +127,14 @@ def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tup
 
 
 def matched_results(messages: Sequence[ChatMessage], traits: ToolTraits) -> tuple[ChatMessage, ...]:
-    """The conversation with results that have the ids and names of their calls, in the order of the calls where the
-    prompt does not show ids. Raises InvalidRequest.
-    """
+    """The conversation with results that have the ids and names of their calls, in the order of the calls unless the
+    prompt shows ids. Raises InvalidRequest."""
     paired = paired_results(messages)
     return paired if traits.shows_ids and traits.takes_several else in_call_order(paired)
 
 
 def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a template's shape, with results of text moved into the turn of their calls."""
+    """Messages of a template's form, with text results moved into the turn of their calls."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         turn = joined[-1] if joined else {}
@@ -145,14 +147,14 @@ def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def tools_note(tools: Sequence[dict[str, Any]], tool_format: str | None) -> ChatMessage:
-    """A system message that tells of the tools, and how to call them."""
+    """A system message that describes the tools and how to call them."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     form = _LIST if tool_format in ("pythonic", "lfm2") else _ELEMENTS
     return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=form)),))
 
 
 def call_arguments(text: str, traits: ToolTraits) -> Any:
-    """A call's arguments as the template wants them; no text is no arguments. For numbers see `parse_written`."""
+    """A call's arguments as the template expects them; no text means no arguments. For numbers see `parse_written`."""
     text = text if text.strip() else "{}"
     try:
         parsed = parse_written(text)
@@ -174,7 +176,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _conversation(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A question, one call for each arguments, and their results. thoughts: fields that hold some."""
+    """A question, one call per arguments, and their results. thoughts: fields with thinking."""
     content: dict[str, Any] = {"content": "?", **dict.fromkeys(thoughts, "So.")} if thoughts else {"content": ""}
     calls, results = [], []
     for call_id, name, each in zip(ids, _NAMES, arguments, strict=False):
@@ -213,7 +215,7 @@ def _counted_id(call: ToolCall, count: int) -> str:
 
 
 def _short_id(call_id: str) -> str:
-    """Nine letters and digits that depend on the id alone, so that a turn always looks the same."""
+    """Nine letters and digits derived from the id, so that a turn always renders the same."""
     if len(call_id) == _SHORT_LENGTH and set(call_id) <= set(_ALPHANUMERICS):
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode(errors="replace")).digest())
@@ -225,7 +227,7 @@ def _short_id(call_id: str) -> str:
 
 
 def _with_thoughts_joined(message: ChatMessage) -> ChatMessage:
-    """A call's content as the end of the thoughts before it, where the template takes only one of them."""
+    """A call's content appended to the thinking before it, where the template accepts only one of them."""
     text = _text(message)
     if not message.tool_calls or not message.reasoning or not text:
         return message
@@ -256,7 +258,7 @@ def _with_results_as_text(messages: tuple[ChatMessage, ...], traits: ToolTraits)
 
 
 def _one_call_a_turn(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Every call in a turn of its own, with its results right behind it."""
+    """Every call in a separate turn, with its results after it."""
     index = 0
     while index < len(messages):
         message = messages[index]

@@ -1,8 +1,8 @@
-"""Numbers of a call's arguments that a template shows as they were written: 1.10 is not 1.1, nor 1e400 infinity.
+"""Keeps numbers of a call's arguments as written through a template: 1.10 is not 1.1, nor 1e400 infinity.
 
-A template writes a number as Python or `json.dumps` do, which know its value only. So a number that they would write
-in another way is given to it as an integer whose digits spell the number out, and in the rendered text these digits
-are replaced by what they spell. A prefix drawn at start keeps such integers apart from all that people write.
+Templates write a number as Python or `json.dumps` do, from its value. So a number that they would write differently is
+passed as an integer whose digits spell it, and in the rendered text these digits are replaced by the spelling. A random
+prefix distinguishes such integers from all typed ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_LENGTH = 1000
 
 
 def parse_written(text: str) -> Any:
-    """The value of a JSON text, with odd numbers as integers that `as_written` replaces. Raises as json.loads."""
+    """The value of a JSON text, with unusual numbers as integers that `as_written` replaces. Raises as json.loads."""
     return json.loads(text, parse_float=_float, parse_int=_int)
 
 

@@ -1,1 +1,1 @@
-"""How models write tool calls: one file per syntax, each a machine over text that is still coming."""
+"""Tool-call syntaxes: one file each, with an incremental parser."""

@@ -1,4 +1,4 @@
-"""A call's arguments where they are written as JSON."""
+"""Reads a call's arguments written as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _NULL = ("null", "None")
 
 
 def read_arguments(reader: Reader, schema: Schema, write: Write, ends: Sequence[str] = ()) -> Reading[None]:
-    """An object, a string that holds one, or, for a tool that requires no arguments, null or nothing.
+    """An object, a string that contains one, or, for a tool without required arguments, null or nothing.
 
-    ends: texts of which one follows where there is nothing; so it may be at the text's end if there are any.
+    ends: texts one of which follows if there is nothing; the text's end counts, too, if any are given.
     """
     is_last = not (yield from reader.skip_space())
     if is_last and (not ends or reader.is_cut):
@@ -37,7 +37,7 @@ def read_arguments(reader: Reader, schema: Schema, write: Write, ends: Sequence[
 
 
 def take_null(reader: Reader) -> Reading[bool]:
-    """Step over a null that stands for arguments; not over a longer word."""
+    """Skip a null in place of arguments, but not a longer word."""
     start = reader.pos
     if (yield from reader.take_any(_NULL)) is None:
         return False
@@ -48,7 +48,7 @@ def take_null(reader: Reader) -> Reading[bool]:
 
 
 def write_none(schema: Schema, write: Write) -> None:
-    """Write arguments that have not been given. Raises NotACall if the tool requires some."""
+    """Write empty arguments. Raises NotACall if the tool requires some."""
     if schema.required:
         raise NotACall("a call without arguments")
     write("{}")
@@ -59,7 +59,7 @@ def ignore(text: str) -> None:
 
 
 def _comes_any(reader: Reader, literals: Sequence[str]) -> Reading[bool]:
-    """Whether one of the literals comes next, which is not stepped over."""
+    """Whether one of the literals comes next; does not skip it."""
     start = reader.pos
     found = yield from reader.take_any(literals)
     reader.pos = start

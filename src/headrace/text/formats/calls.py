@@ -1,4 +1,4 @@
-"""What machines tell of calls, and what becomes of it until a call is certain."""
+"""Collects the calls that machines read, until they are certain."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _COUNTED_ID = re.compile(r"(?:functions\.)?.+:\d+", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class CallFault:
-    """What is wrong with a call. name: None if the output breaks before it.
+    """A fault in a call. name: None if the output breaks before it.
 
-    is_broken: it could not be made a call. breaks_schema: a value is of no type that the tool's schema takes.
+    is_broken: it could not be parsed as a call. breaks_schema: a value has a type that the schema does not allow.
     """
 
     name: str | None
@@ -34,8 +34,9 @@ class CallFault:
 class Call:
     """A call as far as it has been read.
 
-    is_declared: its name is one of the request's tools. written_id: the id that the model wrote. pieces: JSON text of
-    its arguments that has not been passed on.
+    is_declared: its name is one of the request's tools.
+    written_id: the model's id.
+    pieces: JSON text of its arguments not passed on yet.
     """
 
     name: str
@@ -57,7 +58,7 @@ class CallIds:
         self._used: set[str] = set()
 
     def make(self, name: str, written: str | None) -> str:
-        """An id of its own. written: one that the model wrote, which is taken if it has the right form."""
+        """A unique id. written: the model's, which is used if it has the right form."""
         form = {"short": _SHORT_ID, "counted": _COUNTED_ID}.get(self._style)
         if written is None or form is None or not form.fullmatch(written) or written in self._used:
             written = self._new(name)
@@ -88,30 +89,30 @@ class Tools:
         return bool(self._schemas)
 
     def schema(self, name: str) -> Schema:
-        """The arguments' schema; of an undeclared tool, anything goes."""
+        """The arguments' schema; for an undeclared tool, anything."""
         return self._schemas.get(name, ANY)
 
 
 @dataclass(slots=True)
 class TextSegment:
-    """Text that only looks like a call, from one index of the reader's text to another; None while it goes on."""
+    """Text that only looks like a call, between two indices of the reader's text; end is None while it goes on."""
 
     start: int
     end: int | None = None
 
 
 class CallSink:
-    """Takes the calls of one construct (a call or a list of calls) from the machine that reads it.
+    """Takes the calls of one construct (a call or a list of calls) from its machine.
 
     A construct is calls as a whole or text as a whole: one undeclared name makes it text, unless calls of it have been
     passed on by then.
 
-    current: the call that is being read. done: index in the reader's text up to which calls are complete. written:
-    index up to which the current one has been written, the same however the text was split.
-    is_unit: a fault in one call makes text of those before it, too. is_meant: what has been read can't be prose that
-    mentions the syntax. is_text: whether the construct is text; None while that is open.
+    current: the call being read. done: index in the reader's text up to which calls are complete. written: index up to
+    which the current one has been written, independent of how the text was split.
+    is_unit: a fault in one call makes text of those before it, too. is_meant: it can't be prose that mentions the
+    syntax. is_text: whether the construct is text; None while undecided.
     is_committed: what was read of the current call has been passed on and can't be taken back.
-    has_passed: calls have been. faults: found so far.
+    has_passed: calls have been passed on. faults: found so far.
     """
 
     def __init__(self, tools: Tools, reader: Reader) -> None:
@@ -130,16 +131,15 @@ class CallSink:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar holds the calls."""
         return self._tools.guarantees is not None
 
     @property
     def has_complete(self) -> bool:
-        """Whether there are complete calls that have not been passed on."""
+        """Whether there are complete calls to pass on."""
         return bool(self.calls) and self.calls[0] is not self.current
 
     def is_json(self, key: str) -> bool:
-        """Whether a value of the current call that begins with a bracket is certain to be JSON."""
+        """Whether a value of the current call that begins with a bracket is certainly JSON."""
         guarantees = self._tools.guarantees
         return (
             guarantees is not None and self.current is not None and (self.current.name, key) in guarantees.json_values
@@ -149,9 +149,9 @@ class CallSink:
         return name in self._tools
 
     def begin(self, name: str, written_id: str | None = None) -> Schema:
-        """A call begins; returns the schema of its arguments. Raises NotACall without a name.
+        """Start a call and return the schema of its arguments. Raises NotACall without a name.
 
-        Raises it for an undeclared name behind calls that have been passed on, too.
+        Also raises it for an undeclared name after calls that have been passed on.
         """
         if not name:
             raise NotACall
@@ -165,25 +165,25 @@ class CallSink:
         return self._tools.schema(name)
 
     def write(self, text: str) -> None:
-        """JSON text of the call's arguments."""
+        """Add JSON text of the call's arguments."""
         self.written = self._reader.safe_pos
         if self.current is not None and self.current.is_declared:
             self.current.pieces.append(text)
 
     def end(self) -> Reading[None]:
-        """The call is complete. The reading stops for once, so that it can be passed on before the next one is read."""
+        """Complete the call. The reading pauses once, so that it can be passed on before the next one is read."""
         self.current = None
         self.is_committed = False
         self.done = self._reader.pos
         yield
 
     def decide(self) -> None:
-        """Settle by the names read so far what the construct is; without any it stays open."""
+        """Decide by the names read so far what the construct is; without any it stays undecided."""
         if self.is_text is None and self.calls:
             self.is_text = self.has_undeclared
 
     def commit(self) -> None:
-        """Take what is being read for what it is so far, whatever follows."""
+        """Decide that what is being read is what it is so far."""
         self.decide()
         self.is_committed = self.current is not None
 
@@ -196,12 +196,12 @@ class CallSink:
         return certain
 
     def drop_current(self) -> None:
-        """The call that is being read is none."""
+        """What is being read is no call."""
         self.calls = [call for call in self.calls if call is not self.current]
         self.current = None
 
     def note(self, problem: NotACall) -> None:
-        """Keep what ended the construct as a fault, unless it is prose or a call of an undeclared tool."""
+        """Record what ended the construct as a fault, unless it is prose or a call of an undeclared tool."""
         call = self.current
         if call.is_declared if call is not None else self.is_meant and not self.has_undeclared:
             name = None if call is None else call.name
@@ -209,6 +209,6 @@ class CallSink:
             self.faults.append(CallFault(name, reason, breaks_schema=problem.breaks_schema))
 
     def note_schema_violation(self, reason: str) -> None:
-        """A value of the current call is passed on although it is of no type that the schema takes."""
+        """Record a value of the current call that is passed on with a type that the schema does not allow."""
         assert self.current is not None
         self.faults.append(CallFault(self.current.name, reason, is_broken=False, breaks_schema=True))

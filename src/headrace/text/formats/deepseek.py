@@ -56,7 +56,7 @@ class DeepSeekCalls(ToolFormat):
         yield from sink.end()
 
     def _fenced(self, reader: Reader, schema: Schema, sink: CallSink) -> Reading[None]:
-        """Arguments in a code fence; where there are none, the fence may be missing."""
+        """Arguments in a code fence; without arguments the fence may be missing."""
         yield from reader.skip_space()
         yield from reader.take_any(_FENCES)
         yield from read_arguments(reader, schema, sink.write, ("```", *_ENDS))

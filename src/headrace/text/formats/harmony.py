@@ -34,6 +34,6 @@ class HarmonyCall(ToolFormat):
 
 
 def recipient_of(header: str) -> str | None:
-    """To whom a message goes; None if to the user."""
+    """The recipient of a message; None for the user."""
     match = _RECIPIENT.search(header)
     return None if match is None else match[1]

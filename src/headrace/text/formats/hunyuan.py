@@ -33,7 +33,7 @@ _SUFFIXED, _PLAIN = _syntax(":opensource"), _syntax("")
 
 
 class Hunyuan(ToolFormat):
-    """Either generation: the wrapper's body is a list of JSON objects or a row of elements."""
+    """Either generation: the wrapper's body is a list of JSON objects or a sequence of elements."""
 
     openers = ("<tool_calls:opensource>", "<tool_calls>")
     markers = tuple(tag for syntax in (_SUFFIXED, _PLAIN) for tag in syntax.tags)

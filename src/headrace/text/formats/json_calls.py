@@ -21,7 +21,7 @@ _OTHER_KEYS = frozenset({"id", "type", "index"})
 
 
 class JsonCalls(ToolFormat):
-    """Objects or a list of them behind an opener. closer: what ends the construct; it may be missing."""
+    """Objects or a list of them after an opener. closer: the end of the construct, which may be missing."""
 
     def __init__(self, openers: tuple[str, ...], closer: str, markers: tuple[str, ...]) -> None:
         self.openers = openers
@@ -37,7 +37,7 @@ class JsonCalls(ToolFormat):
 
 
 def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:
-    """A list of call objects, or objects one behind the other."""
+    """A list of call objects, or consecutive objects."""
     sink.is_unit = True
     yield from reader.skip_space()
     sink.is_meant = (yield from reader.peek()) in "[{"
@@ -50,7 +50,7 @@ def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:
 
 
 def read_call(reader: Reader, sink: CallSink) -> Reading[bool]:
-    """One call object; false if its last brace is missing, which may be where the text ends."""
+    """One call object; false if its last brace is missing, which may be at the text's end."""
     call = _CallObject(reader, sink)
     try:
         yield from reader.expect("{")
@@ -58,7 +58,7 @@ def read_call(reader: Reader, sink: CallSink) -> Reading[bool]:
     except OutOfText:
         if not call.is_complete:
             raise
-        is_closed = False  # nothing but a brace is missing
+        is_closed = False  # only the brace is missing
     yield from call.finish()
     return is_closed
 
@@ -81,7 +81,7 @@ def _list(reader: Reader, sink: CallSink) -> Reading[None]:
 
 
 class _CallObject:
-    """Reads the members of one call object, in whatever order."""
+    """Reads the members of one call object, in any order."""
 
     def __init__(self, reader: Reader, sink: CallSink) -> None:
         self._reader = reader
@@ -96,7 +96,7 @@ class _CallObject:
         return self._schema is not None and self._has_arguments
 
     def members(self) -> Reading[bool]:
-        """Everything behind the opening brace; false if a marker comes where the closing one had to."""
+        """Everything after the opening brace; false if a marker comes where the closing one was due."""
         reader = self._reader
         while True:
             yield from reader.skip_space()
@@ -121,11 +121,11 @@ class _CallObject:
                 return True
 
     def finish(self) -> Reading[None]:
-        """The object is over. Raises NotACall if something of it is missing."""
+        """The end of the object. Raises NotACall if something is missing."""
         if self._schema is None:
             raise NotACall
         if not self._has_arguments:
-            if self._schema is ANY:  # an object of another kind, such as an answer in JSON
+            if self._schema is ANY:  # another object, such as an answer in JSON
                 raise NotACall
             write_none(self._schema, self._sink.write)
         yield from self._sink.end()
@@ -144,7 +144,7 @@ class _CallObject:
 
     def _arguments(self) -> Reading[None]:
         if self._schema is None:
-            # The types are known only with the name, so what stands before it is read again then.
+            # Types are known only with the name, so arguments before it are read again then.
             yield from self._reader.skip_space()
             start = self._reader.pos
             yield from read_arguments(self._reader, ANY, ignore)

@@ -48,7 +48,7 @@ class KimiCalls(ToolFormat):
 
 
 def _name(written: str, sink: CallSink) -> str:
-    """The tool's name in an id like `functions.f:0`; a declared name is taken as it stands."""
+    """The tool's name in an id like `functions.f:0`; a declared name is used unchanged."""
     if sink.declares(written):
         return written
     name, colon, index = written.rpartition(":")

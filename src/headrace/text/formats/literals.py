@@ -1,8 +1,8 @@
-"""Read a value that is spelled as JSON, as Python or in Gemma's way, and write it as JSON while it comes.
+"""Reads a value spelled as JSON, as Python or in Gemma's way, and writes it as JSON incrementally.
 
-Beyond strict JSON is accepted what leaves nothing to guess: bare line breaks in strings, backslashes that escape
-nothing, `True` and `None`, a comma after the last item. A schema turns a value of another type into the one it asks for
-where nothing is lost: 4711 is "4711" where a string is wanted, "12" is 12 where an integer is.
+Beyond strict JSON it accepts what is unambiguous: bare line breaks in strings, backslashes that escape nothing, `True`
+and `None`, a trailing comma. A schema converts a value of another type where nothing is lost: 4711 is "4711" where a
+string is wanted, "12" is 12 where an integer is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(rf"(?P<sign>-?)(?P<whole>0|[1-9][0-9]*)(?:\.(?P<fraction>[0
 _LOOSE_NUMBER = re.compile(rf"(?P<sign>[+-]?)(?P<whole>[0-9]*)(?:\.(?P<fraction>[0-9]*))?{_EXPONENT}")
 _WORDS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
 
-# JSON's escapes mean the same in JSON text; Python has some more.
+# JSON's escapes are valid in JSON text; Python has some more.
 _JSON_ESCAPES = frozenset('"\\/bfnrt')
 _PYTHON_ESCAPES = {
     "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r",
@@ -31,10 +31,10 @@ _PYTHON_ESCAPES = {
 _NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 MAX_UNTOLD = 1 << 16
-"""Characters of a string that can't be passed on before it ends, because what it means is known only then."""
+"""Characters of a string that is held back until its end, because its meaning is known only then."""
 
 MAX_ZEROS = 400
-"""By how many zeros an exponent makes an integer longer; no tool means more by a few characters."""
+"""Zeros that an exponent may add to an integer; no tool means more by a few characters."""
 
 _MAX_EXPONENT = 8
 _MAX_SCALAR = 400
@@ -46,8 +46,9 @@ _MAX_KEY = 400
 class Spelling:
     """How values are written.
 
-    quotes: what begins and ends a string, and whose rules hold after a backslash in it: None if that is a character
-    like any other. bare: keys and strings may stand without quotes. brackets: what begins a sequence, and its end.
+    quotes: string delimiters, and whose escape rules apply: None if a backslash is an ordinary character.
+    bare: keys and strings may be unquoted.
+    brackets: what begins a sequence, and its end.
     """
 
     quotes: Mapping[str, str | None]
@@ -55,7 +56,7 @@ class Spelling:
     brackets: tuple[tuple[str, str], ...] = (("[", "]"),)
 
 
-# Apostrophes are no quotes of JSON: what is quoted so was meant as Python.
+# Apostrophes are no quotes in JSON: such strings are meant as Python.
 _JSON_QUOTES = {'"': "json", "'": "python"}
 
 JSON = Spelling(_JSON_QUOTES)
@@ -69,7 +70,7 @@ def escaped(text: str) -> str:
 
 
 class LiteralReader:
-    """Reads values; JSON text goes to `write` as far as it is certain."""
+    """Reads values; JSON text goes to `write` as soon as it is certain."""
 
     def __init__(self, reader: Reader, write: Write, spelling: Spelling = JSON) -> None:
         self._reader = reader
@@ -106,7 +107,7 @@ class LiteralReader:
         self._write("}")
 
     def key(self) -> Reading[str]:
-        """A key and the colon behind it."""
+        """A key and its colon."""
         if (quote := (yield from self._reader.take_any(self._spelling.quotes))) is not None:
             key = yield from self.string_text(quote, _MAX_KEY)
             yield from self._reader.skip_space()
@@ -118,7 +119,7 @@ class LiteralReader:
         return key
 
     def string_text(self, quote: str, max_length: int = MAX_UNTOLD) -> Reading[str]:
-        """The text of a string whose opening quote has been read. Raises NotACall for one that is longer."""
+        """The text of a string whose opening quote has been read. Raises NotACall for a longer one."""
         pieces: list[str] = []
         yield from self._string_pieces(quote, pieces.append, self._reader.pos + max_length)
         text: str = json.loads(f'"{"".join(pieces)}"')
@@ -136,7 +137,7 @@ class LiteralReader:
         self._write("]")
 
     def ends(self, closer: str, is_first: bool) -> Reading[bool]:
-        """Whether a collection ends here; else steps to its next item."""
+        """Whether a collection ends here; otherwise moves to its next item."""
         yield from self._reader.skip_space()
         if (yield from self._reader.take(closer)):
             return True
@@ -157,7 +158,7 @@ class LiteralReader:
         self._write(json.dumps(text, ensure_ascii=False) if converted is None else converted)
 
     def _string_pieces(self, quote: str, write: Write, limit: int | None = None) -> Reading[None]:
-        """What stands between quotes, as it is written inside a JSON string.
+        """The text between quotes, as written inside a JSON string.
 
         Raises NotACall for a string that has not ended at the index `limit`.
         """
@@ -202,7 +203,7 @@ class LiteralReader:
             write("\\" + letter)
             reader.pos += 2
             return
-        write("\\\\")  # a backslash that escapes nothing is one: a pattern or a path, written in haste
+        write("\\\\")  # a backslash that escapes nothing is literal: a pattern or a path
         reader.pos += 1
 
     def _scalar(self, schema: Schema) -> Reading[None]:
@@ -224,7 +225,7 @@ class LiteralReader:
         self._write(json_text)
 
     def _scalar_text(self) -> Reading[str]:
-        """A number or a word, up to what ends it."""
+        """A number or a word, up to its end."""
         ends = ",]})" if not self._spelling.bare else ",]}"
         reader, start = self._reader, self._reader.pos
         while True:
@@ -237,9 +238,9 @@ class LiteralReader:
 
 
 def convert(text: str, schema: Schema) -> str | None:
-    """JSON text of a value that is given as bare text, of a type that the schema takes; None if it takes none such.
+    """JSON text of a bare text, of a type that the schema allows; None if there is none.
 
-    A text is a string only where the schema allows one and nothing else fits: `null` where null may stand is null.
+    A text is a string only if the schema allows one and nothing else fits: `null` where null is allowed is null.
     """
     types, bare = schema.types, text.strip()
     if types is not None and "string" not in types and len(bare) > 1 and bare[0] == bare[-1] == '"':
@@ -264,7 +265,7 @@ def convert(text: str, schema: Schema) -> str | None:
 
 
 def parsed_literal(text: str, schema: Schema = ANY, spelling: Spelling = JSON) -> str | None:
-    """JSON text of a whole text that is one value; None if it isn't."""
+    """JSON text of a text that is exactly one value; None if it isn't."""
     reader, pieces = Reader(text, ended=True), list[str]()
     try:
         run_to_end(LiteralReader(reader, pieces.append, spelling).value(schema))
@@ -289,7 +290,7 @@ def _number(text: str, *, loose: bool = False) -> str | None:
 def _integer(number: str) -> str | None:
     """The number as an integer without fraction or exponent, 3 for 3.0 and 1000 for 1e3; None if it is no integer.
 
-    None also for one of more than MAX_ZEROS zeros that are not written out.
+    None also for more than MAX_ZEROS zeros that are not written out.
     """
     parts = _NUMBER.fullmatch(number)
     assert parts is not None

@@ -17,7 +17,7 @@ _TOKEN = "<|python_tag|>"
 
 
 class LlamaCalls(ToolFormat):
-    """Objects one behind the other."""
+    """Consecutive objects."""
 
     openers = (_TOKEN,)
     bare_openers = ("{",)
@@ -38,5 +38,5 @@ class LlamaCalls(ToolFormat):
             if (yield from reader.peek()) != "{":
                 break
         if is_bare and sink.is_text is None:
-            raise NotACall  # something else follows: an answer with JSON in it
+            raise NotACall  # something else follows: an answer that contains JSON
         reader.pos = sink.done

@@ -47,7 +47,7 @@ class MistralCalls(ToolFormat):
         yield from sink.end()
 
     def _name(self, reader: Reader, sink: CallSink) -> Reading[str]:
-        """What stands before the arguments or their marker; of a declared tool the text may end there."""
+        """The name before the arguments or their marker; after a declared tool's name the text may end."""
         start = reader.pos
         try:
             end = yield from reader.find((_ID, _ARGUMENTS, "{", _OPENER), MAX_NAME)

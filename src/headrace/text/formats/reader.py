@@ -1,8 +1,8 @@
-"""Text that is still coming, for machines that read it as if it were all there.
+"""Incremental text for machines written as if all of it were there.
 
 A machine is a generator. It reads through the methods here with `yield from`; where the text ends for now, they yield
-until there is more. Nothing that a machine decides may depend on where the text was split, so all methods look at what
-the text says and whether it has ended, never at how much of it happens to be there.
+until there is more. No decision may depend on where the text was split, so all methods depend on the text and on
+whether it has ended, never on how much of it happens to be there.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Reading = Generator[None, None, T]
-"""A reading in progress; every `None` that it yields asks for more text."""
+"""A reading in progress; each yielded `None` asks for more text."""
 
 SPACE = " \t\r\n"
 
 MAX_NAME = 320
-"""Characters in which a name has to end: the longest that a request may give a tool, and what stands around it."""
+"""Characters in which a name must end: the longest tool name in a request plus its surroundings."""
 
 
 class NotACall(Exception):
-    """What is being read turns out to be no call. reason: what is wrong with it, None for mere prose.
+    """What is being read is no call. reason: its fault, None for mere prose.
 
-    breaks_schema: a value is of no type that the tool's schema takes.
+    breaks_schema: a value has a type that the schema does not allow.
     """
 
     def __init__(self, reason: str | None = None, *, breaks_schema: bool = False) -> None:
@@ -34,17 +34,16 @@ class NotACall(Exception):
 
 
 class OutOfText(NotACall):
-    """The text ended where more had to come."""
+    """The text ended too early."""
 
     def __init__(self) -> None:
         super().__init__("the output ends inside the call")
 
 
 class Reader:
-    """A text, how far it has been read, and whether it has ended.
+    """A text, the position in it, and whether it has ended.
 
-    is_cut: it ended at a limit, not by itself. settled: a machine that looks ahead of `pos` says here how far it has
-    read for good.
+    is_cut: it ended at a limit. settled: a machine that reads ahead of `pos` sets how far it has read for good.
     """
 
     def __init__(self, text: str = "", *, ended: bool = False) -> None:
@@ -58,7 +57,7 @@ class Reader:
 
     @property
     def ended(self) -> bool:
-        """Whether no more text comes than there is."""
+        """Whether no more text comes."""
         return self._has_ended and not self._waiting
 
     @property
@@ -92,12 +91,12 @@ class Reader:
         self._admit()
 
     def trim(self) -> None:
-        """Forget what has been read; indices into `text` change."""
+        """Drop what has been read; indices into `text` change."""
         self.text = self.text[self.pos :]
         self.pos = 0
 
     def peek(self, ahead: int = 0) -> Reading[str]:
-        """The character that comes next, or the one `ahead` of it. Raises OutOfText."""
+        """The next character, or the one `ahead` of it. Raises OutOfText."""
         while self.pos + ahead >= len(self.text):
             if self.ended:
                 raise OutOfText
@@ -112,7 +111,7 @@ class Reader:
         return False
 
     def skip_space(self, space: str = SPACE) -> Reading[bool]:
-        """Step over white space; false if the text ends there."""
+        """Skip white space; false if the text ends there."""
         while not (yield from self.is_done()):
             if self.text[self.pos] not in space:
                 return True
@@ -120,7 +119,7 @@ class Reader:
         return False
 
     def take_any(self, literals: Collection[str]) -> Reading[str | None]:
-        """Step over the longest of the literals that comes next; None if none does."""
+        """Skip the longest of the literals that comes next and return it; None if none does."""
         while True:
             rest = self.text[self.pos : self.pos + max(map(len, literals), default=0)]
             if self.ended or not any(len(rest) < len(each) and each.startswith(rest) for each in literals):
@@ -133,7 +132,7 @@ class Reader:
         return (yield from self.take_any((literal,))) is not None
 
     def close(self, *closers: str) -> Reading[bool]:
-        """Step over one of several closers if it comes next, or over half of it where the text ends."""
+        """Skip one of several closers if it comes next, or a part of it at the text's end."""
         if (yield from self.take_any(closers)) is not None:
             return True
         rest = self.text[self.pos :]
@@ -143,14 +142,15 @@ class Reader:
         return True
 
     def expect(self, literal: str) -> Reading[None]:
-        """Step over a literal. Raises OutOfText, NotACall if something else comes."""
+        """Skip a literal. Raises OutOfText, and NotACall if something else comes."""
         if not (yield from self.take(literal)):
             if literal.startswith(self.text[self.pos :]):
                 raise OutOfText
             raise NotACall(f"{literal!r} is missing")
 
     def find(self, literals: Sequence[str], max_length: int) -> Reading[int]:
-        """Index of the first of the literals. Raises OutOfText, NotACall if none comes within max_length characters."""
+        """Index of the first of the literals. Raises OutOfText, and NotACall if none comes within max_length
+        characters."""
         start = self.pos
         while True:
             found = [at for at in (self.text.find(each, start, start + max_length) for each in literals) if at >= 0]
@@ -164,7 +164,7 @@ class Reader:
             yield
 
     def take_until(self, literal: str, max_length: int = 256) -> Reading[str]:
-        """Text up to a literal, which is stepped over too. Raises as `find`."""
+        """Text up to a literal, which is skipped too. Raises as `find`."""
         end = yield from self.find((literal,), max_length)
         text, self.pos = self.text[self.pos : end], end + len(literal)
         return text

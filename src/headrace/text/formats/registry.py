@@ -25,7 +25,7 @@ FORMATS: dict[str, ToolFormat] = {
     "dsml": TaggedCalls(*DSML, takes_bare_calls=True),
     "gemma4": GemmaCalls(),
     "glm": TaggedCalls(GLM),
-    # Granite 3.1 writes a plain text in front that it never closes.
+    # Granite 3.1 first writes plain text that it never closes.
     "granite3": JsonCalls(("<|tool_call|>", "<tool_call>"), "</tool_call>", ("<|tool_call|>",)),
     "harmony": HarmonyCall(),
     "hermes": ToolCallTags(bare_function=False),

@@ -1,11 +1,11 @@
-"""What a tool's JSON schema says about the types of its arguments."""
+"""The types of a tool's arguments in its JSON schema."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# References that lead to each other are followed this far.
+# Limit on nested references.
 _MAX_DEPTH = 16
 
 _TYPES_OF_VALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
@@ -14,7 +14,7 @@ SCALARS = frozenset({"boolean", "integer", "number", "null"})
 
 
 class Schema:
-    """A part of a schema. root: the whole, in which references are looked up."""
+    """A subschema. root: the whole, for references."""
 
     def __init__(self, part: Any, root: Any = None) -> None:
         self._part = part
@@ -24,17 +24,17 @@ class Schema:
 
     @property
     def takes_string(self) -> bool:
-        """Whether a string is as good as anything."""
+        """Whether a string is always valid."""
         return self.types is None or "string" in self.types
 
     @property
     def needs_integer(self) -> bool:
-        """Whether a number has to be an integer."""
+        """Whether a number must be an integer."""
         return self.types is not None and "integer" in self.types and "number" not in self.types
 
     @property
     def required(self) -> frozenset[str]:
-        """Properties that must be given."""
+        """Required properties."""
         return frozenset(str(name) for branch in self._branches for name in _listed(branch.get("required")))
 
     def of_property(self, name: str) -> Schema:
@@ -55,17 +55,17 @@ class Schema:
         return ANY
 
     def lists(self, name: str) -> bool:
-        """Whether it is said what this property of an object is."""
+        """Whether this property is declared."""
         return any(name in (branch.get("properties") or {}) for branch in self._branches)
 
     def allows(self, name: str) -> bool:
-        """Whether an object may well have such a property: it is listed, or others than listed are asked for."""
+        """Whether an object may have such a property: it is declared, or undeclared ones are expected."""
         lists_any = any(branch.get("properties") for branch in self._branches)
         takes_others = any(branch.get("additionalProperties") for branch in self._branches)
         return self.lists(name) or name in self.required or takes_others or not lists_any
 
     def _types(self, part: Any, depth: int) -> frozenset[str] | None:
-        """Names of JSON types that a part takes; None if any will do."""
+        """JSON types that a subschema allows; None for any."""
         if not isinstance(part, Mapping) or not depth:
             return None
         all_of = [self._resolve(part["$ref"])] if isinstance(part.get("$ref"), str) else []
@@ -77,7 +77,7 @@ class Schema:
         return _each_of(found)
 
     def _alternatives(self, part: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """What the value may be, references resolved."""
+        """The alternatives of a value, references resolved."""
         if not isinstance(part, Mapping) or not depth:
             return
         deeper = [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(part.get(key))]
@@ -87,7 +87,7 @@ class Schema:
         yield part
 
     def _resolve(self, reference: str) -> Any:
-        """What a reference within the schema points to; None if nothing."""
+        """The target of a reference within the schema; None if there is none."""
         found = self._root
         for step in reference.removeprefix("#").split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
@@ -96,10 +96,10 @@ class Schema:
 
 
 def _types_of(part: Mapping[str, Any]) -> frozenset[str] | None:
-    """Types that one part without alternatives names; None if it leaves them open."""
+    """Types that one subschema without alternatives names; None if it leaves them open."""
     named = part.get("type")
     values = [part["const"]] if "const" in part else _listed(part.get("enum"))
-    # A name that JSON schema doesn't know says nothing.
+    # An unknown type name means nothing.
     known = {each for each in ([named] if isinstance(named, str) else _listed(named)) if _is_type(each)}
     if known:
         types = known
@@ -119,12 +119,12 @@ def _is_type(name: object) -> bool:
 
 
 def _any_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types that one of several takes."""
+    """Types that any of several allows."""
     return None if None in found else frozenset[str]().union(*(types for types in found if types is not None))
 
 
 def _each_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types that each of several takes; an integer is a number."""
+    """Types that all of several allow; an integer is a number."""
     known = [types for types in found if types is not None]
     if not known:
         return None

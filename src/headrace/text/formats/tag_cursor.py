@@ -1,4 +1,4 @@
-"""The tags of syntaxes whose arguments stand between tags as they are, and how to step over them."""
+"""Skips the tags of syntaxes whose arguments stand unescaped between tags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEHIND_KEY = re.compile(r'\s*(string="(true|false)"\s*)?')
 class TagSyntax:
     """The tags of one syntax.
 
-    wrapper: what opens and closes calls together, None if a call stands by itself.
+    wrapper: opens and closes a group of calls, None if there is none.
     call_open, name_end, call_close: around a call; with an empty `name_end` a tag or a newline ends the name.
     key_open, key_end, value_open, value_close: around a parameter; `value_open` is empty where the key's end is enough.
     is_framed: one newline on each side of a value belongs to the tags.
@@ -40,21 +40,19 @@ class TagSyntax:
 
 
 class TagCursor:
-    """Steps over the tags of a syntax."""
-
     def __init__(self, syntax: TagSyntax, reader: Reader) -> None:
         self.syntax = syntax
         self.reader = reader
 
     def is_at_call(self) -> Reading[bool]:
-        """Whether a call's opener comes next, which is not stepped over."""
+        """Whether a call's opener comes next; does not skip it."""
         start = self.reader.pos
         is_call = yield from self.reader.take(self.syntax.call_open)
         self.reader.pos = start
         return is_call
 
     def open_call(self) -> Reading[str]:
-        """Step over what opens a call; returns its name."""
+        """Skip a call's opening and return its name."""
         yield from self.reader.expect(self.syntax.call_open)
         if self.syntax.name_end:
             name = (yield from self.reader.take_until(self.syntax.name_end, MAX_NAME)).strip()
@@ -66,7 +64,7 @@ class TagCursor:
         return name
 
     def open_parameter(self) -> Reading[str | None]:
-        """Step over what opens a parameter's value; returns the key, None if something else comes."""
+        """Skip the opening of a parameter's value and return the key; None if something else comes."""
         syntax, reader = self.syntax, self.reader
         if not (yield from reader.take(syntax.key_open)):
             return None
@@ -80,9 +78,9 @@ class TagCursor:
         return key
 
     def begins_call(self) -> Reading[str | None]:
-        """What comes behind the opening of a call, a key's opener or the call's closer; None if no call begins.
+        """What follows a call's opening: a key's opener or the call's closer; None if no call begins.
 
-        Nothing is read for good. Where the text ends in the middle of that, no call begins.
+        Reads nothing for good. If the text ends inside the opening, no call begins.
         """
         saved = self.reader.pos
         try:

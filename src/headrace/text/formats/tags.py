@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags as they are, unescaped."""
+"""Calls whose arguments stand unescaped between tags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = Schema({"type": "string"})
 
 
 class TagReader:
-    """Reads the calls of one construct, from the first call's opener on. is_wrapped: behind the wrapper's opener."""
+    """Reads the calls of one construct, from the first call's opener on. is_wrapped: after the wrapper's opener."""
 
     def __init__(self, syntax: TagSyntax, reader: Reader, sink: CallSink, *, is_wrapped: bool) -> None:
         self._syntax = syntax
@@ -58,7 +58,7 @@ class TagReader:
                 is_between = True
             yield from reader.expect(self._syntax.call_close)
         except OutOfText:
-            # The text ends: all that is missing may be closers.
+            # At the text's end only closers may be missing.
             if not is_between or not self._schema.required <= self._given:
                 raise
             reader.pos = len(reader.text)
@@ -66,7 +66,7 @@ class TagReader:
         yield from sink.end()
 
     def _skip_nothing(self) -> Reading[None]:
-        """Step over what models write in the place of no arguments."""
+        """Skip what models write instead of no arguments."""
         if (yield from self._reader.skip_space()) and not (yield from self._reader.take("{}")):
             yield from take_null(self._reader)
 
@@ -79,12 +79,12 @@ class TagReader:
         yield from self._value(schema, is_json=self._sink.is_json(key))
 
     def _unlisted(self, key: str) -> Schema:
-        """Of a parameter that the tool doesn't list: what it says of others, else a text."""
+        """The schema of an undeclared parameter: as the tool says of others, else a text."""
         schema = self._schema.of_property(key)
         return TEXT if schema is ANY else schema
 
     def _value(self, schema: Schema, *, is_json: bool) -> Reading[None]:
-        """Read a value and its closer. is_json: it is certain to be JSON if it begins with a bracket."""
+        """Read a value and its closer. is_json: it is certainly JSON if it begins with a bracket."""
         if is_json or (schema.types is not None and schema.types <= {"array", "object", "null"}):
             start = self._reader.pos
             if (yield from self._reader.skip_space()) and self._reader.text[self._reader.pos] in "[{":

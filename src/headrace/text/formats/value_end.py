@@ -1,12 +1,12 @@
-"""Where a value between tags ends.
+"""Finds the end of a value between tags.
 
-Nothing marks a closing tag that is part of a value, such as one in a file that documents tool calls. So a closer counts
-only if what follows fits: a parameter that the tool has and that has not been given, or the closers of the call. A
-whole call that a value quotes is balanced out. Where a full closing sequence is followed by prose, the value may yet
-go on: the next such sequence decides, if there is one before another call, the end, or MAX_DOUBT characters. Text in
-doubt is held back, all else of a value goes on at once.
+A closing tag that is part of a value, such as one in a file that documents tool calls, is not escaped. So a closer
+counts only if what follows fits: a parameter that the tool has and that has not been given, or the closers of the call.
+A whole call quoted in a value is balanced out. Where a full closing sequence is followed by prose, the value may go on:
+the next such sequence decides, if there is one before another call, the end, or MAX_DOUBT characters. Undecided text is
+held back, everything else of a value is passed on at once.
 
-Where a grammar holds the call, the first closer ends the value: that is where the grammar ends it, whatever follows.
+Under a grammar the first closer ends the value, because that is where the grammar ends it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DOUBT = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """The value may have ended at index `at`. is_quoted: so it is only if no other end comes."""
+    """The value may have ended at index `at`. is_quoted: it has only if no other end comes."""
 
     at: int
     is_quoted: bool
@@ -33,7 +33,7 @@ class _Doubt:
 class ValueEnd:
     """Finds the end of one value.
 
-    fits: whether a parameter of some name may come next; None where a grammar holds the call.
+    fits: whether a parameter of some name may come next; None under a grammar.
     """
 
     def __init__(self, cursor: TagCursor, fits: Callable[[str], bool] | None) -> None:
@@ -52,7 +52,7 @@ class ValueEnd:
         search = self._reader.settled = self._reader.pos
         while True:
             at = yield from self._next_tag(search, value)
-            if at is None:  # the text ends, or the doubt has lasted long enough
+            if at is None:  # the text ends, or the value was undecided for long enough
                 if self._doubt is None:
                     self._tell(len(self._reader.text), value)
                     raise OutOfText
@@ -77,7 +77,7 @@ class ValueEnd:
         return self._doubt.at + MAX_DOUBT
 
     def _next_tag(self, search: int, value: TextValue) -> Reading[int | None]:
-        """Index of the next closer of a value or opener of a call; None where the text or the doubt is over."""
+        """Index of the next closer of a value or opener of a call; None where the text or the limit ends."""
         reader, tags = self._reader, self._tags
         while True:
             found = [at for at in (reader.text.find(tag, search) for tag in tags) if at >= 0]
@@ -95,12 +95,12 @@ class ValueEnd:
             yield
 
     def _call_at(self, at: int) -> Reading[int | None]:
-        """What the opening of a call means: the value's end if there is doubt of it, else one more to balance out."""
+        """What the opening of a call means: the value's end if it is undecided, else one more to balance out."""
         self._reader.pos = at
         behind = yield from self._cursor.begins_call()
         if behind is not None and self._doubt is not None and not self._doubt.is_quoted:
             return self._doubt.at
-        self._depth += behind == self._syntax.key_open  # one without values has none to close
+        self._depth += behind == self._syntax.key_open  # one without values has no closer
         return None
 
     def _closer_at(self, at: int) -> Reading[int | None]:
@@ -135,7 +135,7 @@ class ValueEnd:
         return key is not None and self._fits is not None and self._fits(key)
 
     def _call_ends(self) -> Reading[tuple[bool, bool]]:
-        """Whether all closers of the call follow, and whether what follows them leaves no doubt.
+        """Whether all closers of the call follow, and whether what follows them is conclusive.
 
         Raises NotACall if not even its first closer does.
         """
@@ -161,7 +161,7 @@ class ValueEnd:
             self._told = self._reader.settled = end
 
     def _end(self, at: int, value: TextValue) -> None:
-        """The value ends at an index; what follows is its closer."""
+        """The value ends at an index; its closer follows."""
         self._tell(at, value)
         self._reader.pos = at + len(self._closer)
         self._reader.settled = None
