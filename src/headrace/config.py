@@ -36,12 +36,12 @@ TOOL_FORMATS = (
 log = logging.getLogger(__name__)
 
 _SETUP_VARIABLES = frozenset({"BACKEND"})
-"""Those, without the prefix, that only the scripts around the program read."""
+"""Variables, without the prefix, that only the setup scripts read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which weights, and how they are held and computed."""
+    """The weights and their precision."""
 
     dtype: str = knob(
         "auto",
@@ -61,19 +61,17 @@ class ModelConfig:
     )
     vision: str = knob(
         "auto",
-        "auto takes images and videos if the model sees; off leaves its vision tower out. A model whose tower only "
-        "mlx-vlm knows runs whole with auto, a row at a time, and its text part in packed steps with off",
+        "auto accepts images and videos if the model has a vision tower, off leaves it out. A model whose tower "
+        "only mlx-vlm supports runs whole, a row at a time, with auto; with off its text part runs in packed steps",
         choices=("auto", "off"),
     )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
-    model_folder: str = knob(
-        "~/.cache/headrace", "where a model that Headrace fetches by itself is kept", metavar="FOLDER"
-    )
+    model_folder: str = knob("~/.cache/headrace", "folder for models that Headrace downloads itself", metavar="FOLDER")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How much runs at once. `None` means that a value is chosen from the model and the machine."""
+    """Limits and features of the engine. `None`: chosen from the model and the machine."""
 
     max_num_seqs: int = knob(32, "sequences that decode at the same time", metavar="N", minimum=1)
     max_model_len: int | None = knob(
@@ -83,12 +81,14 @@ class EngineConfig:
         None, "prompt tokens computed per step; automatic: 256 on a CPU, 2048 on a GPU", metavar="N", minimum=1
     )
     prefix_cache: str = knob(
-        "on", "keep what prompts have computed, so that the next turn pays only for what is new", choices=("on", "off")
+        "on",
+        "keep the state of computed prompts, so that the next turn only computes what is new",
+        choices=("on", "off"),
     )
     history: str = knob(
         "stable",
-        "how earlier answers are written into a prompt: in one form for good, so that what was computed of them stays "
-        "of use, or as the chat template would",
+        "how earlier answers are rendered: stable keeps one form, so that cached prefixes stay valid; template follows "
+        "the chat template",
         choices=("stable", "template"),
     )
     system_notes: str = knob(
@@ -98,37 +98,37 @@ class EngineConfig:
         choices=("stable", "hoist"),
     )
     cache_dir: str | None = knob(
-        None, "folder where the prefix cache is kept on disk too, over restarts; models may share it", metavar="FOLDER"
+        None, "folder for a prefix cache on disk, which survives restarts; models may share it", metavar="FOLDER"
     )
     cache_disk_quota: int = knob(
         20_000_000_000,
-        "what all models together may keep in --cache-dir",
+        "limit of --cache-dir over all models",
         metavar="BYTES",
         minimum=1,
         needs="cache_dir",
     )
     mtp: str = knob(
         "auto",
-        "guess tokens ahead with the model's own prediction head: auto where it has one; the output is the same",
+        "speculative decoding with the model's own prediction head: auto if it has one; the output is the same",
         choices=("auto", "on", "off"),
     )
-    max_draft_tokens: int = knob(4, "tokens guessed ahead at once, 0 for none", metavar="N", minimum=0, maximum=16)
+    max_draft_tokens: int = knob(4, "draft tokens at once, 0 for none", metavar="N", minimum=0, maximum=16)
     sparse_draft: str | None = knob(
         None,
-        "small model with the same tokens that reads long prompts first, so that the served one computes only what it "
-        "finds important",
+        "small draft model with the same tokens that scores long prompts, so that only their important tokens are "
+        "computed (sparse prefill)",
         metavar="MODEL",
     )
     sparse_threshold: int = knob(
         8192,
-        "prompts with fewer uncached tokens are computed whole, with --sparse-draft too",
+        "prompts with fewer uncached tokens are computed in full",
         metavar="N",
         minimum=1,
         needs="sparse_draft",
     )
     sparse_keep: float = knob(
         0.2,
-        "share of a long prompt's uncached tokens that --sparse-draft leaves",
+        "share of a long prompt's uncached tokens that is computed with --sparse-draft",
         metavar="SHARE",
         minimum=0.01,
         maximum=1.0,
@@ -138,14 +138,12 @@ class EngineConfig:
         0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
     )
     max_queue: int | None = knob(
-        None, "requests that may wait, more are told to come back; automatic: any number", metavar="N", minimum=0
+        None, "requests that may wait, further ones get 429; automatic: any number", metavar="N", minimum=0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How the server is reached."""
-
     host: str = knob("127.0.0.1", "address to listen on; a public one needs --api-key", metavar="ADDRESS")
     port: int = knob(8080, "port to listen on, 0 for any free one", metavar="N", minimum=0, maximum=65535)
     api_key: str | None = knob(None, "key that clients must send as a Bearer token", metavar="KEY")
@@ -157,16 +155,16 @@ class ServerConfig:
     max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)
     stored_response_bytes: int = knob(
         64 * 1024 * 1024,
-        "memory for finished responses that later requests may go on from, counted as JSON; 0 keeps none",
+        "memory for finished responses that later requests may continue, counted as JSON; 0 keeps none",
         metavar="BYTES",
         minimum=0,
     )
     ping_interval_s: float = knob(
-        8.0, "seconds between signs of life while a prompt is computed", metavar="S", minimum=0.01
+        8.0, "seconds between keep-alives while a prompt is computed", metavar="S", minimum=0.01
     )
     drain_seconds: float = knob(
         5.0,
-        "seconds that requests may go on after SIGINT or SIGTERM; the process has ended 5 seconds later at most",
+        "seconds for requests to finish after SIGINT or SIGTERM; the process ends at most 5 seconds later",
         metavar="S",
         minimum=0.0,
     )
@@ -180,7 +178,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class DefaultsConfig:
-    """What a request gets that doesn't say. `None` leaves it to the model's generation_config.json."""
+    """Defaults of requests. `None` leaves it to the model's generation_config.json."""
 
     default_temperature: float | None = knob(
         None, "temperature of requests without one; automatic: the model's", metavar="T", minimum=0.0, maximum=2.0
@@ -203,8 +201,8 @@ class DefaultsConfig:
     )
     default_max_tokens: int | None = knob(
         None,
-        "tokens that an answer in a chat may have if its request sets no limit; "
-        "automatic: what the model's files say, else what the context leaves",
+        "most tokens of a chat's answer if its request sets no limit; "
+        "automatic: the model's own, else what the context leaves",
         metavar="N",
         minimum=1,
     )
@@ -230,18 +228,16 @@ class MediaConfig:
     )
     video_fps: float | None = knob(
         None,
-        "frames looked at per second of a video; automatic: as the model was made for",
+        "frames sampled per second of a video; automatic: the model's own",
         metavar="FPS",
         minimum=0.01,
     )
-    video_max_frames: int = knob(768, "most frames looked at in a video", metavar="N", minimum=2)
+    video_max_frames: int = knob(768, "most frames sampled from a video", metavar="N", minimum=2)
     video_max_s: float = knob(1800.0, "longest video", metavar="S", minimum=0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All of it."""
-
     model: str = DEFAULT_MODEL
     models: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
@@ -260,12 +256,12 @@ _SECTIONS: Mapping[str, type] = {
 
 
 def set_up_libraries() -> None:
-    """Set the variables that libraries read when they are first used, but for those that the user has set.
+    """Set variables that libraries read at their first use, unless the user has set them.
 
-    transformers advises at its import that PyTorch is absent, of which only the tokenizers are used here. tokenizers
-    starts threads, which one text at a time has no use for, and warns when such a process starts another one. MLX's
-    CUDA part raises at every new form of a computation once it has met twice as many as its cache of graphs (or of
-    attention plans) holds, which a server does within a day: https://github.com/ml-explore/mlx/pull/2600.
+    transformers warns at import that PyTorch is absent, but only its tokenizers are used. tokenizers starts threads,
+    useless for one text at a time, and warns when such a process forks. MLX's CUDA backend raises at every new graph
+    once it has seen twice as many as its cache of graphs (or of attention plans) holds, which a server does within a
+    day: https://github.com/ml-explore/mlx/pull/2600.
     """
     os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -273,7 +269,7 @@ def set_up_libraries() -> None:
 
 
 def built_modules(mlx_version: str) -> Path:
-    """Where MLX's CUDA part looks for what is built, and keeps what it builds itself.
+    """The folder of MLX's compiled CUDA modules.
 
     Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/cuda/jit_module.cpp.
     """
@@ -282,19 +278,19 @@ def built_modules(mlx_version: str) -> Path:
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
-    """Log each variable that looks like a knob of ours and is none: mistyped, it would be ignored without a word."""
+    """Log each variable with our prefix that is no knob: a typo would otherwise go unnoticed."""
     known = {knob.name.upper() for section in _SECTIONS.values() for knob in knobs_of(section)}
     known |= {"MODEL", *_SETUP_VARIABLES}
     for name in sorted(os.environ if environ is None else environ):
         if name.startswith(ENVIRONMENT_PREFIX) and name.removeprefix(ENVIRONMENT_PREFIX) not in known:
-            # The prefix that all share would make any two look alike.
+            # The common prefix would make any two look alike.
             close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), known, n=1)
             hint = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
             log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
 
 
 def with_flags(message: str) -> str:
-    """A message in which knobs that it calls by their fields, like `max_model_len`, are called by their flags."""
+    """The message with field names of knobs, like `max_model_len`, replaced by their flags."""
     flags = {knob.name: knob.flag for section in _SECTIONS.values() for knob in knobs_of(section) if "_" in knob.name}
     # not inside a path or another name
     return re.sub(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])", lambda found: flags.get(found[0], found[0]), message)
@@ -309,12 +305,12 @@ def load_config(
     sections: Sequence[str] = tuple(_SECTIONS),
     default_model: str = DEFAULT_MODEL,
 ) -> Config:
-    """The configuration out of `[MODEL] [--flag value...]` and the environment.
+    """The configuration from `[MODEL] [--flag value...]` and the environment.
 
     sections: the fields of Config whose knobs the command has; other flags are unknown to it.
     environ: None is the process's own.
-    default_model: what Config.model is when neither MODEL nor HEADRACE_MODEL is given.
-    Raises ConfigError that names the flag or the variable. `--help` prints and raises SystemExit.
+    default_model: used when neither MODEL nor HEADRACE_MODEL is given. Raises ConfigError that names the flag or the
+    variable. `--help` prints and raises SystemExit.
     """
     environ = os.environ if environ is None else environ
     knobs = {section: knobs_of(_SECTIONS[section]) for section in sections}
@@ -331,7 +327,7 @@ def load_config(
 def _refuse_idle(
     members: Sequence[Knob], values: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]
 ) -> None:
-    """Raises ConfigError for a knob of a section that is set though the one that it needs is not."""
+    """Raise ConfigError for a knob of a section that is set although the one that it needs is not."""
     for each in members:
         needed, source = each.metadata.get("needs"), each.source(given, environ)
         if needed is not None and source is not None and values[needed] is None:

@@ -100,7 +100,7 @@ def test_the_syntax_of_calls_is_read_from_the_template(marker: str, tool_format:
 def test_a_syntax_that_was_asked_for_is_stronger_than_record_and_template() -> None:
     family = find_family("gpt_oss", "<tool_call>", tool_format="hermes")
     assert (family.tool_format, family.speaks_harmony) == ("hermes", False)
-    assert "hermes: as the server was told" in "\n".join(explain(family))
+    assert "hermes: set by --tool-format" in "\n".join(explain(family))
 
 
 def test_a_template_without_calls_means_that_the_prompt_has_to_ask_for_a_syntax() -> None:

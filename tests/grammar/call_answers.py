@@ -82,8 +82,8 @@ def takes_whole(constraint: Constraint, text: str) -> bool:
     return constraint.window(tokens).num_legal == len(tokens)
 
 
-def hold_of(form: OutputForm, special: tuple[str, ...] = ()) -> OutputGuarantees:
-    return compile_output(form, made(special).vocabulary).hold
+def guarantees_of(form: OutputForm, special: tuple[str, ...] = ()) -> OutputGuarantees:
+    return compile_output(form, made(special).vocabulary).guarantees
 
 
 def random_output(
@@ -117,14 +117,14 @@ def parsed(
     name: str,
     output: str,
     tools: Sequence[ToolDefinition],
-    hold: OutputGuarantees | None = None,
+    guarantees: OutputGuarantees | None = None,
     *,
     think: tuple[str, str] | tuple[None, None] = (None, None),
     cuts: Sequence[int] = (),
 ) -> tuple[str, list[tuple[str, Any]]]:
     """Text of an output, and its calls. cuts: where it is split."""
     family = ModelFamily("made up", tool_format=name, think_open=think[0], think_close=think[1])
-    parser = StreamParser(family, thinking_open=False, tools=tuple(tools), hold=hold)
+    parser = StreamParser(family, thinking_open=False, tools=tuple(tools), guarantees=guarantees)
     calls: list[list[str]] = []
     text = ""
     pieces = [output[start:end] for start, end in itertools.pairwise((0, *sorted(cuts), len(output)))]

@@ -7,7 +7,16 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar.call_answers import ByteTokenizer, begun, hold_of, made, parsed, random_output, takes_whole, ways_out_of
+from grammar.call_answers import (
+    ByteTokenizer,
+    begun,
+    guarantees_of,
+    made,
+    parsed,
+    random_output,
+    takes_whole,
+    ways_out_of,
+)
 from grammar.schemas import closed
 
 from headrace.errors import InvalidRequest
@@ -110,11 +119,11 @@ def test_limits_of_a_text_hold_where_it_says_half_of_what_would_end_it(
 ) -> None:
     schema = closed({"a": LIMITED[name], "b": INTEGER}, ["a"])
     form = form_of("odd", schema, syntax)
-    constraint, hold = begun(form, special), hold_of(form, special)
+    constraint, guarantees = begun(form, special), guarantees_of(form, special)
     assert form.calls is not None
     for seed in range(2):
         output = random_output(constraint.copy(), ByteTokenizer(special), ways_out_of(syntax), seed, pieces=HALVES)
-        ((_, arguments),) = parsed(syntax, output, form.calls.tools, hold)[1]
+        ((_, arguments),) = parsed(syntax, output, form.calls.tools, guarantees)[1]
         jsonschema.validate(arguments, schema)
 
 

@@ -11,7 +11,7 @@ import pytest
 from grammar.call_answers import (
     ByteTokenizer,
     begun,
-    hold_of,
+    guarantees_of,
     parsed,
     random_output,
     special_of,
@@ -114,7 +114,7 @@ def test_arguments_are_read_as_the_grammar_took_them(name: str, has_special: boo
     special = special_of(name, has_special)
     tokenizer = ByteTokenizer(special)
     form = OutputForm(None, CallsForm(TOOLS, True, True), name, None)
-    constraint, hold = begun(form, special), hold_of(form, special)
+    constraint, guarantees = begun(form, special), guarantees_of(form, special)
     rng = np.random.default_rng(5)
     num_quoting = 0
     for seed in range(4):
@@ -125,7 +125,7 @@ def test_arguments_are_read_as_the_grammar_took_them(name: str, has_special: boo
         num_quoting += any("note" in str(value) for _, arguments in expected for value in arguments.values())
         cuts = rng.integers(len(output), size=5).tolist()
         for where in ((), cuts, range(len(output))):
-            text, calls = parsed(name, output, TOOLS, hold, cuts=where)
+            text, calls = parsed(name, output, TOOLS, guarantees, cuts=where)
             assert calls == expected, output
             assert not text.strip()
     assert num_quoting or has_special  # special tokens can not come in a text
@@ -141,7 +141,7 @@ def test_a_value_that_quotes_the_opening_of_a_call_ends_at_the_first_closer() ->
     output = QWEN_CALL.format(QUOTED, "low") + QWEN_END
     assert takes_whole(begun(form), output)
     for cuts in ((), range(len(output))):
-        _, calls = parsed("qwen_xml", output, TOOLS, hold_of(form), cuts=cuts)
+        _, calls = parsed("qwen_xml", output, TOOLS, guarantees_of(form), cuts=cuts)
         assert calls == [("note", {"text": QUOTED, "label": "low"})]
 
 
@@ -157,7 +157,7 @@ def test_the_grammar_knows_every_opener_that_a_call_is_read_from(name: str) -> N
     form = OutputForm(None, CallsForm(TOOLS, False, True), name, None)
     for opener in FORMATS[name].openers:
         output = f"So: {opener}"
-        text, calls = parsed(name, output, TOOLS, hold_of(form))
+        text, calls = parsed(name, output, TOOLS, guarantees_of(form))
         assert takes_whole(begun(form), output) == (not any(opener == each.opener for each in CALL_SYNTAXES[name]))
         assert (text, calls) == (output, [])
 
@@ -170,20 +170,20 @@ NOTE = QWEN_CALL.format("a", "b") + QWEN_END
 def test_where_text_may_come_the_first_opener_begins_a_call_also_in_quotes(before: str) -> None:
     assert takes_whole(begun(FREE), before + NOTE)
     assert not takes(begun(FREE), before + NOTE.replace("note", "nota"))
-    _, calls = parsed("qwen_xml", before + NOTE, TOOLS, hold_of(FREE), think=THINK)
+    _, calls = parsed("qwen_xml", before + NOTE, TOOLS, guarantees_of(FREE), think=THINK)
     assert calls == [("note", {"text": "a", "label": "b"})]
 
 
 def test_thinking_is_thinking_whatever_it_mentions_and_is_no_answer_later() -> None:
-    hold = hold_of(FREE)
+    guarantees = guarantees_of(FREE)
     mention = f"<think>I would {NOTE}"
     assert takes(begun(FREE), mention)
-    assert parsed("qwen_xml", mention, TOOLS, hold, think=THINK) == ("", [])
+    assert parsed("qwen_xml", mention, TOOLS, guarantees, think=THINK) == ("", [])
     quoted = "<think>it ends with `</think>`, so"
-    assert parsed("qwen_xml", quoted, TOOLS, hold, think=THINK) == ("`, so", [])
+    assert parsed("qwen_xml", quoted, TOOLS, guarantees, think=THINK) == ("`, so", [])
     later = f"Now <think>a</think> {NOTE}"
     assert takes_whole(begun(FREE), later)
-    assert parsed("qwen_xml", later, TOOLS, hold, think=THINK)[0] == "Now <think>a</think>"
+    assert parsed("qwen_xml", later, TOOLS, guarantees, think=THINK)[0] == "Now <think>a</think>"
     assert not takes(begun(FREE), "<think>a</think><think>")
 
 
@@ -194,7 +194,7 @@ def test_an_answer_with_a_form_is_told_to_the_letter() -> None:
         form = OutputForm(Structure("json_schema", schema), calls, "qwen_xml", thinking)
         answer = json.dumps({"a": f"<think>x</think> {NOTE} <function=note></function>"})
         assert takes_whole(begun(form), answer)
-        text, found = parsed("qwen_xml", f"<think>so</think>\n\n{answer}", TOOLS, hold_of(form), think=THINK)
+        text, found = parsed("qwen_xml", f"<think>so</think>\n\n{answer}", TOOLS, guarantees_of(form), think=THINK)
         assert (text, found) == (answer, [])
 
 
@@ -205,7 +205,7 @@ def test_a_call_without_a_marker_begins_the_answer_or_is_none(name: str, call: s
     form = OutputForm(None, CallsForm(TOOLS, False, True), name, None)
     output = f"Let me see.\n{call}"
     assert takes_whole(begun(form), output)
-    assert parsed(name, output, TOOLS, hold_of(form)) == (output, [])
+    assert parsed(name, output, TOOLS, guarantees_of(form)) == (output, [])
     assert not takes(begun(form), call)
 
 
@@ -226,7 +226,7 @@ def test_a_held_call_is_told_as_it_comes_and_stays_a_call_when_it_is_cut() -> No
     form = OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None)
     assert takes(begun(form), CUT)
     parser = StreamParser(
-        ModelFamily("made up", tool_format="qwen_xml"), thinking_open=False, tools=TOOLS, hold=hold_of(form)
+        ModelFamily("made up", tool_format="qwen_xml"), thinking_open=False, tools=TOOLS, guarantees=guarantees_of(form)
     )
     started, told = parser.push(CUT)
     assert isinstance(started, ToolCallStart)

@@ -109,7 +109,7 @@ def test_inline_data_over_the_limit_is_refused() -> None:
     text = base64.b64encode(PNG).decode()
     small = MediaPolicy(max_bytes=len(PNG) - 1)
     for source in (f"data:;base64,{text}", text, "data:," + "a" * len(PNG)):
-        assert f"{len(PNG) - 1} is the most" in refusal(lambda source=source: read(source, small))
+        assert f"{len(PNG) - 1} is the maximum" in refusal(lambda source=source: read(source, small))
     assert read(text, MediaPolicy(max_bytes=len(PNG))) == PNG
 
 

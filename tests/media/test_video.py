@@ -84,7 +84,7 @@ def refusal(data: bytes, limits: MediaLimits = LIMITS) -> str:
 
 def test_a_video_over_a_limit_is_refused() -> None:
     data = video_file(16, 8)
-    assert "2.0 s, 1.5 s are the most" in refusal(data, MediaLimits(video_s=1.5))
+    assert "2.0 s, 1.5 s are the maximum" in refusal(data, MediaLimits(video_s=1.5))
     assert "more than 15 frames" in refusal(data, MediaLimits(video_frames=15))
     assert "96 x 64 pixels, 6000" in refusal(data, MediaLimits(image_pixels=6000))
 
@@ -100,7 +100,7 @@ def test_a_file_cut_short_or_without_a_video_is_refused() -> None:
         b"hello",
         Path(__file__).read_bytes(),
     ):
-        assert "no video that can be read, or it is broken or cut short" in refusal(data)
+        assert "the video can't be read, is broken or truncated" in refusal(data)
 
 
 def test_a_playlist_that_names_another_file_is_no_video(tmp_path: Path) -> None:

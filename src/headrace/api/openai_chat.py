@@ -127,7 +127,7 @@ def chat_prompt(parsed: PromptBody, request_id: str) -> ChatRequest:
 def _max_tokens(parsed: ChatCompletionBody) -> int | None:
     asked = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
     if len(asked) > 1:
-        message = "max_tokens and max_completion_tokens say different things; send one of them"
+        message = "max_tokens and max_completion_tokens contradict each other; send one of them"
         raise InvalidRequest(message, param="max_tokens")
     return asked.pop() if asked else None
 
@@ -144,7 +144,7 @@ def _option(name: str, field: Any, options: Mapping[str, Any] | None) -> Any:
     """A value from the body or chat_template_kwargs, which must agree."""
     option = (options or {}).get(name)
     if field is not None and option is not None and field != option:
-        raise InvalidRequest(f"{name} and chat_template_kwargs.{name} say different things", param=name)
+        raise InvalidRequest(f"{name} and chat_template_kwargs.{name} contradict each other", param=name)
     return option if field is None else field
 
 

@@ -149,7 +149,7 @@ def _part(part: PartBody, path: str) -> ContentPart:
         return TextPart(required(part.refusal, f"{path}.refusal"))
     if part.type in _TEXT_PARTS:
         return TextPart(required(part.text, f"{path}.text"))
-    raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
+    raise InvalidRequest(f"{path}.type: unknown part type", param=f"{path}.type")
 
 
 def _media_part(kind: Literal["image", "video"], part: PartBody, source: str, path: str) -> MediaPart:

@@ -159,7 +159,7 @@ def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...]:
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest("logit_bias: a key must be a token id", param="logit_bias")
         if int(key) in added:
-            raise InvalidRequest(f"logit_bias: token {int(key)} stands there twice", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: token {int(key)} is given twice", param="logit_bias")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
             path = f"logit_bias.{key}"
             raise InvalidRequest(f"{path}: input should be a number from -{_MAX_BIAS} to {_MAX_BIAS}", param=path)

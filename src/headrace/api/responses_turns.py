@@ -194,4 +194,4 @@ def _part(part: PartBody, path: str) -> ContentPart:
         return MediaPart("image", source, param=f"{path}.image_url")
     if part.type in _OTHER_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
-    raise InvalidRequest(f"{path}.type: there is no part of this type", param=f"{path}.type")
+    raise InvalidRequest(f"{path}.type: unknown part type", param=f"{path}.type")

@@ -1,4 +1,4 @@
-"""What became of a request, as measured on the client's side."""
+"""The client-side measurements of a request."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _PROPER_ENDS = {"stop", "length"}
 class Answer:
     """Times are in seconds since the round began.
 
-    arrivals_s: when each piece of text came, thinking or content; a piece may hold several tokens.
-    num_prompt_tokens, num_cached_tokens: as the server says, None if it doesn't.
-    num_output_tokens: as `token_source` says. error: what the server or the connection reported instead of an answer.
+    arrivals_s: when each piece of text came, thinking or content; a piece may have several tokens.
+    num_prompt_tokens, num_cached_tokens: as the server reports, None if it doesn't.
+    num_output_tokens: from `token_source`.
+    error: what the server or the connection reported instead of an answer.
     """
 
     started_s: float
@@ -37,7 +38,7 @@ class Answer:
 
     @property
     def fault(self) -> str | None:
-        """Why this is no proper answer, or None."""
+        """Why this is no complete answer, or None."""
         if self.error is not None:
             return self.error
         if self.finish_reason is None:
@@ -48,9 +49,9 @@ class Answer:
 
 
 class AnswerReader:
-    """Puts an answer together from the events of a chat completion stream, liberally.
+    """Assembles an answer from the events of a chat completion stream, leniently.
 
-    Any of these may be absent: usage, `[DONE]`, the role's chunk, choices. Thinking counts as text, under either name.
+    Any of these may be missing: usage, `[DONE]`, the role's chunk, choices. Thinking counts as text, under either name.
     """
 
     def __init__(self, started_s: float, count_tokens: TokenCounter, counted_by: TokenSource) -> None:
@@ -69,7 +70,7 @@ class AnswerReader:
         return bool(self._arrivals_s)
 
     def take(self, data: str, now_s: float) -> None:
-        """Notes the data of one event that came at `now_s`."""
+        """Process an event that came at `now_s`."""
         if data.strip() in {"", "[DONE]"}:
             return
         try:
@@ -88,7 +89,7 @@ class AnswerReader:
             self._take_choice(_mapping(choice), now_s)
 
     def fail(self, reason: str) -> None:
-        """Notes why the answer is not whole; the first reason counts."""
+        """Record why the answer is incomplete; the first reason counts."""
         self._error = self._error or reason
 
     def answer(self, ended_s: float) -> Answer:

@@ -1,4 +1,4 @@
-"""One server, as a client that measures sees it."""
+"""A client of one server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SHOWN_BODY_CHARACTERS = 300
 
 
 class Client:
-    """Asks one target; `aclose` it in the end.
+    """Sends requests to one target; call `aclose` in the end.
 
-    timeout_s: longest silence within an answer. count_tokens: for answers without usage; counted_by: what that is.
+    timeout_s: longest silence within an answer. count_tokens: for answers without usage; counted_by: its name.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Client:
             headers={} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"},
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            # A proxy out of the environment would be measured with the server.
+            # A proxy from the environment would be measured with the server.
             trust_env=False,
         )
 
@@ -47,7 +47,7 @@ class Client:
         await self._http.aclose()
 
     async def prepare(self) -> str | None:
-        """Finds the model if none was named; gives the `server` header, if the server sends one.
+        """Find the model if none was named; returns the `server` header, if there is one.
 
         Raises ConfigError when the server can't be reached, or when no model was named and it lists none.
         """
@@ -61,7 +61,7 @@ class Client:
                 f"{self.target.label}: nothing answers at {self.target.url} ({_reason(error)})"
             ) from error
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            # Some servers can't list what they serve, and need not where the model was named.
+            # Some servers can't list models, and need not if one was named.
             if not self.model:
                 note = f"{self.target.url}/v1/models lists no model ({_reason(error)})"
                 raise ConfigError(
@@ -76,9 +76,9 @@ class Client:
         began_s: float,
         on_text: Callable[[], None] = lambda: None,
     ) -> Answer:
-        """One streamed chat completion at temperature 0. Never raises for what the server does: see Answer.error.
+        """One streamed chat completion at temperature 0. Never raises for the server's faults: see Answer.error.
 
-        began_s: `time.perf_counter()` when the round began. on_text: called once, when the first text is there.
+        began_s: `time.perf_counter()` when the round began. on_text: called once, at the first text.
         """
         body = {
             "model": self.model,
@@ -101,7 +101,7 @@ class Client:
 
 
 async def _refusal(response: httpx.Response) -> str | None:
-    """What stands in the place of an event stream, or None if it is one."""
+    """The response in place of an event stream, or None if it is one."""
     is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
     if response.status_code == httpx.codes.OK and is_stream:
         return None

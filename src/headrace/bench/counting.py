@@ -1,4 +1,4 @@
-"""How many tokens an answer has when its server doesn't say."""
+"""Counts an answer's tokens if its server doesn't report them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
 
 
 def estimate_tokens(text: str) -> int:
-    """Words and punctuation marks: what plain English comes to, within a tenth or two, in large vocabularies."""
+    """Words and punctuation marks: for plain English within 10 to 20 % of large vocabularies."""
     return len(_WORD_OR_MARK.findall(text))
 
 
 def tokenizer_counter(path: Path) -> TokenCounter:
-    """Counts with a tokenizer.json, or the one in a folder. Raises ConfigError if it can't be read."""
+    """Count with a tokenizer.json, or the one in a folder. Raises ConfigError if it can't be read."""
     # Imported here: only this flag needs it.
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, wherever the network cut them."""
+"""Parses server-sent events, however the network splits them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class EventStreamReader:
-    """Gives the data of each event once its closing blank line is there.
+    """Returns the data of each event at its closing blank line.
 
-    Follows the HTML standard on event streams; `event`, `id` and `retry` fields and comments are passed over. One
-    thing is more liberal: `finish` also gives an event whose closing blank line never came.
+    Follows the HTML standard on event streams; `event`, `id` and `retry` fields and comments are skipped. More lenient
+    in one point: `finish` also returns an event without its closing blank line.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class EventStreamReader:
         return events
 
     def finish(self) -> list[str]:
-        """The event that the end of the stream cut short, if there is one."""
+        """The event cut off by the end of the stream, if there is one."""
         line, self._line = self._line, b""
         ended = self._take(line) if line else None
         event = self._take(b"") if ended is None else ended

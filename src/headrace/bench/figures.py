@@ -1,4 +1,4 @@
-"""From what was measured to figures."""
+"""Computes figures from measurements."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one round, or of its answers of one kind. Faulty answers count in num_failed only.
+    """Of one round, or of its answers of one kind. Faulty answers only count in num_failed.
 
-    ttft_s: median time to the first text. tpot_s: median over answers of the mean time per output token after the
-    first. gap_s: median time between two pieces of text, max_gap_s: the longest. end_to_end_s: median time to the end.
+    ttft_s: median time to the first text.
+    tpot_s: median over answers of the mean time per output token after the first.
+    gap_s: median time between two pieces of text, max_gap_s: the longest.
+    end_to_end_s: median time to the end.
     output_tokens_per_s: all output tokens over the round's wall time. None where there is nothing to measure.
     """
 
@@ -43,7 +45,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two answers to the same question that are not the same."""
+    """Two different answers to the same question."""
 
     stream: int
     conversation: int
@@ -54,7 +56,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Sameness:
-    """How many of the answers that could be compared were the same, and the first pair that was not."""
+    """How many of the comparable answers were the same, and the first pair that was not."""
 
     num_compared: int
     num_same: int
@@ -62,7 +64,7 @@ class Sameness:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Smallest, middle and largest of the values that are there; None if there are none."""
+    """Minimum, median and maximum of the values; None if there are none."""
     present = [value for value in values if value is not None]
     return Spread(min(present), statistics.median(present), max(present)) if present else None
 
@@ -115,7 +117,7 @@ def figures_of(played: PlayedRound, kind: str | None = None) -> Figures:
 def ratio(
     ours: PlayedLevel, theirs: PlayedLevel, figure: Callable[[Figures], float | None], kind: str | None = None
 ) -> Spread | None:
-    """Theirs over ours, round by round: both were played next to each other, on the same questions."""
+    """Theirs over ours, round by round: both were run next to each other, on the same questions."""
     return spread(
         _quotient(figure(figures_of(their, kind)), figure(figures_of(our, kind)))
         for our, their in zip(ours.rounds, theirs.rounds, strict=True)
@@ -123,9 +125,9 @@ def ratio(
 
 
 def sameness(first: PlayedRound, second: PlayedRound, *, ignore_ends: bool = False) -> Sameness:
-    """Compares the answers to the same questions; one that has a fault on either side is not compared.
+    """Compare the answers to the same questions; faulty ones are skipped.
 
-    ignore_ends: white space at the ends of a text makes no difference. Some servers cut it off.
+    ignore_ends: ignore white space at the ends of a text, which some servers strip.
     """
     others = {_place(outcome): outcome.answer for outcome in second.outcomes}
     num_compared = num_same = 0
@@ -143,7 +145,7 @@ def sameness(first: PlayedRound, second: PlayedRound, *, ignore_ends: bool = Fal
 
 
 def faults(levels: Sequence[PlayedLevel]) -> list[str]:
-    """What went wrong, a line for each faulty answer."""
+    """One line for each faulty answer."""
     return [
         f"{level.target}, {level.workload}, {level.streams} streams: {outcome.answer.fault}"
         for level in levels

@@ -1,4 +1,4 @@
-"""What is to be measured, checked before the first request is sent."""
+"""The measurement plan, checked before the first request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIN_PROMPT_TOKENS = 16
 class Target:
     """A running server.
 
-    url: without `/v1` and without a slash at its end. model: None asks the server for the first one that it lists.
+    url: without `/v1` and without a slash at its end. model: None for the first one that the server lists.
     """
 
     label: str
@@ -30,9 +30,11 @@ class Target:
 class Plan:
     """Every workload at every number of streams, `num_repeats` times on each target in turn.
 
-    num_conversations: per level; None chooses by workload and streams. num_prompt_tokens: aimed at by an estimate, for
-    the long prompts. num_turns: questions of a growing conversation. tokenizer: a tokenizer.json that counts answers of
-    servers which don't say their usage. timeout_s: longest silence within an answer.
+    num_conversations: per level; None chooses by workload and streams.
+    num_prompt_tokens: approximate, for the long prompts.
+    num_turns: questions of a growing conversation.
+    tokenizer: a tokenizer.json for servers without usage.
+    timeout_s: longest silence within an answer.
     """
 
     targets: tuple[Target, ...]
@@ -78,7 +80,7 @@ def check(plan: Plan) -> None:
 
 
 def parse_url(text: str, flag: str) -> str:
-    """The server's root out of what a person gives, with or without `/v1`. Raises ConfigError that names the flag."""
+    """The server's root from a URL with or without `/v1`. Raises ConfigError that names the flag."""
     url = text.strip().rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)
@@ -91,7 +93,7 @@ def parse_url(text: str, flag: str) -> str:
 
 
 def parse_peer(text: str) -> Target:
-    """A target out of `LABEL=URL` or `LABEL=URL,MODEL`. Raises ConfigError."""
+    """A target from `LABEL=URL` or `LABEL=URL,MODEL`. Raises ConfigError."""
     label, mark, rest = text.partition("=")
     url, _, model = rest.partition(",")
     if not mark or not label.strip():

@@ -1,11 +1,11 @@
-"""Prompts out of a built-in list of words: any length, no download, the same text for the same seed on any machine."""
+"""Prompts from a built-in word list: any length, no download, deterministic by seed."""
 
 from __future__ import annotations
 
 from random import Random
 
 TOKENS_PER_WORD = 1.1
-"""Estimate: a token a word and one for each full stop, as in vocabularies of 50,000 entries or more (SmolLM2: 1.09)."""
+"""Estimate: one token per word and one per full stop, as in vocabularies of 50,000 entries or more (SmolLM2: 1.09)."""
 
 WORDS = tuple(
     """

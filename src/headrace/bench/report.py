@@ -1,4 +1,4 @@
-"""Everything that was measured, as JSON: figures to read, and the raw numbers that they come from."""
+"""The report as JSON: figures, and the raw numbers behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.bench.plan import Plan
 from headrace.bench.rounds import PlayedLevel, PlayedRound
 
 FORMAT = 1
-"""Rises when a reader of older reports would misread a new one."""
+"""Increased when a reader of older reports would misread a new one."""
 
 _DECIMALS = 6
 
@@ -29,7 +29,7 @@ def report(
     clients: Sequence[Client],
     levels: Sequence[PlayedLevel],
 ) -> dict[str, Any]:
-    """The whole report. servers: the `server` header by label. The command must not hold a key."""
+    """The whole report. servers: the `server` header by label. The command must not contain a key."""
     targets = [
         {"label": each.target.label, "url": each.target.url, "model": each.model, "server": servers[each.target.label]}
         for each in clients

@@ -1,4 +1,4 @@
-"""Plays rounds: several streams at once, on every target in turn."""
+"""Runs rounds: several streams at once, on every target in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One answer and what it answers: the `turn`th question of a stream's `conversation`, all counted from 0."""
+    """One answer and its position: the `turn`th question of a stream's `conversation`, all counted from 0."""
 
     stream: int
     conversation: int
@@ -42,7 +42,7 @@ class PlayedRound:
 class PlayedLevel:
     """A workload at a number of streams on one target.
 
-    again: the first round once more, after all the others: at temperature 0 its answers should be the same.
+    again: the first round repeated at the end: at temperature 0 its answers should be the same.
     """
 
     workload: str
@@ -53,7 +53,7 @@ class PlayedLevel:
 
 
 OnDone = Callable[[str, int], None]
-"""Told what is being played, and how many of its requests are done now."""
+"""Called with what is running and how many of its requests are done."""
 
 
 def total_requests(plan: Plan) -> int:
@@ -66,7 +66,7 @@ def total_requests(plan: Plan) -> int:
 
 
 async def warm_up(plan: Plan, client: Client) -> None:
-    """One short request that is not counted: what a server does only once, it does now. Raises ConfigError."""
+    """One short uncounted request for the server's one-time work. Raises ConfigError."""
     question = random_text(Random(f"{plan.seed}/warm-up"), _WARM_UP_TOKENS)
     answer = await client.ask([{"role": "user", "content": question}], _WARM_UP_TOKENS, time.perf_counter())
     if answer.error is not None:
@@ -74,9 +74,9 @@ async def warm_up(plan: Plan, client: Client) -> None:
 
 
 async def play(plan: Plan, clients: Sequence[Client], on_done: OnDone) -> list[PlayedLevel]:
-    """Every level of the plan on every client.
+    """Run every level of the plan on every client.
 
-    They take turns within each repeat, so that a machine that changes its speed changes it for all of them.
+    Clients take turns within each repeat, so that changes of the machine's speed affect all of them.
     """
     levels = []
     for workload, streams in plan.levels():
@@ -92,12 +92,12 @@ async def play(plan: Plan, clients: Sequence[Client], on_done: OnDone) -> list[P
 
 
 def _repeats(plan: Plan) -> tuple[int, ...]:
-    """Numbers of the rounds in order of play: the first one comes once more at the end."""
+    """Round numbers in order: the first one is repeated at the end."""
     return (*range(plan.num_repeats), 0)
 
 
 async def play_round(client: Client, made: Round, on_done: Callable[[int], None]) -> PlayedRound:
-    """Plays all streams at the same time. on_done: told after each conversation how many requests it had."""
+    """Run all streams at once. on_done: called after each conversation with its number of requests."""
     performance = _Performance(client, made, on_done)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(performance.play_stream(index)) for index in range(len(made))]
@@ -106,7 +106,7 @@ async def play_round(client: Client, made: Round, on_done: Callable[[int], None]
 
 
 class _Performance:
-    """One round while it is played."""
+    """A running round."""
 
     def __init__(self, client: Client, made: Round, on_done: Callable[[int], None]) -> None:
         self._client = client
@@ -122,7 +122,7 @@ class _Performance:
         outcomes = []
         for number, conversation in enumerate(stream.conversations):
             answers = await self._converse(conversation, self._speaks[index].set)
-            # Said now at the latest, for an answer without any text.
+            # At the latest now, for an answer without any text.
             self._speaks[index].set()
             for turn, answer in enumerate(answers):
                 outcomes.append(Outcome(index, number, turn, conversation.kinds[turn], answer))
@@ -135,7 +135,7 @@ class _Performance:
                 await speaks.wait()
 
     async def _converse(self, conversation: Conversation, on_text: Callable[[], None]) -> list[Answer]:
-        """The answers to all questions; a failed request ends the conversation, for there is nothing to go on from."""
+        """The answers to all questions; a failed request ends the conversation, because the next turn needs it."""
         messages: list[Message] = []
         if conversation.system is not None:
             messages.append({"role": "system", "content": conversation.system})

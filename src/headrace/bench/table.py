@@ -1,4 +1,4 @@
-"""What was measured, as text for a person."""
+"""The results as text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIGURES: tuple[tuple[str, str, Figure, float], ...] = (
 
 
 def tables(plan: Plan, levels: Sequence[PlayedLevel]) -> str:
-    """A table for each workload, one of ratios if there are several servers, and what was not as it should be."""
+    """A table for each workload, one of ratios if there are several servers, and a list of faults."""
     return "\n\n".join("\n".join(block) for block in _blocks(plan, levels) if block) + "\n"
 
 
@@ -115,7 +115,7 @@ def _differences(levels: Sequence[PlayedLevel]) -> list[str]:
 
 
 def _around(text: str, first: str, second: str) -> str:
-    """The part of a text where two texts part."""
+    """The text around the first difference of two texts."""
     same = next(
         (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -133,7 +133,7 @@ def _faults(levels: Sequence[PlayedLevel]) -> list[str]:
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """Columns next to each other, names to the left and numbers to the right."""
+    """Aligned columns, names to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cell(row, at, width) for at, width in enumerate(widths)).rstrip() for row in rows]
 
@@ -158,7 +158,7 @@ def spread_text(found: Spread | None, scale: float = 1) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter, all of them for whole hundreds."""
+    """Three significant digits, more for larger numbers."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

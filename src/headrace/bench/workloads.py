@@ -1,8 +1,8 @@
-"""What is asked: conversations, spread over streams that work at the same time.
+"""Builds the conversations of a round, spread over concurrent streams.
 
-A round is one measured run. Its prompts depend on the seed, the level and the number of the repeat alone, so every
-server gets the same ones, and none twice: beyond what a chat template puts before the first word, a prefix cache helps
-only where a workload repeats a prefix on purpose.
+A round is one measured run. Its prompts depend only on the seed, the level and the number of the repeat, so every
+server gets the same ones, and none twice: beyond the chat template's own prefix, a prefix cache helps only where a
+workload repeats a prefix on purpose.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LONG_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Questions asked one after the other, each with all that was said before.
+    """Questions asked one after the other, each after all earlier answers.
 
-    kinds: of each question; answers of one kind are summed up together.
+    kinds: of each question; answers of one kind are summarised together.
     """
 
     questions: tuple[str, ...]
@@ -33,9 +33,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Conversations that one client has one after the other.
+    """Consecutive conversations of one client.
 
-    late: starts once every other stream has its first text, or has failed to get any.
+    late: starts once every other stream has its first text, or has failed.
     """
 
     conversations: tuple[Conversation, ...]
@@ -52,7 +52,7 @@ def build_round(plan: Plan, workload: str, streams: int, repeat: int) -> Round:
 
 
 def num_requests(made: Round) -> int:
-    """Requests of a round in which nothing fails."""
+    """Requests of a round without failures."""
     return sum(len(each.questions) for stream in made for each in stream.conversations)
 
 
@@ -67,7 +67,7 @@ def _long_prompt(plan: Plan, streams: int, random: Random) -> Round:
 
 
 def _repeated_prompt(plan: Plan, streams: int, random: Random) -> Round:
-    """Each long prompt twice in a row: when it is new, and when a cache may hold it."""
+    """Each long prompt twice in a row: first new, then possibly cached."""
     chats = [_long(plan, random, plan.max_tokens) for _ in range(_num_conversations(plan, streams))]
     return tuple(
         Stream(tuple(replace(chat, kinds=(kind,)) for chat in stream.conversations for kind in ("cold", "warm")))
@@ -79,7 +79,7 @@ def _shared_prefix(plan: Plan, streams: int, random: Random) -> Round:
     system = random_text(random, plan.num_prompt_tokens)
     chats = []
     for index in range(_num_conversations(plan, streams)):
-        # At the start of the round the prefix is new to the server, and all streams bring it at once.
+        # At the start of the round the prefix is new to the server, and all streams send it at once.
         kind = "first" if index < streams else "later"
         chats.append(Conversation((_short_question(random),), (kind,), plan.max_tokens, system))
     return _dealt(chats, streams)
@@ -96,7 +96,7 @@ def _growing_conversation(plan: Plan, streams: int, random: Random) -> Round:
 
 
 def _mixed(plan: Plan, streams: int, random: Random) -> Round:
-    """All streams but one chat; then the last comes with long prompts, one after the other."""
+    """All streams but one chat; then the last sends long prompts, one after the other."""
     chatting = streams - 1
     chats = [_short(plan, random) for _ in range(_num_conversations(plan, chatting))]
     prompts = tuple(
@@ -120,7 +120,7 @@ def _num_conversations(plan: Plan, streams: int) -> int:
 
 
 def _dealt(chats: list[Conversation], streams: int) -> Round:
-    """Streams that get nothing are left out."""
+    """Empty streams are left out."""
     return tuple(Stream(tuple(chats[first::streams])) for first in range(min(streams, len(chats))))
 
 

@@ -22,11 +22,11 @@ bench kernels` measure what runs on this device instead, without a server."""
 _HIDDEN = "…"
 
 _ON_DEVICE = {"model": "headrace.cli.bench_model", "kernels": "headrace.cli.bench_kernels"}
-"""Modules of what is measured in this process, which import MLX."""
+"""Measurements in this process, which import MLX."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Prints tables, writes the report. Raises ConfigError, and HeadraceError when answers failed."""
+    """Print tables and write the report. Raises ConfigError, and HeadraceError when answers failed."""
     if argv and argv[0] in _ON_DEVICE:
         import_module(_ON_DEVICE[argv[0]]).run(argv[1:])
         return
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _measure(plan: Plan, file: Path | None, command: Sequence[str]) -> None:
-    # Imported here: a faulty command line is told without waiting for these.
+    # Imported here, so that a faulty command line is reported without waiting for these.
     from headrace.bench.figures import faults
     from headrace.bench.measure import measure
     from headrace.bench.progress import ProgressBar
@@ -138,7 +138,7 @@ def _plan(given: argparse.Namespace) -> Plan:
 
 
 def _without_keys(argv: Sequence[str]) -> list[str]:
-    """The words of the command, for a report that may be shown around."""
+    """The command's arguments without keys, for a report that may be shared."""
     shown = []
     for before, word in zip(("", *argv), argv, strict=False):
         if before == "--api-key":

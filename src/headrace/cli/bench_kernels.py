@@ -1,4 +1,4 @@
-"""`headrace bench kernels`: what each form of a computation takes on this device, and how far off it is."""
+"""`headrace bench kernels`: time and error of each implementation of a computation on this device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = "{:<22} {:<16} {:<46} {:>24} {:>9} {:>8} {:>9}"
 
 
 def run(argv: Sequence[str]) -> None:
-    """Prints a line for each form and shape as soon as it is measured. Raises ConfigError."""
+    """Print a line for each implementation and shape as soon as it is measured. Raises ConfigError."""
     parser = Parser(prog="headrace bench kernels", description=_ABOUT, allow_abbrev=False)
     parser.add_argument(
         "names", metavar="NAME", nargs="*", type=_known, help=f"some of {', '.join(KERNELS)} (default: all)"

@@ -27,7 +27,7 @@ _DIM = "\x1b[2m"
 _PLAIN = "\x1b[0m"
 _PROMPT = "> "
 
-# A model may say anything, also what moves a terminal's cursor or changes its title.
+# A model may output control characters that move a terminal's cursor or change its title.
 _CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -38,7 +38,7 @@ def run(config: Config) -> None:
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, text.constraints)
     try:
-        # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
+        # Without preparing turns: while this waits for input, its event loop stands still.
         session = Session.over(engine, text, defaults=server_defaults(config.defaults))
         for line in (*engine.model.report, *session.notes):
             print(line)
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
 
 
 class Conversation:
-    """The turns so far, and how the next one is shown."""
+    """The turns so far, and how to print the next one."""
 
     def __init__(self, session: Session, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
@@ -65,11 +65,10 @@ class Conversation:
         self._messages.clear()
 
     async def say(self, text: str) -> None:
-        """One turn: streams the answer, then says how fast it came.
+        """Run one turn: stream the answer, then print its speed.
 
-        An answer that is cut off by cancellation stays in the history as far as it came. A turn that fails or that is
-        cut off before it says anything leaves no trace: an empty answer would confuse the model, and what one turn
-        was refused for would be refused again.
+        An interrupted answer stays in the history as far as it came. A turn that fails or is interrupted before any
+        text leaves no trace: an empty answer would confuse the model, and a refused turn would be refused again.
         """
         messages = (*self._messages, ChatMessage("user", (TextPart(text),)))
         turn = _Turn(self._clock)
@@ -109,7 +108,7 @@ class Conversation:
 
 
 class _Turn:
-    """What one answer entered, and when."""
+    """The text and times of one answer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -130,7 +129,7 @@ class _Turn:
             self._reasoning.append(event.text)
 
     def message(self) -> ChatMessage:
-        """The answer as the history keeps it."""
+        """The answer for the history."""
         content = (TextPart("".join(self._content)),) if self._content else ()
         return ChatMessage("assistant", content, reasoning="".join(self._reasoning) or None)
 
@@ -147,7 +146,7 @@ class _Turn:
 
 
 def converse(conversation: Conversation, runner: asyncio.Runner, ask: Callable[[str], str]) -> None:
-    """Turns until /exit or the end of input. Ctrl-C stops an answer, and at the prompt only the line."""
+    """Run turns until /exit or the end of input. Ctrl-C stops an answer, or clears the line at the prompt."""
     while True:
         try:
             entered = ask(_PROMPT).strip()

@@ -1,4 +1,4 @@
-"""What the knobs for defaults mean to a session."""
+"""Converts the knobs for request defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from headrace.types.chat import RequestedSampling
 
 
 def server_defaults(config: DefaultsConfig) -> Defaults:
-    """What requests get that don't say."""
     return Defaults(
         RequestedSampling(
             temperature=config.default_temperature,

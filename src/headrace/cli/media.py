@@ -1,4 +1,4 @@
-"""What the media knobs mean to a session."""
+"""Converts the knobs for media."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.types.media import MediaLimits, MediaPolicy
 
 
 def media_policy(config: MediaConfig) -> MediaPolicy:
-    """From where media may come. Raises ConfigError for a media folder that is none."""
+    """Where media may come from. Raises ConfigError for a media folder that does not exist."""
     root = None if config.media_root is None else Path(config.media_root).expanduser()
     if root is not None and not root.is_dir():
         raise ConfigError(f"--media-root: there is no folder {root}")
@@ -18,7 +18,6 @@ def media_policy(config: MediaConfig) -> MediaPolicy:
 
 
 def media_limits(config: MediaConfig) -> MediaLimits:
-    """How large media may be."""
     return MediaLimits(
         image_pixels=config.image_max_pixels,
         video_s=config.video_max_s,

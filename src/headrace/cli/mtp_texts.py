@@ -1,4 +1,4 @@
-"""Texts by which a prediction head is measured: prose, a list and code, about as models meet them."""
+"""Texts for measuring a prediction head: prose, a list and code."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def write_table(path, rows):
 '''
 
 TEXTS = (_PROSE, _LIST, _CODE)
-"""To be continued by the model."""
+"""The model continues these."""

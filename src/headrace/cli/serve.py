@@ -23,7 +23,7 @@ from headrace.session.text_pipeline import TextPipeline
 logger = logging.getLogger(__name__)
 
 TERMINATED = 143
-"""Exit code after SIGTERM, as a shell has it."""
+"""Exit code after SIGTERM, as shells use it."""
 
 
 def run(config: Config) -> None:
@@ -41,7 +41,7 @@ def run(config: Config) -> None:
         try:
             left_s = _serve(config, engine, text, listener)
         except KeyboardInterrupt:
-            # Somebody is in a hurry: the engine's thread would end only after the step that it is at.
+            # A second Ctrl-C: the engine's thread would end only after its current step.
             raise
         except BaseException:
             engine.stop()
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
 
 
 def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.socket) -> float:
-    """Serves until a signal comes; gives the seconds that are left for the rest of the end."""
+    """Serve until a signal comes. Returns the seconds left for shutting down."""
     session = Session.over(
         engine,
         text,

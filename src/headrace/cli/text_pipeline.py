@@ -1,4 +1,4 @@
-"""A model's words before its weights: what can't be served is known before minutes go into loading."""
+"""Loads a model's text pipeline before its weights, so that an unusable model is reported before minutes of loading."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def without_missing_vision(config: Config) -> Config:
 
 
 def configured_text_pipeline(config: Config) -> TextPipeline:
-    """The words of the configured model, which is fetched if need be. Raises ModelError.
+    """The text pipeline of the configured model, which is downloaded if necessary. Raises ModelError.
 
-    Finds the model exactly as the engine will, and looks at its sampling defaults as the session will.
+    Finds the model exactly as the engine will, and checks its sampling defaults as the session will.
     """
     files = model_files(config)
     model_defaults(files.generation_config)

@@ -39,7 +39,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         name="gemma",
         model_types=("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"),
         tool_format="pythonic",
-        why={"tool_format": "no tokens of its own; a list of calls is what it is taught to write"},
+        why={"tool_format": "no special tokens; it is trained to write a list of calls"},
     ),
     ModelFamily(
         name="gemma4",
@@ -49,7 +49,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         think_close="<channel|>",
         special_markers=("<|channel>",),
         why={
-            "tool_format": "calls and strings stand between tokens of its own",
+            "tool_format": "calls and strings are delimited by special tokens",
             "think_open": "thinking is a channel of the model's turn, opened by a token, a word and a newline",
             "special_markers": "the token that opens a channel is special and would be skipped",
         },
@@ -64,7 +64,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         efforts=("low", "medium", "high"),
         why={
             "efforts": "the model was trained on these three words",
-            "tool_format": "an answer is a row of messages with headers; a call is a message to a tool",
+            "tool_format": "an answer is a sequence of messages with headers; a call is a message to a tool",
             "think_open": "each message has a channel; analysis is thinking",
             "special_markers": "headers are written with special tokens that would be skipped",
         },
@@ -93,7 +93,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         model_types=("seed_oss",),
         tool_format="seed_oss",
         thinking_off={"thinking_budget": 0},
-        why={"thinking_off": "its template knows a budget only; without one the prompt closes the thinking itself"},
+        why={"thinking_off": "its template only has a budget; without one the prompt itself closes the thinking"},
     ),
     ModelFamily(
         name="hunyuan",
@@ -123,7 +123,7 @@ def find_family(model_type: str, chat_template: str | None = None, *, tool_forma
         family = _completed(family, chat_template)
     if tool_format is None:
         return family
-    return replace(family, tool_format=tool_format, why={**family.why, "tool_format": "as the server was told"})
+    return replace(family, tool_format=tool_format, why={**family.why, "tool_format": "set by --tool-format"})
 
 
 def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
@@ -141,7 +141,7 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
     why.update(dict.fromkeys(found, "found in the chat template"))
     if tool_format is None and family.tool_format not in NEEDS_NO_TEMPLATE:
         found["tool_format"] = "hermes"
-        why["tool_format"] = "the chat template shows none, so models are asked for this one"
+        why["tool_format"] = "the chat template shows none, so models are prompted for this one"
     return replace(family, **found, why=why)
 
 
@@ -157,7 +157,7 @@ def explain(family: ModelFamily) -> list[str]:
     for opener, closer in family.think_variants:
         lines.append(f"  thinking also: {opener!r} to {closer!r}{_because(family, 'think_variants')}")
     lines.append(f"  tool calls: {family.tool_format or 'text, no syntax is known'}{_because(family, 'tool_format')}")
-    lines.append("  roles alternate: asked of the chat template")
+    lines.append("  roles alternate: probed in the chat template")
     lines.append(f"  one system message: {_answer(family.single_system)}{_because(family, 'single_system')}")
     for opener, closer in family.answer_frames:
         lines.append(f"  answer: {opener!r} to {closer!r}{_because(family, 'answer_frames')}")
@@ -179,4 +179,4 @@ def _because(family: ModelFamily, name: str) -> str:
 
 
 def _answer(value: bool | None) -> str:
-    return "asked of the chat template" if value is None else "yes" if value else "no"
+    return "probed in the chat template" if value is None else "yes" if value else "no"

@@ -64,7 +64,7 @@ class Compiler:
         except RecursionError as error:
             raise InvalidRequest("the JSON schema is nested too deeply", param=form.path) from error
         except UnicodeError as error:
-            raise InvalidRequest("half of a surrogate pair is no text", param=form.path) from error
+            raise InvalidRequest("a lone surrogate is not text", param=form.path) from error
         except Exception as error:
             log.warning("a grammar could not be compiled: %s", type(error).__name__)
             raise InvalidRequest("the form of the answer can't be compiled", param=form.path) from error

@@ -37,7 +37,7 @@ _PHRASES = (
     ("Unsatisfiable", _UNSATISFIABLE),
     ("look-around", "look-around (look-ahead, look-behind) is not supported"),
     ("lookaround", "look-around (look-ahead, look-behind, word borders) is not supported"),
-    ("hex escape", "half of a surrogate pair is no text"),
+    ("hex escape", "a lone surrogate is not text"),
     ("too many digits", "a number has too many digits"),
     ("too big", "it is too large"),
     ("too large", "a number is too large"),

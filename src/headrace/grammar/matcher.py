@@ -15,11 +15,11 @@ from headrace.grammar.faults import describe_fault
 from headrace.grammar.vocabulary import Vocabulary
 
 _FAILURES = (
-    ("too many", "it is too complex at this place of the text"),
-    ("max is", "it is too complex at this place of the text"),
-    ("TooComplex", "it is too complex at this place of the text"),
-    ("NoExtension", "the model has no token for what has to come"),
-    ("forced bytes", "the model has no token for what has to come"),
+    ("too many", "it is too complex at this point of the text"),
+    ("max is", "it is too complex at this point of the text"),
+    ("TooComplex", "it is too complex at this point of the text"),
+    ("NoExtension", "the model has no token for the required text"),
+    ("forced bytes", "the model has no token for the required text"),
 )
 """What errors of llguidance are that a grammar is to blame for, by a part of their texts."""
 

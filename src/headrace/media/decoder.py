@@ -50,7 +50,7 @@ class MediaDecoder:
         except (Exception, WorkCancelled):
             raise
         except BaseException as error:  # a decoder's panic is no Exception
-            raise InvalidRequest(f"{param}: this can't be decoded", param=param) from error
+            raise InvalidRequest(f"{param}: it can't be decoded", param=param) from error
 
     def warm(self) -> None:
         """Start a process in the background, so that the first item does not wait for its imports."""

@@ -39,13 +39,13 @@ def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidRequest(f"{param}: the image has more than {max_pixels} pixels", param=param) from error
     except Exception as error:  # decoders fail in any way on malformed bytes
-        raise InvalidRequest(f"{param}: this is no image that can be read, or it is broken", param=param) from error
+        raise InvalidRequest(f"{param}: the image can't be read or is broken", param=param) from error
 
 
 def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
     width, height = size
     if width * height > max_pixels:
-        message = f"{param}: the image has {width} x {height} pixels, {max_pixels} in all are the most"
+        message = f"{param}: the image has {width} x {height} pixels, {max_pixels} in all are the maximum"
         raise InvalidRequest(message, param=param)
 
 

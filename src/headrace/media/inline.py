@@ -71,7 +71,7 @@ def decode_base64(data: str, max_bytes: int, param: str) -> bytes:
     try:
         return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{param}: this is no valid base64: {error}", param=param) from error
+        raise InvalidRequest(f"{param}: not valid base64: {error}", param=param) from error
 
 
 def is_plain_base64(source: str) -> bool:
@@ -99,4 +99,4 @@ def _slices(data: str) -> Iterator[str]:
 
 def _check_length(num_bytes: int, max_bytes: int, param: str) -> None:
     if num_bytes > max_bytes:
-        raise InvalidRequest(f"{param} holds {num_bytes} bytes, {max_bytes} is the most", param=param)
+        raise InvalidRequest(f"{param} holds {num_bytes} bytes, {max_bytes} is the maximum", param=param)

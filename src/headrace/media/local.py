@@ -51,5 +51,5 @@ def _read(path: Path, max_bytes: int, param: str) -> bytes:
             raise InvalidRequest(f"{param}: there is no such file in the media folder", param=param)
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise InvalidRequest(f"{param} holds more than {max_bytes} bytes, which is the most", param=param)
+        raise InvalidRequest(f"{param} holds more than {max_bytes} bytes, which is the maximum", param=param)
     return data

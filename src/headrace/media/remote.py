@@ -122,8 +122,8 @@ class RemoteMedia:
         if response.status_code != httpx.codes.OK:
             raise InvalidRequest(f"{param}: the host answers with status {response.status_code}", param=param)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise InvalidRequest(f"{param}: the host sends compressed data that nobody asked for", param=param)
-        too_long = InvalidRequest(f"{param} holds more than {most} bytes, which is the most", param=param)
+            raise InvalidRequest(f"{param}: the host sends compressed data, which was not requested", param=param)
+        too_long = InvalidRequest(f"{param} holds more than {most} bytes, which is the maximum", param=param)
         declared = response.headers.get("Content-Length", "")
         if declared.isdecimal() and int(declared) > most:
             raise too_long

@@ -69,7 +69,7 @@ def _video_pixels(num_frames: int, vision: PatchVision) -> PixelRange:
 def _check_ratio(size: Size) -> None:
     ratio = max(size) / min(size)
     if ratio > MAX_ASPECT_RATIO:
-        raise ValueError(f"the longer side is {ratio:.4g} times the shorter one, {MAX_ASPECT_RATIO} is the most")
+        raise ValueError(f"the longer side is {ratio:.4g} times the shorter one, {MAX_ASPECT_RATIO} is the maximum")
 
 
 def _rounded(size: Size, factor: int) -> Size:

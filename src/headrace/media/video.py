@@ -167,14 +167,14 @@ def _upright(frame: VideoFrame, param: str) -> Pixels:
 def _check_frame(width: int, height: int, limits: MediaLimits, param: str) -> None:
     if width * height > limits.image_pixels:
         message = (
-            f"{param}: the video's frames have {width} x {height} pixels, {limits.image_pixels} in all are the most"
+            f"{param}: the video's frames have {width} x {height} pixels, {limits.image_pixels} in all are the maximum"
         )
         raise InvalidRequest(message, param=param)
 
 
 def _check_length(frames: FrameTimes, limits: MediaLimits, param: str) -> None:
     if frames.duration_s > limits.video_s:
-        message = f"{param}: the video takes {frames.duration_s:.1f} s, {limits.video_s:g} s are the most"
+        message = f"{param}: the video takes {frames.duration_s:.1f} s, {limits.video_s:g} s are the maximum"
         raise InvalidRequest(message, param=param)
 
 
@@ -183,4 +183,4 @@ def _too_many(limits: MediaLimits, param: str) -> InvalidRequest:
 
 
 def _broken(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: this is no video that can be read, or it is broken or cut short", param=param)
+    return InvalidRequest(f"{param}: the video can't be read, is broken or truncated", param=param)

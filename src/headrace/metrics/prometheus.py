@@ -27,7 +27,7 @@ def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str
 
 
 def _gauges(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
-    yield from _gauge("vllm:num_requests_running", "Requests that take part in steps.", status.num_running, labels)
+    yield from _gauge("vllm:num_requests_running", "Running requests.", status.num_running, labels)
     yield from _gauge("vllm:num_requests_waiting", "Requests that are queued.", status.num_waiting, labels)
 
 
@@ -35,9 +35,9 @@ def _counters(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
     counters = status.counters
     yield from _counter("vllm:prompt_tokens", "Prompt tokens, cached or computed.", counters.num_prompt_tokens, labels)
     yield from _counter("vllm:generation_tokens", "Output tokens.", counters.num_output_tokens, labels)
-    yield from _counter("vllm:num_preemptions", "Sequences that made room.", counters.num_preemptions, labels)
+    yield from _counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions, labels)
     name = "vllm:request_success_total"
-    yield from _heading(name, "counter", "Choices that ended, by the reason.")
+    yield from _heading(name, "counter", "Choices that ended, by reason.")
     finished = {**dict.fromkeys((*_FINISH_REASONS, "abort", "error"), 0), **dict(counters.finished)}
     for reason, count in finished.items():
         yield _sample(name, {**labels, "finished_reason": reason}, count)
@@ -65,9 +65,9 @@ def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
         return
     help = "Prompt tokens looked up in the prefix cache."
     yield from _counter("vllm:prefix_cache_queries", help, cache.num_lookup_tokens, labels)
-    help = "Of these, tokens that needed no computing."
+    help = "Of these, tokens found in the cache."
     yield from _counter("vllm:prefix_cache_hits", help, cache.num_hit_tokens, labels)
-    help = "Held by the prefix cache, by where."
+    help = "Bytes held by the prefix cache, by location."
     yield from _heading("headrace:cache_bytes", "gauge", help)
     yield _sample("headrace:cache_bytes", {**labels, "kind": "memory"}, cache.num_bytes)
     if cache.disk is not None:
@@ -78,13 +78,13 @@ def _cache(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
 def _disk(disk: DiskStatus, labels: Mapping[str, str]) -> Iterator[str]:
     for name, help, value in (
         ("files", "Files of the disk cache.", disk.num_files),
-        ("quota_bytes", "What these may take.", disk.quota_bytes),
+        ("quota_bytes", "Limit of their size.", disk.quota_bytes),
         ("pending_bytes", "Waiting to be written.", disk.num_pending_bytes),
     ):
         yield from _gauge(f"headrace:cache_disk_{name}", help, value, labels)
     for name, help, value in (
-        ("hits", "Prompts that went on from what was read.", disk.num_hits),
-        ("hit_tokens", "Tokens that these were spared.", disk.num_hit_tokens),
+        ("hits", "Prompts that continued from cached files.", disk.num_hits),
+        ("hit_tokens", "Prompt tokens that these skipped.", disk.num_hit_tokens),
         ("reads", "Files read.", disk.num_reads),
         ("read_bytes", "Bytes read.", disk.num_read_bytes),
         ("writes", "Files written.", disk.num_writes),
@@ -100,14 +100,14 @@ def _drafts(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
         return
     counted = status.counters.drafts
     for name, help, count in (
-        ("vllm:spec_decode_num_drafts", "Windows of drafts that were verified.", counted.num_windows),
-        ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", counted.num_drafted),
-        ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", counted.num_accepted),
+        ("vllm:spec_decode_num_drafts", "Verified draft windows.", counted.num_windows),
+        ("vllm:spec_decode_num_draft_tokens", "Verified draft tokens.", counted.num_drafted),
+        ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", counted.num_accepted),
         ("headrace:draft_failures", "Sequences that lost their drafts to an error.", status.drafts.num_failures),
     ):
         yield from _counter(name, help, count, labels)
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    yield from _heading(name, "counter", "Drafts that were right, by their place in the window.")
+    yield from _heading(name, "counter", "Accepted draft tokens, by position in the window.")
     accepted_at = (*counted.accepted_at, *(0,) * (status.drafts.max_drafts - len(counted.accepted_at)))
     for place, count in enumerate(accepted_at):
         yield _sample(name, {**labels, "position": str(place)}, count)
@@ -118,16 +118,16 @@ def _sparse(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
     sparse = status.sparse
     if sparse is None:
         return
-    yield from _counter("headrace:sparse_prompts", "Prompts that were thinned.", sparse.num_thinned, labels)
+    yield from _counter("headrace:sparse_prompts", "Prompts computed with sparse prefill.", sparse.num_thinned, labels)
     help = "Of these, uncached tokens that were computed."
     yield from _counter("headrace:sparse_kept_tokens", help, sparse.num_kept_tokens, labels)
     help = "Of these, tokens that were left out."
     yield from _counter("headrace:sparse_dropped_tokens", help, sparse.num_dropped_tokens, labels)
     name = "headrace:sparse_bypassed_total"
-    yield from _heading(name, "counter", "Prompts that were computed whole, by the reason.")
+    yield from _heading(name, "counter", "Prompts computed in full, by reason.")
     for reason, count in sparse.bypassed:
         yield _sample(name, {**labels, "reason": reason}, count)
-    help = "Prompts that the draft model is reading."
+    help = "Prompts that the draft model is scoring."
     yield from _gauge("headrace:sparse_scoring", help, sparse.num_scoring, labels)
     for part, help, num_bytes in (
         ("weights", "Of headrace:memory_weights_bytes, the draft model's.", sparse.weights_bytes),
@@ -141,30 +141,30 @@ def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]
     memory = status.memory
     yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
     name = "headrace:requests_total"
-    yield from _heading(name, "counter", "Requests that were queued, by what they need of the model.")
+    yield from _heading(name, "counter", "Queued requests, by the parts of the model they need.")
     for route, count in status.counters.routes:
         yield _sample(name, {**labels, "route": route.value}, count)
-    help = "Answers that ended by themselves and arguments of calls that don't fit their JSON schema."
+    help = "Finished answers and call arguments that do not match their JSON schema."
     yield from _counter("headrace:schema_misfits", help, status.num_schema_violations, labels)
-    help = "What began as a tool call and could not be made one; it was given as text."
+    help = "Malformed tool calls, returned as text."
     yield from _counter("headrace:broken_tool_calls", help, status.num_malformed_calls, labels)
     for name, help, num_bytes in (
-        ("budget", "What sequences may take.", memory.budget_bytes),
+        ("budget", "Limit for all sequences.", memory.budget_bytes),
         ("weights", "The model's weights.", memory.weights_bytes),
-        ("reserved", "Promised to sequences.", memory.reserved_bytes),
+        ("reserved", "Reserved for sequences.", memory.reserved_bytes),
         ("state", "Held by the states of running sequences.", memory.state_bytes),
-        ("preempted", "Held by checkpoints of sequences that made room.", memory.preempted_bytes),
+        ("preempted", "Held by checkpoints of preempted sequences.", memory.preempted_bytes),
         ("records", "Held by the prefix cache.", memory.records_bytes),
         ("features", "Embeddings of images and videos.", memory.features_bytes),
-        ("disk", "On its way to or from the disk.", memory.disk_bytes),
-        ("device", "In use by MLX, all counted.", memory.device_bytes),
+        ("disk", "In transit to or from the disk.", memory.disk_bytes),
+        ("device", "In use by MLX, everything included.", memory.device_bytes),
         ("buffers", "Freed, and kept by MLX for reuse.", memory.buffers_bytes),
     ):
         yield from _gauge(f"headrace:memory_{name}_bytes", help, num_bytes, labels)
     yield from _counter("headrace:process_cpu_seconds", "Processor time of the process.", process.cpu_s, labels)
-    help = "Most memory that the process ever held."
+    help = "Peak memory of the process."
     yield from _gauge("headrace:process_peak_memory_bytes", help, process.peak_memory_bytes, labels)
-    yield from _gauge("headrace:process_uptime_seconds", "Time since the server came up.", process.uptime_s, labels)
+    yield from _gauge("headrace:process_uptime_seconds", "Time since the server started.", process.uptime_s, labels)
 
 
 def _gauge(name: str, help: str, value: float, labels: Mapping[str, str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a graph is made of: on a GPU every operation costs the host some 25 µs, whatever it computes."""
+"""Counts a graph's operations: on a GPU each costs the host some 25 µs, whatever it computes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class OurSteps:
         return Figure("headrace", f"prefill {num_tokens}", times, num_tokens, peak_bytes=mx.get_peak_memory())
 
     def decode(self, num_rows: int, context: int, num_steps: int) -> Figure:
-        """Steps of greedy rows behind a prompt that they share, each going on with tokens of its own."""
+        """Steps of greedy rows that share a prompt, each continuing with its own tokens."""
         watch_memory()
         engine = self._engine(num_rows)
         num_tokens = WARM_UPS + num_steps + num_host_steps(num_steps) + 3
@@ -93,7 +93,7 @@ class OurSteps:
 
 
 class _Engine:
-    """What the engine's thread does between two looks at its inbox; see `engine/loop.py`."""
+    """What the engine's thread does for one step; see `engine/loop.py`."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner

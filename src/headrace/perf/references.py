@@ -1,4 +1,4 @@
-"""Arrays in float64, and how far others are off."""
+"""Arrays in float64, and errors against them."""
 
 from __future__ import annotations
 

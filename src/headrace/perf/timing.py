@@ -1,4 +1,4 @@
-"""Figures, and what they are taken from."""
+"""Figures and their measurements."""
 
 from __future__ import annotations
 

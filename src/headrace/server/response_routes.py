@@ -64,7 +64,7 @@ class ResponseRoutes:
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{id}."""
         if request.query_params.get("stream", "false") != "false":
-            message = "stream is not supported: events are sent once, to whoever made the response"
+            message = "stream is not supported: events are sent once, to the client that created the response"
             raise UnsupportedField(message, param="stream")
         response_id = request.path_params["id"]
         answer = self._open.get(response_id)
