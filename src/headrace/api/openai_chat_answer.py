@@ -28,7 +28,8 @@ _CHUNK = "chat.completion.chunk"
 class ChatAnswer:
     """Encodes one answer.
 
-    num_choices: its choices. includes_logprobs: whether they were requested.
+    num_choices: its choices.
+    includes_logprobs: whether they were requested.
     reasoning_field: the name of the thinking text's field.
     """
 

@@ -84,8 +84,9 @@ class ResponseCall(Call[ChatRequest]):
     """A parsed request with everything its answer repeats.
 
     body: as received.
-    items: the request's own input. includes_encrypted: send thinking as `encrypted_content`, too, for clients that keep
-    no other form. includes_summary: send thinking as a summary, too, for clients that show nothing else.
+    items: the request's own input.
+    includes_encrypted: send thinking as `encrypted_content`, too, for clients that keep no other form.
+    includes_summary: send thinking as a summary, too, for clients that show nothing else.
     """
 
     body: Mapping[str, Any]

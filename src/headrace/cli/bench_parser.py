@@ -1,4 +1,4 @@
-"""What the commands of `headrace bench` have in common."""
+"""Shared by commands without configuration knobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def make_folder(file: Path) -> None:
-    """Before anything is measured: an hour of numbers should not end with nowhere to write them."""
+    """Called before measuring, so that an hour of results is not lost because they can't be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -20,7 +20,7 @@ def run(config: Config) -> None:
 
 
 def _model_report(config: Config) -> list[str]:
-    """Loads the model as the server would and says what came of it."""
+    """Load the model as the server would and report on it."""
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, text.constraints)

@@ -1,4 +1,4 @@
-"""`headrace serve | chat | doctor | mtp | bench`: finds the command, runs it, and says in one line what went wrong."""
+"""`headrace serve | chat | doctor | mtp | bench`: runs a command, and prints errors on one line."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LEAST_OPEN_FILES = 4096
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141
-"""What a shell shows for a program that writes into a pipe which nobody reads: 128 and the number of SIGPIPE."""
+"""Exit code for writing to a closed pipe, as shells use it: 128 plus the number of SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code: 0, 2 for an error, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Our own log in full, except in the middle of a conversation; of the libraries only what went wrong.
+    # Our own log in full, except in a chat; of libraries only warnings.
     logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
     if words[:1] != ["chat"]:
         logging.getLogger("headrace").setLevel(logging.INFO)
@@ -82,18 +82,18 @@ def command() -> NoReturn:
     """The `headrace` command: `main` between a terminal or pipe of any kind and the process's end."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            # Models say anything, in any language; a terminal without a character for it shows a question mark.
+            # Model output may contain any character; a terminal without it shows a question mark.
             stream.reconfigure(errors="replace")
     if sys.argv[1:2] != ["chat"]:  # where Ctrl-C ends an answer only
         signal.signal(signal.SIGINT, _interrupt)
     try:
         code = main()
         sys.stdout.flush()
-    except KeyboardInterrupt:  # one more, while the first was being told
+    except KeyboardInterrupt:  # another one, while the first was being reported
         code = _INTERRUPTED
     except BrokenPipeError:  # as in `headrace doctor | head`
         code = _PIPE_CLOSED
-    # From here on a Ctrl-C could only spoil the exit code.
+    # From here on Ctrl-C could only change the exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -103,7 +103,7 @@ def command() -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """The first Ctrl-C ends the command in order, the next one the process, whatever it is at."""
+    """The first Ctrl-C ends the command in order, the next one kills the process."""
     signal.signal(number, lambda *_: os._exit(_INTERRUPTED))
     raise KeyboardInterrupt
 

@@ -47,7 +47,8 @@ class JsonBody:
 class TagBody:
     """One element per argument, with its value between tags: text unquoted, anything else as JSON.
 
-    All fields are markers. after_key: of a text, typed_key: of anything else.
+    All fields are markers.
+    after_key: of a text, typed_key: of anything else.
     frame: what stands between a value and its tags; texts may omit it.
     """
 

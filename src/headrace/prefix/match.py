@@ -47,7 +47,7 @@ class Match:
 
     @property
     def branch_point(self) -> int | None:
-        """Where an earlier prompt branched off but no state is stored: a snapshot there will serve the next one. None
-        if the usable state reaches as far."""
+        """Where an earlier prompt branched off but no state is stored: a snapshot there will serve the next one.
+        None if the usable state reaches as far."""
         reachable = min(self.num_agreed_tokens, self.limit)
         return reachable if reachable > self.num_tokens else None

@@ -70,8 +70,8 @@ class Reservations:
         return True
 
     def extend(self, sequence_id: str, num_tokens: int) -> bool:
-        """Let a sequence grow to `num_tokens`, at most its `most_tokens`. Returns False and changes nothing if that is
-        unsafe."""
+        """Let a sequence grow to `num_tokens`, at most its `most_tokens`. Returns False and changes nothing if that
+        is unsafe."""
         reservation = self._reservations_by_id[sequence_id]
         num_bytes = self._memory.cost(num_tokens)
         added = num_bytes - reservation.num_bytes

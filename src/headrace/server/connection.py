@@ -51,9 +51,9 @@ class EventStream(Response):
     pieces: the bytes to send.
     source: what the pieces are made from; always closed with the stream, even if the client disconnects before the
     first piece.
-    ping: makes the keep-alive that is sent after `ping_interval_s` seconds without output. on_disconnect: called when
-    the client disconnects before the end. final_chunk: makes the bytes that end the stream when the server shuts down,
-    which cancels it.
+    ping: makes the keep-alive that is sent after `ping_interval_s` seconds without output.
+    on_disconnect: called when the client disconnects before the end.
+    final_chunk: makes the bytes that end the stream when the server shuts down, which cancels it.
     """
 
     media_type = "text/event-stream"

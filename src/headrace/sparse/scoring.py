@@ -1,8 +1,8 @@
-"""How important each token of a prompt is to what follows it, by a draft model's attention.
+"""Scores the importance of each prompt token by a draft model's attention.
 
-SpecPrefill (arXiv 2502.02789, section 3): of every token that asks (the prompt's last one and those of a short greedy
-continuation) and every head the attention over the prompt, smoothed along it; of these the largest over layers and
-heads, and the mean over the tokens that ask.
+SpecPrefill (arXiv 2502.02789, section 3): for every query token (the prompt's last one and those of a short greedy
+continuation) and every head the attention over the prompt, smoothed along it; then the maximum over layers and heads,
+and the mean over the query tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
 POOL = 13
-"""Tokens that an attention weight is averaged over, itself in their middle; near the ends fewer."""
+"""Tokens over which an attention weight is averaged, centred on it; fewer near the ends."""
 BLOCK_BYTES = 16 * 1024 * 1024
 """Size of the largest arrays that scoring makes at once: a few of them at a time."""
 
 
 def num_scoring_layers(model: PackedModel) -> int:
-    """How many of a model's layers tell what its tokens ask: those that attend to all tokens by keys of their own."""
+    """How many of a model's layers provide queries: those with full attention and keys of their own."""
     state, watch = SequenceState(StatePool()), QueryWatch()
     state.begin(1)
     model.forward([Row(state, (0,), watch=watch)], (0,))
@@ -34,9 +34,9 @@ def num_scoring_layers(model: PackedModel) -> int:
 
 
 def importance(state: SequenceState, watch: QueryWatch, length: int) -> npt.NDArray[np.float32]:
-    """Importance of a prompt's tokens, `[length]`, layer by layer and a few heads at a time.
+    """Importance of a prompt's tokens, `[length]`, computed layer by layer and a few heads at a time.
 
-    state: of the draft model, behind the prompt's tokens at least; no window is open. watch: what has asked.
+    state: the draft model's, after the prompt's tokens or later; no window is open. watch: the recorded queries.
     """
     best: mx.array | None = None
     for layer in watch.layers():
@@ -49,7 +49,7 @@ def importance(state: SequenceState, watch: QueryWatch, length: int) -> npt.NDAr
 
 
 def _attention(state: SequenceState, layer: LayerQueries, length: int) -> Iterator[mx.array]:
-    """Smoothed attention `[n, length]` of the tokens that ask, the largest of a few heads each time; not evaluated."""
+    """Smoothed attention `[n, length]` of the query tokens, the maximum of a few heads each time; not evaluated."""
     keys, _ = state.full_attention(layer.layer).read(0, length)
     num_heads, num_queries, _ = layer.queries.shape
     group = num_heads // keys.shape[1]
@@ -63,7 +63,8 @@ def _attention(state: SequenceState, layer: LayerQueries, length: int) -> Iterat
 
 
 def _scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """Of queries `[num_heads, n, head_dim]` in float32 and keys `[M, head_dim]` of any precision, a block at a time."""
+    """Scores of queries `[num_heads, n, head_dim]` in float32 and keys `[M, head_dim]` of any precision, a block at
+    a time."""
     num_keys, head_dim = keys.shape
     block = max(1, BLOCK_BYTES // (4 * head_dim))
     parts = []
@@ -74,7 +75,7 @@ def _scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
-    """Over the last axis of `[num_heads, n, M]`; a head's sink takes its share and is left out."""
+    """Over the last axis of `[num_heads, n, M]`; a head's sink takes its share and is dropped."""
     if sinks is None:
         return mx.softmax(scores, axis=-1)
     sink = sinks.astype(mx.float32)[:, None, None]
@@ -84,12 +85,12 @@ def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
 
 
 def _smooth(weights: mx.array) -> mx.array:
-    """The mean over POOL neighbours along the last axis, or those of them that exist."""
+    """The mean over POOL neighbours along the last axis, fewer near the ends."""
     num_tokens, reach = weights.shape[-1], POOL // 2
     sums = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(reach, reach)])
     total: mx.array = mx.zeros_like(weights)
     size, begin = 1, 0
-    while size <= POOL:  # sums of 1, 2, 4… neighbours, put together to POOL
+    while size <= POOL:  # sums of 1, 2, 4… neighbours, combined to POOL
         if POOL & size:
             total = total + sums[..., begin : begin + num_tokens]
             begin += size

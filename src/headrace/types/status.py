@@ -197,8 +197,10 @@ class EngineStatus:
 
     cache: None if disabled;
     drafts: None without speculative decoding;
-    sparse: None without sparse prefill. num_schema_violations: JSON answers that do not match their schema, and tool
-    parameter values of a type that the schema does not allow. num_malformed_calls: tool calls that could not be parsed.
+    sparse: None without sparse prefill.
+    num_schema_violations: JSON answers that do not match their schema, and tool parameter values of a type that the
+    schema does not allow.
+    num_malformed_calls: tool calls that could not be parsed.
     """
 
     num_running: int
