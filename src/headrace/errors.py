@@ -1,11 +1,11 @@
 """Every error that Headrace raises on purpose.
 
 HeadraceError
-├── RequestError              the request can't be served as it stands
+├── RequestError              the request can't be served
 │   ├── InvalidRequest        400  a field is wrong; `param` names it
-│   │   ├── UnsupportedField  400  a known field that can't be honoured
+│   │   ├── UnsupportedField  400  a known field that is not supported
 │   │   ├── ContextTooLong    400  prompt and answer don't fit the context
-│   │   └── GrammarFailed     400  an answer's grammar can't be followed any further
+│   │   └── GrammarFailed     400  an answer's grammar can't continue
 │   ├── AuthenticationFailed  401
 │   ├── OriginRefused         403  a browser page that was not allowed
 │   ├── HostRefused           403  a name that is not the server's own
@@ -15,8 +15,8 @@ HeadraceError
 │   ├── MethodNotAllowed      405
 │   ├── BodyTooSlow           408
 │   ├── BodyTooLarge          413
-│   ├── RequestCancelled      499  somebody cancelled the request by its id
-│   └── Overloaded            429  `retry_after_s` says when to come back
+│   ├── RequestCancelled      499  the request was cancelled by its id
+│   └── Overloaded            429  `retry_after_s`: when to retry
 ├── GenerationFailed          500  one request's work raised; the engine goes on
 ├── EngineDead                503  the engine's thread is gone
 ├── ConfigError                    a flag or an environment value is wrong

@@ -67,7 +67,7 @@ def same(listed: list[str], known: Any) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_lists_every_field_under_what_becomes_of_it(page: str) -> None:
     body, rules = PAGES[page]
-    assert same(names(page, "Honoured"), body.model_fields)
+    assert same(names(page, "Supported"), body.model_fields)
     assert same(names(page, "Refused"), rules.neutral_values)
     assert same(names(page, "Accepted without effect"), rules.without_effect)
 
@@ -92,7 +92,7 @@ def test_fields_of_the_smaller_routes_are_listed_with_their_treatment(
     section: str, bodies: tuple[type[BaseModel], ...], rules: FieldRules
 ) -> None:
     treatment = {cells[0].strip("`"): cells[1] for cells in rows("api-server.md", section)}
-    known = {name: "honoured" for body in bodies for name in body.model_fields}
+    known = {name: "supported" for body in bodies for name in body.model_fields}
     assert treatment == {**known, **dict.fromkeys(rules.neutral_values, "refused")}
 
 

@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "sparse-prefill.md").read
 
 
 def test_every_reason_is_explained() -> None:
-    table = PAGE.partition("## When it stays away")[2].partition("\n## ")[0]
+    table = PAGE.partition("## When it does not apply")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(reason.value for reason in Bypass)
 
 

@@ -119,7 +119,7 @@ class Session:
     ) -> Session:
         """A session with the tokenizer and the template in the model's folder.
 
-        text_pipeline: these, if they are loaded already.
+        text: the pipeline, if it is loaded already.
         media: what a model with vision accepts. Raises ModelError, and ConfigError for an invalid policy.
         """
         text = text or load_text_pipeline(engine.model.directory, engine.model.model_type)
