@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
+from headrace.backend.cuda.put import collect
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
 from headrace.state.slabs import Slot
 
@@ -97,6 +99,27 @@ class FullAttentionState:
         """A slot's share of the slab, token by token."""
         num_bytes = sum(array.nbytes for array in self.arrays())
         return LayerCost(per_token=num_bytes // self.slot.slab.capacity, in_slots=True)
+
+
+def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: int) -> dict[LayerKey, KVRecord]:
+    """Copies of the tokens `start` to `end` in all layers of a sequence, not evaluated: one launch where they agree."""
+    records = {key: KVRecord(start, None, None) for key in states}
+    groups: dict[Any, list[tuple[LayerKey, tuple[mx.array, ...]]]] = {}
+    for key, state in states.items():
+        if start < end and state.slot.has(state.layer):
+            keys, values = state.arrays()
+            form = (keys.shape, keys.dtype) if keys.shape == values.shape else key
+            groups.setdefault(form, []).append((key, (keys, values)))
+    for group in groups.values():
+        (first, (keys, values)), slot = group[0], states[group[0][0]].slot
+        if keys.shape != values.shape:
+            records[first] = states[first].copy(start, end)
+            continue
+        arrays = [array for _, of_layer in group for array in of_layer]
+        parts = collect(arrays, keys.shape[1], keys.shape[3], slot.start + start, end - start)
+        for place, (key, _) in enumerate(group):
+            records[key] = KVRecord(start, parts[2 * place][None], parts[2 * place + 1][None])
+    return records
 
 
 class SlidingAttentionState:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import ClassVar
 
 import mlx.core as mx
 
-from headrace.backend.cuda import delta
-from headrace.backend.cuda.put import put
+from headrace.backend.cuda import delta, put
 from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, Prepared, Stash
-from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
+from headrace.backend.transfer import to_device
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord
 from headrace.state.recurrent import RecurrentRecord
 
 
@@ -58,6 +59,11 @@ class DeltaTables:
         """Give a slot back."""
         self._free.append(slot)
 
+    def settle(self, plan: mx.array) -> list[mx.array]:
+        """Replay tokens of the stash, the rows of it seen as packed tokens; plan: as `delta.scan_chunks` has it."""
+        arrays = [arrays_of(table) for table in self._layers.values()]
+        return _settle(plan, arrays)
+
     def _grow(self) -> None:
         for layer, table in self._layers.items():
             doubled = [mx.concatenate([array, mx.zeros_like(array)]) for array in arrays_of(table)]
@@ -82,6 +88,33 @@ def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
         mx.zeros((rows, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels), dtype),
         Stash(mx.zeros((rows, stashed, *key), dtype), mx.zeros((rows, stashed, *value), dtype), gates, mx.array(gates)),
     )
+
+
+def _replay(plan: mx.array, tables: Sequence[Sequence[mx.array]]) -> list[mx.array]:
+    """An array for each table, to be launched."""
+    launched: list[mx.array] = []
+    for state, _, *stash in tables:
+        k, v, g, beta = (array.reshape(-1, *array.shape[2:]) for array in stash)
+        launched.append(delta.scan_chunks(plan, mx.zeros((1,), mx.int32), Prepared(k, k, v, g, beta), state)[0])
+    return launched
+
+
+_settle = mx.compile(_replay) if mx.cuda.is_available() else _replay
+
+
+def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int) -> list[mx.array]:
+    """Of each array the rows `[1, number, …]` from `at` on, its first axes as one; copies by one launch for all.
+
+    Arrays of several shapes or types take one each.
+    """
+    shapes = {(array.shape, array.dtype) for array in arrays}
+    groups = [list(arrays)] if len(shapes) == 1 else [[array] for array in arrays]
+    found: list[mx.array] = []
+    for group in groups:
+        rest = group[0].shape[num_merged:]
+        parts = put.collect(group, 1, prod(rest), at, number)
+        found += [parts[place].reshape(1, number, *rest) for place in range(len(group))]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,36 +177,34 @@ class DeltaSlot:
         context = record.context[:, LONGEST_WINDOW - table.raw.shape[1] :]
         raw = mx.pad(context, [(0, 0), (0, table.raw.shape[1] - context.shape[1]), (0, 0)])
         # the first row is what a first step reads
-        return [put(table.state, 0, self.index, record.state), put(table.raw, 0, 2 * self.index, raw)]
+        return [put.put(table.state, 0, self.index, record.state), put.put(table.raw, 0, 2 * self.index, raw)]
 
-    def settle(self) -> dict[LayerKey, mx.array]:
-        """Replay what is pending in all layers; gives their states `[1, num_v_heads, head_v_dim, head_k_dim]`.
-
-        They are copies, to be launched before the next step.
-        """
+    def settle(self) -> list[mx.array]:
+        """Replay what is pending in all layers; gives what is to be launched before the next step."""
         count, row = self.num_replay, self._row
-        plan, stops = (
-            mx.array([[0, count, count, 0, self.index, row, row, 0, 1]], mx.int32),
-            mx.array([count], mx.int32),
-        )
-        states: dict[LayerKey, mx.array] = {}
-        for layer, table in self.tables.layers.items():
-            k, v, g, beta = (array[row] for array in table.stash)
-            _, states[layer] = delta.scan_chunks(plan, stops, Prepared(k, k, v, g, beta), table.state)
         self.num_replay = self.num_uncertain = 0
-        return states
+        if not count:
+            return []
+        first = row * (LONGEST_WINDOW - 1)
+        plan = to_device([first, count, count, 0, self.index, row, row, 0, 0], mx.int32)[None]
+        return self.tables.settle(plan)
 
     def checkpoint(self) -> dict[LayerKey, LayerRecord]:
         """Replay, then copy."""
+        layers = self.tables.layers
         if not self.end:
-            return {layer: RecurrentRecord(None, None) for layer in self.tables.layers}
-        records: dict[LayerKey, LayerRecord] = {}
-        for layer, state in self.settle().items():
-            raw = self.tables.layers[layer].raw
-            num_context = raw.shape[1] - LONGEST_WINDOW
-            context = copy_of(raw[self._row : self._row + 1, self.end - num_context : self.end])
-            records[layer] = RecurrentRecord(state, context)
-        return records
+            return {layer: RecurrentRecord(None, None) for layer in layers}
+        mx.async_eval(self.settle())
+        first = next(iter(layers.values()))
+        states = _collected([table.state for table in layers.values()], 1, self.index, 1)
+        num_inputs = first.raw.shape[1]
+        num_context = num_inputs - LONGEST_WINDOW
+        at = self._row * num_inputs + self.end - num_context
+        contexts = _collected([table.raw for table in layers.values()], 2, at, num_context)
+        return {
+            layer: RecurrentRecord(state.reshape(1, *table.state.shape[1:]), context)
+            for (layer, table), state, context in zip(layers.items(), states, contexts, strict=True)
+        }
 
     def note(self, length: int, layer: LayerKey, state: mx.array, context: mx.array) -> None:
         """Record what a step has left at a mark, rows of what it has left of all its rows."""

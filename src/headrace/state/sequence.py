@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from headrace.state.attention import FullAttentionState, KVRecord, joined
+from headrace.state.attention import FullAttentionState, KVRecord, copy_layers, joined
 from headrace.state.delta import DeltaSlot
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord
 from headrace.state.recurrent import RecurrentRecord
@@ -244,7 +244,7 @@ class SequenceState:
 
         Not of an untouched state.
         """
-        layers = {key: state.copy(start, end) for key, state in self._layers.items() if state.is_sliceable}
+        layers = copy_layers({key: state for key, state in self._layers.items() if state.is_sliceable}, start, end)
         self._pool.launch([array for record in layers.values() for array in record.arrays])
         return SpanRecord(start, end, layers)
 

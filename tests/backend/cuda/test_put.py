@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.backend.cuda.put import put
+from headrace.backend.cuda.put import collect, put
 from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
@@ -63,3 +63,26 @@ def test_a_part_may_be_a_view_of_another_array() -> None:
 def test_a_part_that_does_not_fit_is_refused(axis: int, at: int, part: mx.array) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         put(mx.zeros((3, 4)), axis, at, part)
+
+
+@pytest.mark.parametrize(
+    ("shape", "outer", "inner", "at", "number", "dtype"),
+    [
+        ((5, 4, 16, 64), 1, 4096, 3, 1, mx.float32),
+        ((1, 2, 700, 64), 2, 64, 256, 199, mx.bfloat16),
+        ((6, 11, 24), 1, 24, 2 * 11 + 5, 3, mx.bfloat16),
+        ((3, 5, 7), 3, 7, 1, 3, mx.bfloat16),
+        ((4, 8), 1, 8, 0, 4, mx.float16),
+    ],
+)
+def test_the_same_part_of_several_arrays_is_copied(
+    shape: tuple[int, ...], outer: int, inner: int, at: int, number: int, dtype: mx.Dtype
+) -> None:
+    random = np.random.default_rng(at)
+    arrays = [mx.array(random.integers(-99, 99, shape)).astype(dtype) for _ in range(3)]
+    wanted = np.stack([double(array).reshape(outer, -1, inner)[:, at : at + number] for array in arrays])
+    found = collect(arrays, outer, inner, at, number)
+    mx.eval(found)
+    # a copy: what is written into the arrays afterwards is not in it
+    mx.eval([put(array, 0, 0, array[:1] * 0) for array in arrays])
+    assert np.array_equal(double(found), wanted)

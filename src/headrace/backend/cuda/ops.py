@@ -55,6 +55,12 @@ def put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
     return (table.reshape(-1)[:1] != 0).astype(mx.int32)
 
 
+def collect(arrays: Sequence[mx.array], outer: int, inner: int, at: int, number: int) -> mx.array:
+    """Parts, stacked; one alone times 1, because a view of a whole array would be that array."""
+    parts = [array.reshape(outer, -1, inner)[:, at : at + number] for array in arrays]
+    return mx.stack(parts) if len(parts) > 1 else parts[0][None] * mx.array(1, parts[0].dtype)
+
+
 # Products
 
 

@@ -1,7 +1,9 @@
-"""Writing a part of a large array in place."""
+"""Writing a part of a large array in place, and copying the same part of several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 import mlx.core as mx
@@ -16,7 +18,7 @@ _MOST_BLOCKS = 1024
 
 _PUT = CudaKernel(
     "put",
-    ("put.cuh",),
+    ("runs.cuh", "put.cuh"),
     ("table", "at", "part"),
     ("done",),
     "put<AXIS>(const_cast<T*>(table), table_shape, table_ndim, at[0], part, part_shape, done);",
@@ -48,3 +50,27 @@ def put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
             f"{part.dtype} {part.shape} does not fit at {at} of axis {axis} into {table.dtype} {table.shape}"
         )
     return _put(table, axis, at, part) if part.size else mx.zeros((1,), mx.int32)
+
+
+@cache
+def _collect(num_arrays: int) -> CudaKernel:
+    names = [f"a{number}" for number in range(num_arrays)]
+    body = f"const T* const arrays[] = {{{', '.join(names)}}}; collect(plan, arrays, out);"
+    return CudaKernel(f"collect_{num_arrays}", ("runs.cuh", "collect.cuh"), ("plan", *names), ("out",), body)
+
+
+@or_ops(ops.collect)
+def collect(arrays: Sequence[mx.array], outer: int, inner: int, at: int, number: int) -> mx.array:
+    """`[len(arrays), outer, number, inner]`: of each array, seen as `[outer, n, inner]`, the part from `at` on.
+
+    A copy by one launch; the arrays have one shape and type.
+    """
+    size = arrays[0].size // (outer * inner)
+    (found,) = _collect(len(arrays))(
+        [mx.array([outer, size, inner, at, number], mx.int32), *arrays],
+        {"T": arrays[0].dtype},
+        (min(_MOST_BLOCKS, -(-number * inner * arrays[0].itemsize // _BYTES)), min(_MOST_BLOCKS, outer), len(arrays)),
+        _THREADS,
+        (((len(arrays), outer, number, inner), arrays[0].dtype),),
+    )
+    return found

@@ -62,7 +62,7 @@ def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
         return DeltaPlan(
             tuple([_window(span, slot, num_context) for span, slot in zip(step.spans, slots, strict=True)])
         )
-    mx.async_eval([state for slot in slots if slot.num_replay for state in slot.settle().values()])
+    mx.async_eval([array for slot in slots for array in slot.settle()])
     if any(span.num_tokens - span.num_certain >= shapes.LONGEST_WINDOW for span in step.spans):
         raise ValueError(f"more than {shapes.LONGEST_WINDOW - 1} draft tokens in a row of gated delta layers")
     rows: list[tuple[int, ...]] = []
