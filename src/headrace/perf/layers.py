@@ -215,11 +215,10 @@ def _attend(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, 
     heads, (layout, gate), scale = sizes.heads, _layout(sizes), sizes.heads.head_dim**-0.5
     x, make, (queries, *new) = _heads(sizes, num_rows, num_tokens, context)
     scales = mx.array([scale])
-    longest = context + num_tokens, num_tokens
 
     def step(given: mx.array, i: int) -> list[mx.array]:
         plan = cached.plans[i % len(cached.plans)]
-        return [attention.attend(heads, plan, longest, make(given), [cached.slabs], scales, None, (given, gate))]
+        return [attention.attend(heads, plan, num_tokens, make(given), [cached.slabs], scales, None, (given, gate))]
 
     of_row = double(x)[0, :num_tokens, : layout.k_at].reshape(num_tokens, heads.num_heads, 2, -1)
     held = [mx.array(array[:1]) for array in cached.slabs]

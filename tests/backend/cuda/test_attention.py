@@ -10,6 +10,7 @@ import pytest
 from backend.cuda.references import TOLERANCE, error
 
 from headrace.backend.cuda import attention
+from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads, Projection
 from headrace.perf import layer_references
 from headrace.perf.references import Float64, double
@@ -68,12 +69,12 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     sinks = drawn(8, dtype, shape.num_heads) if has_sinks else None
     place = Gate(shape.num_heads * 2 * shape.head_dim + 64, shape.head_dim, 2 * shape.head_dim)
     projected = drawn(9, dtype, 1, NUM_TOKENS, place.width)
-    longest = max(row[1] + row[2] for row in rows), max(row[1] for row in rows)
+    most = max(row[1] for row in rows)
     got = [
         attention.attend(
             shape,
             mx.array(plan, dtype=mx.int32),
-            longest,
+            most,
             queries,
             slabs,
             mx.array([scale]),
@@ -99,7 +100,7 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     more = mx.concatenate([mx.array(plan, dtype=mx.int32), mx.zeros((3, 8), mx.int32)])
     queries, projected = (mx.concatenate([x, x[..., :2, :]], axis=-2) for x in (queries.swapaxes(0, 1), projected))
     gates = (projected, place) if is_gated else None
-    filled = attention.attend(shape, more, longest, queries.swapaxes(0, 1), slabs, mx.array([scale]), sinks, gates)
+    filled = attention.attend(shape, more, most, queries.swapaxes(0, 1), slabs, mx.array([scale]), sinks, gates)
     assert filled.shape[1] == NUM_TOKENS + 2 and error(filled[:, :NUM_TOKENS], wanted) < TOLERANCE[dtype]
 
 
@@ -109,7 +110,7 @@ def test_chunks_of_prompts_find_what_they_see(shape: HeadShape) -> None:
     plan, slabs, scale = plan_of(0, 0, rows), slabs_of(shape, mx.bfloat16), shape.head_dim**-0.5
     queries = drawn(7, mx.bfloat16, 791, shape.num_heads, shape.head_dim)
     table = mx.array(plan, dtype=mx.int32)
-    got = attention.attend(shape, table, (1024, 1024), queries, slabs, mx.array([scale]))
+    got = attention.attend(shape, table, 1024, queries, slabs, mx.array([scale]))
     wanted = layer_references.attend(shape, plan, double(queries), slabs, scale, None, None)
     assert error(got, wanted) < TOLERANCE[mx.bfloat16]
 
@@ -121,7 +122,7 @@ def test_a_key_that_nobody_may_see_has_no_part() -> None:
 
     def found() -> mx.array:
         table, scale = mx.array(plan, dtype=mx.int32), mx.array([0.125])
-        return attention.attend(shape, table, (1102, 80), queries, slabs, scale)
+        return attention.attend(shape, table, 80, queries, slabs, scale)
 
     before = found()
     mx.eval(before)
@@ -240,7 +241,7 @@ def test_new_heads_see_what_they_write(name: str, window: int) -> None:
     # queries with gates between them
     gate = Gate(layout.width, drawn.shape.head_dim, layout.q_stride) if layout.q_stride > drawn.shape.head_dim else None
     table, gates = mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32), None if gate is None else (projected, gate)
-    got = attention.attend(drawn.shape, table, (1102, 8), drawn.heads, slabs, mx.array([scale]), None, gates)
+    got = attention.attend(drawn.shape, table, 8, drawn.heads, slabs, mx.array([scale]), None, gates)
     mx.eval(got)
     check_written(drawn, plan, slabs, before)
     heads = double(projected)[0][:24, : drawn.shape.num_heads * layout.q_stride].reshape(24, drawn.shape.num_heads, -1)
@@ -256,9 +257,89 @@ def test_new_heads_see_what_they_write(name: str, window: int) -> None:
     assert got.shape[1] == 26 and error(got[:, :24], wanted) < drawn.tolerance
 
 
-def test_keys_are_split_into_as_many_parts_as_run_at_a_time() -> None:
-    shape = HeadShape(32, 8, 128)
-    assert attention.num_splits(shape, 1, 1, 255) == 1
-    assert attention.num_splits(shape, 1, 1, 1024) == 4
-    assert attention.num_splits(shape, 1, 1, 1 << 20) == 264 // 8
-    assert attention.num_splits(shape, 64, 1, 1 << 20) == 1
+COMPANY = ((0, 1, 40, 0, 0), (1, 3, 1180, 2, 0), (4, 1, 255, 0, 1), (5, 8, 255, 3, 0), (13, 1, 700, 1, 0))
+"""As PLAN; rows of one split and of several, some of which end where another begins."""
+COMPANY_FORMS = [
+    (HeadShape(4, 2, 64), mx.float16, 0),
+    (HeadShape(8, 1, 64), mx.bfloat16, 300),
+    (HeadShape(8, 2, 128), mx.bfloat16, 0),
+    (HeadShape(4, 1, 256), mx.bfloat16, 0),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
+def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
+    slabs, scale, plan = slabs_of(shape, dtype), mx.array([0.125]), plan_of(window, 1, COMPANY)
+    queries, sinks = drawn(7, dtype, 14, shape.num_heads, shape.head_dim), drawn(8, dtype, shape.num_heads)
+
+    def found(rows: list[tuple[int, ...]], most: int, own: mx.array = queries) -> mx.array:
+        table = mx.array([*rows, (0,) * 8], dtype=mx.int32)
+        return attention.attend(shape, table, most, own, slabs, scale, sinks)[0]
+
+    together = found(plan, 8)
+    for row in plan:
+        tokens = slice(row[0], row[0] + row[1])
+        assert mx.array_equal(found([(0, *row[1:])], row[1], queries[tokens]), together[tokens])
+    assert mx.array_equal(found(plan[::-1], 8), together)
+    # a token as the first of a window and on its own
+    lo, _, *rest = plan[1]
+    assert mx.array_equal(found([(0, 1, *rest)], 1, queries[lo : lo + 1]), together[lo : lo + 1])
+
+
+@pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
+def test_a_row_finds_the_same_bits_wherever_its_keys_are(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
+    """Keys of all slots behind each other in one array, at multiples of 256, and in a slot of their own."""
+    slabs, scale = slabs_of(shape, dtype), mx.array([0.125])
+    queries, plan = drawn(7, dtype, 14, shape.num_heads, shape.head_dim), plan_of(window, 1, COMPANY)
+    offsets = {(0, 0): 512, (2, 0): 1024, (0, 1): 0, (3, 0): 4096, (1, 0): 3072}
+    one = [mx.zeros((1, shape.num_kv_heads, 1 << 13, shape.head_dim), dtype) for _ in range(2)]
+    rows = []
+    for lo, num_tokens, start, slab, slot, capacity, _, first in plan:
+        at = offsets[slab, slot]
+        for array, held in zip(one, slabs[slab], strict=True):
+            array[0, :, at : at + capacity] = held[slot]
+        rows.append((lo, num_tokens, at + start, 0, 0, 1 << 13, window, at + first))
+    wanted = attention.attend(shape, mx.array(plan, dtype=mx.int32), 8, queries, slabs, scale)
+    got = attention.attend(shape, mx.array(rows, dtype=mx.int32), 8, queries, [(one[0], one[1])], scale)
+    assert mx.array_equal(got, wanted)
+
+
+SPLIT_ROWS = [
+    # a row's tokens, its length before them, window, first key; then the splits' size, the first one and how many
+    ((1, 0, 0, 0), (256, 0, 1)),
+    ((1, 255, 0, 0), (256, 0, 1)),
+    ((1, 256, 0, 0), (256, 0, 2)),
+    ((3, 254, 0, 0), (256, 0, 2)),
+    ((1, 4096, 0, 0), (256, 0, 17)),
+    ((1, 4097, 0, 0), (512, 0, 9)),
+    ((1, 16384, 0, 0), (512, 0, 33)),
+    ((1, 16385, 0, 0), (1024, 0, 17)),
+    ((1, 1 << 17, 0, 0), (4096, 0, 33)),
+    ((80, 1 << 20, 0, 0), (32768, 0, 33)),
+    # as much behind an offset
+    ((1, 256 + 7 * 256, 0, 7 * 256), (256, 0, 2)),
+    ((1, 4098 + 3 * 256, 0, 3 * 256 + 1), (512, 0, 9)),
+    # windows: splits stand where they stood before it moved on
+    ((1, 1000, 300, 0), (256, 2, 2)),
+    ((1, 1100, 300, 0), (256, 3, 2)),
+    ((8, 1 << 17, 4097, 0), (256, 496, 17)),
+    ((0, 500, 0, 0), (256, 0, 0)),
+]
+
+
+def test_splits_follow_from_the_rows_own_length() -> None:
+    kernel = CudaKernel(
+        "splits",
+        ("rows.cuh", "splits.cuh"),
+        ("plan",),
+        ("out",),
+        "const Splits found(Row(plan, blockIdx.x), 256); int* to = out + blockIdx.x * 3; "
+        "to[0] = found.size, to[1] = found.first, to[2] = found.number;",
+    )
+    if not mx.cuda.is_available():
+        pytest.skip("no CUDA")
+    plan = [(0, num, start, 0, 0, 1 << 21, window, first) for (num, start, window, first), _ in SPLIT_ROWS]
+    (got,) = kernel([mx.array(plan, dtype=mx.int32)], {}, (len(plan), 1, 1), 1, (((len(plan), 3), mx.int32),))
+    assert got.tolist() == [list(wanted) for _, wanted in SPLIT_ROWS]
+    shape = HeadShape(8, 2, 128)
+    assert all(number <= attention.most_splits(shape, row[0]) for row, (_, _, number) in SPLIT_ROWS)

@@ -13,15 +13,14 @@ import mlx.core as mx
 
 from headrace.backend.cuda import limits, ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, Gate, HeadShape, ProjectedHeads
+from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads
 
 SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
-"""Keys that a block reads at least, by head_dim: fewer are not worth the work of putting parts together."""
+"""Keys of a split at least, by head_dim: fewer are not worth the work of putting parts together."""
+MOST_SPLITS = 34
+"""Of a row, but for those of its own tokens, see splits.cuh: 32, and two that are not full."""
 BLOCKS_AT_ONCE = {64: 264, 128: 264, 256: 132}
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200, by head_dim; more would wait for others."""
-
-MOST_TILES = 1 << 16
-"""Rows, key heads and tiles of query rows of a launch, multiplied: what there are counters for."""
 
 _THREADS = 128
 _TILE = 16
@@ -47,23 +46,23 @@ def _heads(normed: bool) -> str:
 def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: bool | None) -> CudaKernel:
     """normed: whether heads that it makes of a projection are; None for queries that are made."""
     keys, values = _slab_names(num_slabs)
-    inputs = ["plan", "scale", "counters", *keys, *values]
+    inputs = ["plan", "scale", "counters", "partial", *keys, *values]
     inputs += ["queries"] if normed is None else [*_PROJECTED, *_NORMS * normed]
     inputs += ["sinks"] * sinks + ["gates"] * gated
     heads = "MadeQueries<T, HQ, D>{queries}" if normed is None else _heads(normed)
     body = (
         f"{_slab_pointers(keys, values)}"
         f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(sinks).lower()}, {str(gated).lower()}, "
-        f"GATE_WIDTH, GATE_STRIDE>(plan, {heads}, keys, values, "
+        f"GATE_WIDTH, GATE_STRIDE>(plan, plan_shape[0], {heads}, keys, values, "
         f"{'sinks' if sinks else 'static_cast<const T*>(nullptr)'}, "
-        f"{'gates + GATE_AT' if gated else 'nullptr'}, scale[0] * 1.44269504f, SHORTEST, out, partial, "
-        "const_cast<unsigned*>(counters));"
+        f"{'gates + GATE_AT' if gated else 'nullptr'}, scale[0] * 1.44269504f, SHORTEST, partial_shape[1], out, "
+        "const_cast<float*>(partial), const_cast<unsigned*>(counters));"
     )
     made = "" if normed is None else f"_new{'_normed' * normed}"
     name = f"attend_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}{made}"
     shared = _stages(head_dim) * _stage_bytes(head_dim)
-    sources = ("mma.cuh", "rows.cuh", "heads.cuh", "attention.cuh")
-    return CudaKernel(name, sources, inputs, ("out", "partial"), body, shared)
+    sources = ("mma.cuh", "rows.cuh", "splits.cuh", "heads.cuh", "attention.cuh")
+    return CudaKernel(name, sources, inputs, ("out",), body, shared)
 
 
 @cache
@@ -98,17 +97,11 @@ def _even_number(slabs: Sequence[tuple[mx.array, mx.array]]) -> tuple[list[mx.ar
     return [keys for keys, _ in filled] + [values for _, values in filled], number
 
 
-def num_splits(shape: HeadShape, num_rows: int, num_tiles: int, longest: int) -> int:
-    """Parts that the keys of a row of `longest` are split into: as many as run at a time."""
-    at_once = BLOCKS_AT_ONCE[shape.head_dim] // (num_rows * shape.num_kv_heads * num_tiles)
-    return max(1, min(at_once, -(-longest // SHORTEST_SPLIT[shape.head_dim])))
-
-
 @or_ops(ops.attend)
 def attend(
     shape: HeadShape,
     plan: mx.array,
-    longest: tuple[int, int],
+    most: int,
     queries: mx.array | ProjectedHeads,
     slabs: Sequence[tuple[mx.array, mx.array]],
     scale: mx.array,
@@ -120,25 +113,23 @@ def attend(
     Where these are yet to be made of a projection, its keys and values are written there first, in place. Nothing but
     the result says that the writing is done.
 
-    plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. longest: most keys and most tokens of a row.
+    plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
     """
     held, number = _even_number(slabs)
-    num_rows = plan.shape[0]
-    tiles = -(-longest[1] * (shape.num_heads // shape.num_kv_heads) // _TILE)
-    # most often fewer tokens come: blocks of a second tile have nothing to do then and don't count
-    splits = num_splits(shape, num_rows, 1 if longest[1] <= LONGEST_WINDOW else tiles, longest[0])
-    # nobody writes parts where keys aren't split
-    parts = (num_rows, shape.num_kv_heads * tiles, splits, _TILE, shape.head_dim + 2) if splits > 1 else (1,)
+    tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
+    at_once = BLOCKS_AT_ONCE[shape.head_dim]
+    # how many splits there are stands in the plan alone
+    blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
     gate = Gate(0, 0, 0) if gates is None else gates[1]
     if isinstance(queries, ProjectedHeads):
         dtype, num_tokens, normed = queries.projected.dtype, queries.projected.shape[1], queries.norms is not None
         heads, template = _inputs(queries)
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
-    inputs = [plan, scale, counters(), *held, *heads]
+    inputs = [plan, scale, _counters(at_once), _partial(at_once, splits + 1, shape.head_dim), *held, *heads]
     inputs += ([] if sinks is None else [sinks]) + ([] if gates is None else [gates[0]])
-    out, _ = _attend(number, sinks is not None, gates is not None, shape.head_dim, normed)(
+    (out,) = _attend(number, sinks is not None, gates is not None, shape.head_dim, normed)(
         inputs,
         {
             "T": dtype,
@@ -151,12 +142,9 @@ def attend(
             "SHORTEST": SHORTEST_SPLIT[shape.head_dim],
             **template,
         },
-        (splits, shape.num_kv_heads * tiles, num_rows),
+        (blocks, 1, 1),
         _THREADS,
-        (
-            ((1, num_tokens, shape.num_heads * shape.head_dim), dtype),
-            (parts, mx.float32),
-        ),
+        (((1, num_tokens, shape.num_heads * shape.head_dim), dtype),),
     )
     return out
 
@@ -214,13 +202,29 @@ def _stage_bytes(head_dim: int) -> int:
 
 def _stages(head_dim: int) -> int:
     """That a block has room for; 0 if there is none for one."""
-    own = head_dim * _TILE * 2 + 1024  # see attention.cuh
+    own = head_dim * (_TILE * 2 + _THREADS // 32 * 16) + 1024  # see attention.cuh
     return max(0, min(_STAGES[head_dim], (limits.largest_block() - own) // _stage_bytes(head_dim)))
 
 
+def most_splits(shape: HeadShape, most: int) -> int:
+    """That a row of so many tokens may have, in whole eights."""
+    return -(-(MOST_SPLITS + most // SHORTEST_SPLIT[shape.head_dim]) // 8) * 8
+
+
+# What is written in place here is shared by all launches: attention of a layer waits for that of the layer before.
+
+
 @cache
-def counters() -> mx.array:
-    """What blocks count with how many of them are done: zero between launches, enough for any of them."""
-    zeros = mx.zeros((MOST_TILES,), mx.uint32)
+def _counters(num_blocks: int) -> mx.array:
+    """What blocks count with how many of a tile's splits are done: zero between launches."""
+    zeros = mx.zeros((num_blocks,), mx.uint32)
+    mx.eval(zeros)
+    return zeros
+
+
+@cache
+def _partial(num_blocks: int, num_parts: int, head_dim: int) -> mx.array:
+    """Where blocks leave what they have found of a tile that others have a part of, see attention.cuh."""
+    zeros = mx.zeros((num_blocks, num_parts, _TILE, head_dim + 4))
     mx.eval(zeros)
     return zeros

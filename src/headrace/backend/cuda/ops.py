@@ -153,7 +153,7 @@ def rope_append(
 def attend(
     shape: HeadShape,
     plan: mx.array,
-    longest: tuple[int, int],
+    most: int,
     queries: mx.array | ProjectedHeads,
     slabs: Sequence[tuple[mx.array, mx.array]],
     scale: mx.array,

@@ -203,13 +203,13 @@ class CudaAttentionMixer(nn.Module):
 
     def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, feed: Feed) -> mx.array:
         """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere; see `kernels.attend`."""
-        longest, most, *_ = feed.constants
+        _, most, *_ = feed.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
         return kernels.attend(
             self._parts.shape,
             feed.tables[1],
-            (longest, most),
+            most,
             queries,
             _pairs(feed),
             self._scale,

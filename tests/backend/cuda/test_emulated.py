@@ -1,0 +1,73 @@
+"""Kernels from their sources on a CPU: the tests of gpu-marked files, and what only an emulation can vary."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from backend.cuda import test_attention as attention_tests
+from backend.cuda import test_delta_table as table_tests
+from backend.cuda import test_put as put_tests
+from backend.cuda.emulated import emulation
+from backend.cuda.test_delta import HEADS
+
+from headrace.backend.cuda import attention
+from headrace.backend.cuda.shapes import HeadShape
+
+FEW_BLOCKS = 3
+"""So that each has several splits, rows and tiles."""
+
+
+@pytest.mark.parametrize("case", table_tests.ROWS)
+def test_a_step_of_a_gated_delta_layer(case: str) -> None:
+    with emulation(seed=len(case)):
+        table_tests.test_a_step_goes_on_from_a_slot_and_leaves_it_there(case, HEADS[2], mx.bfloat16)
+
+
+@pytest.mark.parametrize("case", table_tests.CHUNKS)
+def test_chunks_of_a_gated_delta_layer(case: str) -> None:
+    with emulation(seed=len(case)):
+        table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, HEADS[2], mx.bfloat16)
+
+
+def test_stashed_tokens_are_settled() -> None:
+    with emulation():
+        table_tests.test_stashed_tokens_are_settled_by_a_scan(HEADS[2], mx.bfloat16)
+
+
+@pytest.mark.parametrize("case", ["keys of one slot", "odd widths", "more runs than blocks"])
+def test_parts_are_put(case: str) -> None:
+    with emulation():
+        put_tests.test_a_part_is_written_in_place(case)
+
+
+def test_splits_of_rows() -> None:
+    with emulation():
+        attention_tests.test_splits_follow_from_the_rows_own_length()
+
+
+@pytest.mark.parametrize("num_blocks", [FEW_BLOCKS, pytest.param(264, marks=pytest.mark.slow)])
+def test_new_heads_are_written_and_seen(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCKS_AT_ONCE", dict.fromkeys(attention.BLOCKS_AT_ONCE, num_blocks))
+    with emulation(seed=num_blocks):
+        attention_tests.test_new_heads_see_what_they_write("a part of a warp's channels", 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", attention_tests.COMPANY_FORMS, ids=str)
+def test_attention_of_a_row_is_the_same_in_any_company(form: tuple[HeadShape, mx.Dtype, int]) -> None:
+    with emulation():
+        attention_tests.test_a_row_finds_the_same_bits_in_any_company(*form)
+        attention_tests.test_a_row_finds_the_same_bits_wherever_its_keys_are(*form)
+
+
+def test_attention_of_a_row_is_the_same_however_blocks_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, dtype, window = attention_tests.COMPANY_FORMS[0]
+    slabs, scale = attention_tests.slabs_of(shape, dtype), mx.array([0.125])
+    plan = mx.array(attention_tests.plan_of(window, 1, attention_tests.COMPANY), dtype=mx.int32)
+    queries = attention_tests.drawn(7, dtype, 14, shape.num_heads, shape.head_dim)
+    found = []
+    for num_blocks in (1, FEW_BLOCKS, 264):
+        monkeypatch.setattr(attention, "BLOCKS_AT_ONCE", dict.fromkeys(attention.BLOCKS_AT_ONCE, num_blocks))
+        with emulation(seed=num_blocks):
+            found.append(attention.attend(shape, plan, 8, queries, slabs, scale))
+    assert mx.array_equal(found[0], found[1]) and mx.array_equal(found[0], found[2])
