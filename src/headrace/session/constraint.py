@@ -19,7 +19,7 @@ from headrace.grammar.compile import (
 )
 from headrace.grammar.compiler import NUM_PROCESSES
 from headrace.grammar.factory import ConstraintFactory
-from headrace.session.bounded_work import BoundedWork
+from headrace.session.helper_gate import HelperGate
 from headrace.session.output_processor import ChoiceOutputProcessor
 from headrace.text.formats.registry import FORMATS
 from headrace.text.plain_output import MAX_BLOCK
@@ -53,7 +53,7 @@ class ChatConstraints:
         self._family = family
         self._template = template
         self._factory = factory
-        self._work = BoundedWork(NUM_PROCESSES)
+        self._gate = HelperGate(NUM_PROCESSES, "grammar", "too many schemas and grammars wait to be compiled")
         self._lock = threading.Lock()
         self.num_schema_violations = 0
 
@@ -68,7 +68,7 @@ class ChatConstraints:
         form, limit, known = await asyncio.to_thread(self._prepared, request, prompt)
         if form is None:
             return (None if limit is None else ConstraintSpec(None, limit)), None
-        return known if known is not None else await self._work.run(self._factory.spec, form, limit)
+        return known if known is not None else await self._gate.run(self._factory.spec, form, limit)
 
     def _prepared(
         self, request: ChatRequest, prompt: RenderedPrompt
@@ -149,7 +149,7 @@ class ChatConstraints:
         for choice in choices:
             has_ended = choice.reason is FinishReason.STOP and choice.stop_string is None
             if has_ended and request.tool_choice.mode != "required":
-                self._work.start(self._check, f"{request.request_id}: answer {choice.choice}", schema, choice.text)
+                self._gate.start(self._check, f"{request.request_id}: answer {choice.choice}", schema, choice.text)
 
     def _check(self, name: str, schema: Any, text: str) -> None:
         if (reason := self._factory.schema_violation(schema, text)) is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 
 from headrace.cancellation import run_in_thread
@@ -16,6 +16,7 @@ from headrace.media.fetch import MediaFetcher
 from headrace.media.inline import split_frames
 from headrace.media.prepare import MediaFiles
 from headrace.media.prompt import expanded_length
+from headrace.session.helper_gate import HelperGate
 from headrace.session.media_processor import MediaProcessor, ProcessedItem
 from headrace.text.normalise import media_parts
 from headrace.text.template import RenderedPrompt
@@ -42,7 +43,7 @@ class MediaReader:
         self._limits = limits
         self._fetcher = MediaFetcher(policy)
         self._decoder = MediaDecoder(limits)
-        self._decoders = asyncio.Semaphore(MAX_DECODERS)
+        self._gate = HelperGate(MAX_DECODERS, "media")
         self._kept: OrderedDict[_Key, tuple[ProcessedItem, ...]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -102,13 +103,11 @@ class MediaReader:
             self._kept.move_to_end(key)
             return self._kept[key]
         item = MediaFiles(part.kind, tuple(files), frames is not None, part.options, part.param)
-        async with self._decoders:
-            prepared = self._kept.get(key)  # another request may have sent the same item meanwhile
-            if prepared is None:
-                limits = replace(self._limits, tokens=max_tokens)
-                prepared = await run_in_thread(self._processor.prepare, item, limits, self._decoder)
-                self._keep(key, prepared)
-            return prepared
+        limits = replace(self._limits, tokens=max_tokens)
+        kept = partial(self._kept.get, key)  # another request may have sent the same item meanwhile
+        prepared = await self._gate.run(self._processor.prepare, item, limits, self._decoder, unless=kept)
+        self._keep(key, prepared)
+        return prepared
 
     def warm(self) -> None:
         """Prepare in the background for the first item."""

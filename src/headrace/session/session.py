@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from headrace.cancellation import run_in_pool, run_in_thread
+from headrace.cancellation import run_in_thread
 from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
@@ -27,6 +26,7 @@ from headrace.grammar.vocabulary import Vocabulary
 from headrace.session.completion import CompletionPrompts
 from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.generation import Generations
+from headrace.session.helper_gate import HelperGate
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.interleave import interleaved
 from headrace.session.media import MediaReader
@@ -99,8 +99,7 @@ class Session:
         self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_malformed_calls = 0
-        # Threads that wait for a helper process to encode must not delay other work.
-        self._long_texts = ThreadPoolExecutor(_NUM_LONG_TEXTS, "long-text")
+        self._long_texts = HelperGate(_NUM_LONG_TEXTS, "long-text")
         self._num_call_violations = 0
         self._media = media
         self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
@@ -364,8 +363,9 @@ class Session:
         **kwargs: Arguments.kwargs,
     ) -> Result:
         """Run work on texts in a thread, which ends soon after the caller is cancelled."""
-        pool = self._long_texts if sum(map(len, texts)) > LONG_TEXT else None
-        return await run_in_pool(pool, work, *args, **kwargs)
+        if sum(map(len, texts)) > LONG_TEXT:
+            return await self._long_texts.run(partial(work, *args, **kwargs))
+        return await run_in_thread(work, *args, **kwargs)
 
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
         self._generations.check(request)

@@ -14,9 +14,9 @@ from headrace.grammar import factory as factories
 from headrace.grammar.compile import OutputForm
 from headrace.grammar.factory import NUM_KEPT, ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.session import bounded_work
-from headrace.session.bounded_work import BoundedWork
+from headrace.session import helper_gate
 from headrace.session.constraint import ChatConstraints
+from headrace.session.helper_gate import HelperGate
 from headrace.text.fences import LineTracker
 from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 
@@ -24,7 +24,7 @@ from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bounded_work, "MAX_WAITING", 3)
+    monkeypatch.setattr(helper_gate, "MAX_WAITING", 3)
     go_on, running, most = threading.Event(), [0], [0]
 
     def call(number: int) -> int:
@@ -35,12 +35,12 @@ def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_
         return number
 
     async def ask() -> list[int | BaseException]:
-        work = BoundedWork(1)
+        work = HelperGate(1, "test", "too many")
         tasks = [asyncio.create_task(work.run(call, number)) for number in range(5)]
         await asyncio.sleep(0)
         tasks[2].cancel()
         await asyncio.sleep(0)
-        assert work.start(call, 9)  # the cancelled one has made room
+        assert work.start(call, 9)  # the cancelled one has left
         await asyncio.sleep(0)
         assert not work.start(call, 10)
         go_on.set()
@@ -51,6 +51,37 @@ def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_
     assert isinstance(third, asyncio.CancelledError)
     assert [type(each) for each in refused] == [Overloaded, Overloaded]
     assert most == [1]
+
+
+def test_a_gate_without_a_refusal_lets_any_number_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper_gate, "MAX_WAITING", 1)
+
+    async def ask() -> list[int]:
+        gate = HelperGate(1, "test")
+        return await asyncio.gather(*(gate.run(abs, -number) for number in range(5)))
+
+    assert asyncio.run(ask()) == list(range(5))
+
+
+def test_what_another_call_has_brought_meanwhile_is_not_made_again() -> None:
+    made: dict[str, int] = {}
+    calls = []
+
+    def make() -> int:
+        calls.append(threading.current_thread().name)
+        return 7
+
+    async def ask(gate: HelperGate) -> int:
+        made["key"] = await gate.run(make, unless=lambda: made.get("key"))
+        return made["key"]
+
+    async def ask_all() -> list[int]:
+        gate = HelperGate(1, "gate")
+        return await asyncio.gather(*(ask(gate) for _ in range(4)))
+
+    assert asyncio.run(ask_all()) == [7] * 4
+    assert len(calls) == 1
+    assert calls[0].startswith("gate")  # not a thread that other work of the event loop waits for
 
 
 def test_a_grammar_that_others_take_the_place_of_meanwhile_is_not_compiled_on_the_event_loop(
