@@ -99,10 +99,10 @@ class Room:
 
 
 def room_of(spans: Sequence[RowSpan]) -> Room:
-    """For these rows. Of windows there are about as many rows and tokens, of chunks more: few sizes do for all."""
+    """For these rows: few sizes do for all. Of chunks there is room for more, since the device has more to do."""
     num_tokens = spans[-1].hi
     if all(is_window(span) for span in spans):
         num_rows = padded_rows(len(spans))
-        return Room(num_rows, -(-num_tokens // num_rows) * num_rows)
+        return Room(num_rows, num_rows * coarse(-(-num_tokens // num_rows)))
     rounded = max(64, coarse(num_tokens)) if num_tokens <= 512 else -(-num_tokens // 256) * 256
     return Room(padded_chunks(len(spans)), rounded)
