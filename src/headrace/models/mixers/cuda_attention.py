@@ -33,13 +33,13 @@ class _Places:
     """Where a step's rows have their keys and values.
 
     slabs: the last one repeated up to a power of two, so that fewer forms of a step differ; none in layers with a
-    window. plans: of all rows, and of those that go together. constants: the most keys and tokens of such a row; none
-    without such rows. all_together: whether all rows are such.
+    window. plans: of all rows, and of those that go together. most: tokens of such a row at most, 0 without such rows.
+    all_together: whether all rows are such.
     """
 
     slabs: tuple[Slab, ...]
     plans: tuple[Table, ...]
-    constants: tuple[int, ...]
+    most: int
     all_together: bool
 
 
@@ -53,9 +53,8 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
         place = (numbers[id(slot.slab)], 0, slot.slab.capacity, 0, slot.start + state.first)
         rows.append((span.lo, span.hi - span.lo, slot.start + span.start, *place))
     together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, None)]
-    longest = max([state.slot.capacity for state in states])
     slabs += slabs[-1:] * (coarse(len(slabs)) - len(slabs))
-    return _places(step, rows, together, longest, tuple(slabs))
+    return _places(step, rows, together, tuple(slabs))
 
 
 def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
@@ -65,27 +64,26 @@ def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], windo
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
     ]
     together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, window)]
-    return _places(step, rows, together, window + step.spans[-1].hi, ())
+    return _places(step, rows, together, ())
 
 
 def _places(
     step: PackedStep,
     rows: Sequence[tuple[int, ...]],
     together: Sequence[tuple[int, ...]],
-    longest: int,
     slabs: tuple[Slab, ...],
 ) -> _Places:
     plan = tuple(rows)
     if not together:
-        return _Places(slabs, (plan,), (), False)
+        return _Places(slabs, (plan,), 0, False)
     most = room_for(max([num_tokens for _, num_tokens, *_ in together]))
     if len(together) < len(rows):
-        return _Places(slabs, (plan, tuple(together)), (longest, most), False)
+        return _Places(slabs, (plan, tuple(together)), most, False)
     room = room_of(step.spans)
     if most > MOST_TOKENS:  # as many as there may be: prompts of all lengths have few forms
         most = room.num_tokens
     plan = room.padded(plan)
-    return _Places(slabs, (plan, plan), (longest, most), True)
+    return _Places(slabs, (plan, plan), most, True)
 
 
 class CudaAttentionMixer(nn.Module):
@@ -131,7 +129,7 @@ class CudaAttentionMixer(nn.Module):
             arrays = self.buffers(step, states)
             places = _in_buffers(step, states, cache.window)
         together = [span for span in step.spans if _goes_together(step, span, cache.window)]
-        feed = Feed([step.shared(table) for table in places.plans], arrays, places.constants)
+        feed = Feed([step.shared(table) for table in places.plans], arrays, (places.most,))
         projected = self._project(x)
         queries = self._turned(self._heads(projected, step.positions), feed, factor)
         for span, state in zip(step.spans, states, strict=True):
@@ -203,7 +201,7 @@ class CudaAttentionMixer(nn.Module):
 
     def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, feed: Feed) -> mx.array:
         """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere; see `kernels.attend`."""
-        _, most, *_ = feed.constants
+        (most,) = feed.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
         return kernels.attend(
@@ -248,7 +246,7 @@ class AttentionLayers:
     def held(self, step: PackedStep) -> Held | None:
         """What they read in this step; None if some row needs another way."""
         places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
-        return Held(places.plans, arrays, places.constants) if places.all_together else None
+        return Held(places.plans, arrays, (places.most,)) if places.all_together else None
 
     def _in_slots(self, step: PackedStep) -> tuple[_Places, list[mx.array]]:
         states = []
