@@ -186,3 +186,43 @@ def test_a_command_may_have_no_default_model() -> None:
 )
 def test_a_message_on_the_command_line_names_flags(message: str, said: str) -> None:
     assert with_flags(message) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("20GB", 20_000_000_000),
+        ("20 GB", 20_000_000_000),
+        ("512MiB", 512 * 2**20),
+        ("1.5g", 1_500_000_000),
+        ("2TiB", 2 * 2**40),
+        ("64k", 64_000),
+        ("12345", 12_345),
+        ("7B", 7),
+    ],
+)
+def test_sizes_can_be_written_in_short(text: str, num_bytes: int) -> None:
+    assert load_config(["--max-body-bytes", text], {}).server.max_body_bytes == num_bytes
+    assert load_config([], {"HEADRACE_MAX_BODY_BYTES": text}).server.max_body_bytes == num_bytes
+
+
+@pytest.mark.parametrize("text", ["20 gallons", "GB", "-1GB", "1e9", "1.5", "0.0001k", "", " "])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--max-body-bytes"):
+        load_config(["--max-body-bytes", text], {})
+
+
+def test_shares_can_be_percentages() -> None:
+    assert load_config(["--gpu-memory-utilization", "85%"], {}).engine.gpu_memory_utilization == 0.85
+    assert load_config(["--gpu-memory-utilization", "0.85"], {}).engine.gpu_memory_utilization == 0.85
+    for wrong in ("120%", "%", "85 percent"):
+        with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
+            load_config(["--gpu-memory-utilization", wrong], {})
+
+
+def test_help_shows_sizes_as_they_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"], {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: 20GB)" in shown
+    assert "(default: 64MiB)" in shown

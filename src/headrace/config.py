@@ -174,6 +174,13 @@ class ServerConfig:
         choices=("reasoning_content", "reasoning"),
     )
     log_format: str = knob("text", "how log lines are written", choices=("text", "json"))
+    log_level: str = knob(
+        "info",
+        "what is logged: info has a line for each request, but for successful polls of /health, /metrics and "
+        "/v1/status, which debug adds",
+        choices=("debug", "info", "warning", "error"),
+    )
+    verbose: bool = knob(False, "print at start-up how each part of the model runs, as `headrace doctor MODEL` does")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +209,7 @@ class DefaultsConfig:
     default_max_tokens: int | None = knob(
         None,
         "most tokens of a chat's answer if its request sets no limit; "
-        "automatic: the model's own, else what the context leaves",
+        "automatic: the model's own, else a quarter of the context, at least 4096 and at most 32768",
         metavar="N",
         minimum=1,
     )

@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from typing import Any, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
 
+BYTES = "BYTES"
+SHARE = "SHARE"
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `20GB` (10^9 each), `512MiB` (2^20 each), `1.5G`, or a plain number. Raises ValueError."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    number, prefix, binary = match.groups(default="")
+    num_bytes = Decimal(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()]
+    if num_bytes != int(num_bytes):
+        raise ValueError(text)
+    return int(num_bytes)
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in the largest unit that divides it; `parse_size` reads it back."""
+    for factor, binary in ((1000, ""), (1024, "i")):
+        for prefix, power in reversed(_POWERS.items()):
+            if power and num_bytes and num_bytes % factor**power == 0:
+                return f"{num_bytes // factor**power}{prefix}{binary}B"
+    return str(num_bytes)
 
 
 def knob(default: Any, help: str, **metadata: Any) -> Any:
@@ -76,9 +105,10 @@ class Knob:
 
     def _parse_number(self, raw: str, source: str) -> float:
         try:
-            number: float = self.kind(raw)
+            number = self._read_number(raw)
         except ValueError as error:
-            wanted = "a whole number" if self.kind is int else "a number"
+            wanted = {BYTES: "a size like 20GB or 512MiB", SHARE: "a share like 0.9 or 90%"}.get(self.unit or "")
+            wanted = wanted or ("a whole number" if self.kind is int else "a number")
             raise ConfigError(f"{source} must be {wanted}, not {raw!r}") from error
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
         if low is not None and not number >= low:
@@ -87,6 +117,19 @@ class Knob:
             raise ConfigError(f"{source} must be at most {high}, not {raw}")
         if not math.isfinite(number):
             raise ConfigError(f"{source} must be finite, not {raw}")
+        return number
+
+    @property
+    def unit(self) -> str | None:
+        """What `--help` calls the value. BYTES and SHARE have short forms."""
+        return self.metadata.get("metavar")
+
+    def _read_number(self, raw: str) -> float:
+        if self.unit == BYTES:
+            return parse_size(raw)
+        if self.unit == SHARE and raw.endswith("%"):
+            return float(raw[:-1]) / 100
+        number: float = self.kind(raw)
         return number
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
@@ -101,6 +144,8 @@ class Knob:
 
     def _help(self) -> str:
         shown = {None: "none", (): "none", True: "yes", False: "no"}.get(self.default, self.default)
+        if self.unit == BYTES:
+            shown = size_text(self.default)
         text = self.metadata["help"]
         default = "" if "automatic" in text else f" (default: {shown})"
         return f"{text}{default} [{self.variable}]".replace("%", "%%")

@@ -13,7 +13,7 @@ import pytest
 from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from loopback import serving
 
-from headrace.cli import serve
+from headrace.cli import serve, startup
 from headrace.config import Config, ServerConfig
 from headrace.errors import ConfigError, ModelError
 
@@ -25,7 +25,7 @@ def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> 
         template.exists = takes_chats
         session = fake_session(FakeEngine("Paris", (END,)), template)
         async with serving(session) as url:
-            text = serve.ready_text(Config(), url, session)
+            text = startup.ready_text(Config(), url, session)
             words = shlex.split(next(line for line in text.splitlines() if line.startswith("curl ")))
             assert words[1] == "-N"
             name, _, value = words[words.index("-H") + 1].partition(": ")
@@ -42,7 +42,7 @@ def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> 
 
 def test_the_key_is_not_printed() -> None:
     config = Config(server=ServerConfig(api_key="secret", served_model_name=("mine",)))
-    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
+    text = startup.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
     assert "secret" not in text
     assert "Authorization: Bearer YOUR_KEY" in text
     assert '"mine"' in text
@@ -69,19 +69,21 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return engine
 
 
-def test_the_report_comes_first_and_the_address_only_once_the_server_listens(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_summary_comes_first_and_the_address_only_once_the_server_listens(
+    verbose: bool, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def listen(session: object, config: ServerConfig, listener: socket.socket, announce: object) -> None:
         before = capsys.readouterr().out
-        assert "repetition_penalty 1.2" in before
+        assert ("repetition_penalty 1.2" in before) == verbose
+        assert before.count("\n") == 5 or verbose
         assert "curl" not in before
         announce()
         port = listener.getsockname()[1]
         assert f"http://127.0.0.1:{port}/v1" in capsys.readouterr().out
 
     monkeypatch.setattr(serve, "serve", listen)
-    serve.run(Config(server=ServerConfig(port=0)))
+    serve.run(Config(server=ServerConfig(port=0, verbose=verbose)))
     assert engine.stopped
 
 

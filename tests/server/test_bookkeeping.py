@@ -85,6 +85,21 @@ def test_a_record_of_an_answer_without_text_has_no_speed() -> None:
     assert record.line() == "POST / - 0.000s req_1 cmpl-1 m 0+0 tokens, 0 cached abort"
 
 
+def test_an_answer_that_is_broken_off_counts_the_tokens_that_were_computed() -> None:
+    times = iter([0.0, 0.0, 2.0, 4.0, 5.0, 5.0])
+    record = RequestRecord("req_1", "POST", "/", clock=lambda: next(times))
+    record.begin_answer("cmpl-1", "m")
+    so_far = Usage(9, 21, num_cached_tokens=3)
+    record.take(Started(9, usage_so_far=lambda: so_far))
+    record.take(Text("a"))
+    record.take(Text("b"))
+    record.end_answer("abort")
+    # 20 tokens after the first in the two seconds after it.
+    assert record.line() == (
+        "POST / - 5.000s req_1 cmpl-1 m 9+21 tokens, 3 cached first after 2.000s 10.0 tokens/s abort"
+    )
+
+
 def test_a_line_has_room_for_so_much_of_what_a_client_calls_its_request() -> None:
     record = RequestRecord("req_1", "X" * 5000, "/" + "p" * 60_000)
     assert len(record.line()) < 200

@@ -225,7 +225,7 @@ def test_a_line_tells_a_refused_request_from_a_failed_one(caplog: pytest.LogCapt
 
 def test_a_request_without_an_answer_has_no_numbers_of_one(caplog: pytest.LogCaptureFixture) -> None:
     async def conversation(client: httpx.AsyncClient) -> None:
-        await client.get("/health")
+        await client.get("/v1/models")
         await client.post(CHAT, json={})
 
     with caplog.at_level(logging.INFO, "headrace.server"):
@@ -290,3 +290,23 @@ def test_a_chat_of_no_tokens_warms_the_cache_and_says_nothing(stream: bool) -> N
         content, reason, usage = choice["message"]["content"], choice["finish_reason"], answer.json()["usage"]
     assert (content, reason) == ("", "length")
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len("user: tell me a secret\n"), 0)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/status"])
+def test_polls_are_logged_for_debugging_only_unless_they_fail(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        await client.get(path)
+        await client.get("/v1/models")
+        engine.sick = "its thread ended"
+        await client.get(path)
+
+    with caplog.at_level(logging.DEBUG, "headrace.server"):
+        talk(engine, conversation)
+    told = [
+        (record.levelname, record.getMessage().split()[1:3])
+        for record in caplog.records
+        if record.name == "headrace.server" and record.getMessage().startswith("GET")
+    ]
+    assert told == [("DEBUG", [path, "200"]), ("INFO", ["/v1/models", "200"]), ("INFO", [path, "503"])]

@@ -165,6 +165,7 @@ def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(nu
     for whole in responses[1::2]:
         check_error(whole.json())
     assert "Traceback" not in err
+    assert f"stopping: 4 requests may go on for {PATIENCE_S if hurry else 0.1:g} s; Ctrl-C again ends them now" in err
     # In a hurry nobody waits for the engine, and the process ends with its thread.
     assert (process.returncode, "stopped True\n" in out) == ((130, False) if hurry else (0, True))
 
@@ -243,6 +244,8 @@ def test_a_signal_ends_a_server_that_is_stuck_while_it_loads(fault: str, code: i
 INTERRUPTED_OUTPUT = """
 class Interrupted:
     encoding, errors = "utf-8", "strict"
+    def isatty(self):
+        return False
     def write(self, text):
         os.kill(os.getpid(), signal.SIGINT)
         return sys.__stderr__.write(text)

@@ -226,6 +226,12 @@ def test_a_generation_config_limits_answers_whose_requests_set_no_limit(asked: i
     assert engine.requests[0].max_tokens == given
 
 
+def test_without_any_limit_an_answer_ends_after_a_quarter_of_a_long_context() -> None:
+    engine = FakeEngine("a", model=describe(max_model_len=100_000))
+    events_of(fake_session(engine), ask())
+    assert engine.requests[0].max_tokens == 25_000
+
+
 def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
     notes = "\n".join(fake_session(FakeEngine()).notes)
     assert "generic" in notes

@@ -12,6 +12,7 @@ from headrace.session.settings import (
     check_sampling,
     check_stop,
     explain_defaults,
+    automatic_max_tokens,
     fit_max_tokens,
     merge_defaults,
     model_defaults,
@@ -194,3 +195,10 @@ def test_prompt_ids_outside_the_vocabulary_are_refused_with_the_first_of_them() 
     for token_ids in ((1, 100, 200), (1, -5, 100)):
         with pytest.raises(InvalidRequest, match=rf"not {token_ids[1]}$"):
             check_prompt_ids(token_ids, TokenIds(100), "prompt")
+
+
+@pytest.mark.parametrize(
+    ("context", "limit"), [(1000, 4096), (16_384, 4096), (32_768, 8192), (131_072, 32_768), (1_000_000, 32_768)]
+)
+def test_an_answer_without_any_limit_gets_a_quarter_of_the_context_within_bounds(context: int, limit: int) -> None:
+    assert automatic_max_tokens(context) == limit

@@ -53,6 +53,11 @@ def device_kind() -> DeviceKind:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+def memory_in_use() -> int:
+    """Bytes of all arrays; may be called from any thread."""
+    return mx.get_active_memory()
+
+
 def is_lost() -> bool:
     """Whether the device computes nothing any more: an illegal access on CUDA fails every later call of the process."""
     try:

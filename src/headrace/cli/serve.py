@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
 import os
-import shlex
 import signal
 import socket
-from typing import Any
 
 from headrace.cli.defaults import server_defaults
 from headrace.cli.media import media_limits, media_policy
+from headrace.cli.progress import ProgressLine, Waiting, loading_text, show_prompts
+from headrace.cli.startup import ready_text, summary
 from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
 from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
@@ -29,6 +29,7 @@ TERMINATED = 143
 def run(config: Config) -> None:
     """Loads the model and serves it until a signal comes. Raises ConfigError and ModelError."""
     use_log_format(config.server.log_format)
+    logging.getLogger("headrace").setLevel(config.server.log_level.upper())
     warn_of_unknown_variables()
     if os.getpid() == 1:
         # In a container: for process 1 the kernel ignores signals that have no handler.
@@ -37,7 +38,8 @@ def run(config: Config) -> None:
         print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
         config = without_missing_vision(config)
         text = configured_text_pipeline(config)
-        engine = Engine.launch(config, text.constraints)
+        with Waiting(loading_text(config)):
+            engine = Engine.launch(config, text.constraints)
         try:
             left_s = _serve(config, engine, text, listener)
         except KeyboardInterrupt:
@@ -59,24 +61,16 @@ def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.
         media=(media_policy(config.media), media_limits(config.media)),
         defaults=server_defaults(config.defaults),
     )
-    for line in (*engine.model.report, *session.notes):
+    details = (*engine.model.report, *session.notes) if config.server.verbose else ()
+    for line in (*details, *summary(config, session)):
         print(line, flush=True)
     session.warm()
     ready = ready_text(config, base_url(listener), session)
-    return serve(session, config.server, listener, lambda: print(ready, flush=True))
+    progress, tasks = ProgressLine(), set[asyncio.Task[None]]()
 
+    def announce() -> None:
+        print(ready, flush=True)
+        if progress.is_possible:
+            tasks.add(asyncio.create_task(show_prompts(session, progress)))
 
-def ready_text(config: Config, url: str, session: Session) -> str:
-    """Where the server listens, and a line that can be pasted into a shell to try it."""
-    name = (*config.server.served_model_name, session.model.name)[0]
-    if session.takes_chats:
-        route = "chat/completions"
-        question: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    else:
-        route, question = "completions", {"prompt": "The capital of France is"}
-    command = ["curl", "-N", f"{url}/v1/{route}", "-H", "Content-Type: application/json"]
-    if config.server.api_key is not None:
-        # The key itself stays out of terminals and logs.
-        command += ["-H", "Authorization: Bearer YOUR_KEY"]
-    command += ["-d", json.dumps({"model": name, **question, "stream": True})]
-    return f"{name} is served at {url}/v1\n\n{shlex.join(command)}\n"
+    return serve(session, config.server, listener, announce)

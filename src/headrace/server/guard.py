@@ -34,6 +34,9 @@ log = logging.getLogger("headrace.server")
 # Supervisors' probes carry no key, and health reveals nothing.
 _OPEN_PATHS = frozenset({"/health"})
 
+_POLLED_PATHS = frozenset({"/health", "/metrics", "/v1/status"})
+"""Supervisors and dashboards ask for them every few seconds."""
+
 _FOREIGN_HOST = (
     "a server without --api-key answers to IP addresses, localhost and the names of origins that --allowed-origin lets "
     "in, not to the name in this request's Host header"
@@ -84,7 +87,10 @@ class Guard:
             await _refusal(scope, headers, failure)(scope, exchange.receive, exchange.send)
         finally:
             self._live.release(record.request_id)
-            log.info("%s", record.line(), extra={FIELDS: record.fields()})
+            is_poll = scope["path"] in _POLLED_PATHS and record.status == 200
+            level = logging.DEBUG if is_poll else logging.INFO
+            if log.isEnabledFor(level):
+                log.log(level, "%s", record.line(), extra={FIELDS: record.fields()})
 
     def _admit(self, scope: Scope, headers: Headers) -> ASGIApp:
         """What answers the request: the routes, or a refusal."""

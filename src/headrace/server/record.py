@@ -49,7 +49,7 @@ class RequestRecord:
     def end_answer(self, reason: str) -> None:
         """The answer ended in another way than by its choices' finish reasons."""
         if self._answer is not None:
-            self._answer.reasons.append(reason)
+            self._answer.break_off(reason)
 
     def fields(self) -> dict[str, Any]:
         """Names and values for JSON logs. Seconds are rounded to microseconds."""
@@ -89,13 +89,15 @@ class _AnswerRecord:
         self._answer_id = answer_id
         self._model = model
         self._usage = Usage(0, 0)
+        self._usage_so_far: Callable[[], Usage] | None = None
         self._first: float | None = None
         self._last = 0.0
 
     def take(self, event: Event, now: float) -> None:
         match event:
-            case Started(num_prompt_tokens, route):
+            case Started(num_prompt_tokens, route, usage_so_far):
                 self._usage = Usage(num_prompt_tokens, 0, route=route)
+                self._usage_so_far = usage_so_far
             case Text() | Reasoning() | ToolCallStart() | ToolArguments():
                 self._first = now if self._first is None else self._first
                 self._last = now
@@ -103,6 +105,12 @@ class _AnswerRecord:
                 self._usage = usage
                 self._last = now
                 self.reasons.append(reason.value)
+
+    def break_off(self, reason: str) -> None:
+        """The tokens until now were computed, although no Finished counts them."""
+        self.reasons.append(reason)
+        if self._usage_so_far is not None:
+            self._usage = self._usage_so_far()
 
     def fields(self, arrived: float) -> dict[str, Any]:
         """Tokens per second are those after the first, until the last choice finished."""

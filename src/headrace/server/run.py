@@ -177,6 +177,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening and wait for requests in progress as long as there is time."""
+        if self.signalled_at < math.inf and not self.force_exit:
+            log.info("%s", self._farewell())
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn waits for nothing then
@@ -184,6 +186,13 @@ class HttpServer(uvicorn.Server):
             await self.lifespan.shutdown()
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
+
+    def _farewell(self) -> str:
+        num = len(self.server_state.tasks)
+        if not num:
+            return "stopping"
+        requests = "1 request" if num == 1 else f"{num} requests"
+        return f"stopping: {requests} may go on for {self._drain_s:g} s; Ctrl-C again ends them now"
 
     async def _end_requests(self) -> None:
         """End requests when their time is over, each with its own error (see the Guard)."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.session.settings import (
     Defaults,
+    automatic_max_tokens,
     check_prompt_ids,
     check_sampling,
     check_stop,
@@ -66,7 +67,9 @@ class Generations:
             # config.json often lists only the end of a document, and the tokenizer the end of a turn.
             end = self._tokenizer.eos_token_id
             stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
-        asked = self._defaults.max_tokens if request.stop.max_tokens is None else request.stop.max_tokens
+        asked = request.stop.max_tokens
+        if asked is None:
+            asked = self._defaults.max_tokens or automatic_max_tokens(self.model.max_model_len)
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt.token_ids,

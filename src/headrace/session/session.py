@@ -165,6 +165,11 @@ class Session:
         return self._family.think_close is not None
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether calls of tools are read from the model's answers."""
+        return self.takes_chats and self._family.tool_format is not None
+
+    @property
     def switches_thinking(self) -> bool:
         """Whether a request can turn thinking on or off."""
         return self._family.switches_thinking
@@ -246,7 +251,7 @@ class Session:
             outputs = await self._submit(prompts, open_streams)
             streams = [self._events(prompt, each) for prompt, each in zip(prompts, outputs, strict=True)]
             usage = usage_of(prompts)
-            yield Started(usage.num_prompt_tokens, usage.route)
+            yield Started(usage.num_prompt_tokens, usage.route, partial(usage_of, prompts))
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
                     # Events of several prompts are interleaved: counts go up to the event being sent.

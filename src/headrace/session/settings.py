@@ -31,7 +31,7 @@ _REPETITION_PENALTIES = (0.01, 100.0)
 class Defaults:
     """Defaults of requests, from the model's files or the server's flags, which win.
 
-    sampling: `None` leaves a value open. max_tokens: of a chat's answer; None for what the context leaves.
+    sampling: `None` leaves a value open. max_tokens: of a chat's answer; None for an automatic limit.
     """
 
     sampling: RequestedSampling = RequestedSampling()
@@ -180,6 +180,16 @@ def check_prompt_ids(token_ids: Sequence[int], tokens: TokenIds, param: str) -> 
     is_inside = not token_ids or (min(token_ids) >= 0 and max(token_ids) < tokens.end)
     if not is_inside or not tokens.missing.isdisjoint(token_ids):
         _check_token_ids(param, token_ids, tokens)
+
+
+_AUTOMATIC_MAX_TOKENS = (4096, 32768)
+"""At least and at most. Small models repeat themselves until they are stopped; long thinking takes up to 32768."""
+
+
+def automatic_max_tokens(max_model_len: int) -> int:
+    """Tokens of an answer whose request, server and model set no limit."""
+    low, high = _AUTOMATIC_MAX_TOKENS
+    return min(max(max_model_len // 4, low), high)
 
 
 def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len: int, param: str = "messages") -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.types.media import Route
@@ -100,10 +101,14 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompts are rendered and queued; the first event of every session. Token counts cover all prompts."""
+    """The prompts are rendered and queued; the first event of every session. Token counts cover all prompts.
+
+    usage_so_far: counts at the time of the call, for answers that end without a Finished.
+    """
 
     num_prompt_tokens: int
     route: Route = Route.TEXT
+    usage_so_far: Callable[[], Usage] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

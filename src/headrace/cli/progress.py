@@ -1,0 +1,143 @@
+"""One line of a terminal that rewrites itself while something takes long; nothing where output is no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TextIO
+
+from headrace.backend.device import memory_in_use
+from headrace.config import Config
+from headrace.engine.engine import model_files
+from headrace.errors import HeadraceError
+from headrace.session.session import Session
+from headrace.types.status import Phase, RequestStatus
+
+_CLEAR = "\r\x1b[K"
+_PERIOD_S = 0.25
+_SHOWN_AFTER_S = 1.0
+"""Of a prompt: shorter ones would only flicker."""
+
+_WIDTH = 79
+
+
+class ProgressLine:
+    """The line. Log records that come meanwhile go above it."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = sys.stderr if out is None else out
+        self._is_shown = False
+        self.is_possible = self._out.isatty()
+
+    def show(self, text: str) -> None:
+        if self.is_possible and (text or self._is_shown):
+            self._out.write(_CLEAR + text[:_WIDTH])
+            self._out.flush()
+            self._is_shown = bool(text)
+
+    def clear(self) -> None:
+        self.show("")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """As a logging filter: every record is written to an empty line."""
+        self.clear()
+        return True
+
+
+class Waiting:
+    """Shows a text that changes, from a thread of its own, until the block ends."""
+
+    def __init__(self, text: Callable[[float], str], line: ProgressLine | None = None) -> None:
+        """text: of the seconds since the block began."""
+        self._text = text
+        self._line = ProgressLine() if line is None else line
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headrace-progress", daemon=True)
+
+    def __enter__(self) -> None:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(self._line)
+        if self._line.is_possible:
+            self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for handler in logging.getLogger().handlers:
+            handler.removeFilter(self._line)
+        self._line.clear()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._is_over.wait(_PERIOD_S):
+            self._line.show(self._text(time.monotonic() - began))
+
+
+async def show_prompts(session: Session, line: ProgressLine) -> None:
+    """Shows how far long prompts are, until it is cancelled or the engine has ended."""
+    progress = PromptProgress()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(line)
+    try:
+        while session.health() is None:
+            line.show(progress.text((await session.status()).requests, time.monotonic()))
+            await asyncio.sleep(_PERIOD_S)
+    except HeadraceError:
+        return  # the server's end tells why
+    finally:
+        line.clear()
+        for handler in logging.getLogger().handlers:
+            handler.removeFilter(line)
+
+
+class PromptProgress:
+    """How far the prompts are that are being computed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, int]] = {}
+        """By request: when its prompt was first seen being computed, and how many tokens were computed then."""
+
+    def text(self, requests: Sequence[RequestStatus], now: float) -> str:
+        """The longest prompt's share, speed and time left, and the number of others; empty for short ones.
+
+        now: in seconds.
+        """
+        prompts = [each for each in requests if each.phase is Phase.PREFILL]
+        self._seen = {
+            each.request_id: self._seen.get(each.request_id, (now, each.num_computed_tokens)) for each in prompts
+        }
+        prompts = [each for each in prompts if now - self._seen[each.request_id][0] >= _SHOWN_AFTER_S]
+        if not prompts:
+            return ""
+        longest = max(prompts, key=lambda each: each.num_prompt_tokens - each.num_computed_tokens)
+        num_done, num_tokens = longest.num_computed_tokens, longest.num_prompt_tokens
+        text = f"prompt: {num_done} of {num_tokens} tokens, {num_done / num_tokens:.0%}"
+        began, num_before = self._seen[longest.request_id]
+        if num_done > num_before:
+            speed = (num_done - num_before) / (now - began)
+            text += f", {speed:.0f} tokens/s, {(num_tokens - num_done) / speed:.0f} s left"
+        num_others = len(prompts) - 1
+        return f"{text}; {num_others} more" if num_others else text
+
+
+def loading_text(config: Config) -> Callable[[float], str]:
+    """What a Waiting shows while a model is loaded, whose files are there."""
+
+    @functools.cache
+    def file_bytes() -> int:
+        return sum(file.stat().st_size for file in model_files(config).directory.glob("*.safetensors"))
+
+    def text(seconds: float) -> str:
+        in_memory, on_disk = memory_in_use() / 1e9, file_bytes() / 1e9
+        return f"loading {config.model}: {in_memory:.2f} GB in memory, {on_disk:.2f} GB of files, {seconds:.0f} s"
+
+    return text
