@@ -14,13 +14,16 @@ from headrace.config import Config, EngineConfig
 from headrace.session.session import Session
 
 
+DEFAULT = Config()
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "current", lambda: Device("cpu", "Some CPU", 16_000_000_000, 4))
     monkeypatch.setattr(startup, "compiler", lambda: "/usr/bin/g++")
 
 
-def lines(session: Session, config: Config = Config()) -> dict[str, str]:
+def lines(session: Session, config: Config = DEFAULT) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in summary(config, session))
 
 

@@ -8,11 +8,11 @@ from fakes import ByteTokenizer
 from headrace.errors import InvalidRequest, ModelError
 from headrace.session.settings import (
     Defaults,
+    automatic_max_tokens,
     check_prompt_ids,
     check_sampling,
     check_stop,
     explain_defaults,
-    automatic_max_tokens,
     fit_max_tokens,
     merge_defaults,
     model_defaults,
