@@ -6,7 +6,7 @@ recurrence, and replayed by the next step once it is known how many of them coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar
@@ -103,7 +103,7 @@ _settle = mx.compile(_replay) if mx.cuda.is_available() else _replay
 
 
 def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int) -> list[mx.array]:
-    """Of each array the rows `[1, number, …]` from `at` on, its first axes as one; copies by one launch for all.
+    """Of each array the rows `[number, …]` from `at` on, its first axes seen as one; copies by one launch for all.
 
     Arrays of several shapes or types take one each.
     """
@@ -113,8 +113,29 @@ def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int
     for group in groups:
         rest = group[0].shape[num_merged:]
         parts = put.collect(group, 1, prod(rest), at, number)
-        found += [parts[place].reshape(1, number, *rest) for place in range(len(group))]
+        found += [parts[place].reshape(number, *rest) for place in range(len(group))]
     return found
+
+
+def _by_layer(
+    layers: Iterable[LayerKey], states: Sequence[mx.array], contexts: Sequence[mx.array]
+) -> dict[LayerKey, LayerRecord]:
+    return {
+        layer: RecurrentRecord(state, context) for layer, state, context in zip(layers, states, contexts, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What a step leaves at the marks of all its rows: of each layer states and raw inputs `[num_stops, …]`."""
+
+    states: dict[LayerKey, mx.array] = field(default_factory=dict)
+    contexts: dict[LayerKey, mx.array] = field(default_factory=dict)
+
+    def records(self, place: int) -> dict[LayerKey, LayerRecord]:
+        """Copies of what is left at one of them."""
+        states = _collected(list(self.states.values()), 1, place, 1)
+        return _by_layer(self.states, states, _collected(list(self.contexts.values()), 1, place, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +158,7 @@ class DeltaSlot:
 
     Opaque. end: where its raw inputs end; 0 before any token. num_uncertain: tokens in the stash. num_replay: those of
     them, the first ones, that count and that the state has not seen. pending: what the tables are to be filled from.
-    noted: records at the last window's marks, by length and layer.
+    marks: of the last window, with what the step leaves there and its place.
     """
 
     is_sliceable: ClassVar[bool] = False
@@ -148,7 +169,7 @@ class DeltaSlot:
     num_uncertain: int = 0
     num_replay: int = 0
     pending: dict[LayerKey, RecurrentRecord] = field(default_factory=dict)
-    noted: dict[int, dict[LayerKey, LayerRecord]] = field(default_factory=dict)
+    marks: dict[int, tuple[Stops, int]] = field(default_factory=dict)
     _parity: int = 0
     """Which of its two rows of raw inputs and stash the last step has written."""
 
@@ -195,20 +216,17 @@ class DeltaSlot:
         if not self.end:
             return {layer: RecurrentRecord(None, None) for layer in layers}
         mx.async_eval(self.settle())
-        first = next(iter(layers.values()))
-        states = _collected([table.state for table in layers.values()], 1, self.index, 1)
-        num_inputs = first.raw.shape[1]
+        num_inputs = next(iter(layers.values())).raw.shape[1]
         num_context = num_inputs - LONGEST_WINDOW
+        states = _collected([table.state for table in layers.values()], 1, self.index, 1)
         at = self._row * num_inputs + self.end - num_context
         contexts = _collected([table.raw for table in layers.values()], 2, at, num_context)
-        return {
-            layer: RecurrentRecord(state.reshape(1, *table.state.shape[1:]), context)
-            for (layer, table), state, context in zip(layers.items(), states, contexts, strict=True)
-        }
+        return _by_layer(layers, states, [context[None] for context in contexts])
 
-    def note(self, length: int, layer: LayerKey, state: mx.array, context: mx.array) -> None:
-        """Record what a step has left at a mark, rows of what it has left of all its rows."""
-        self.noted.setdefault(length, {})[layer] = RecurrentRecord(state, context)
+    def take_snapshots(self) -> dict[int, dict[LayerKey, LayerRecord]]:
+        """Copies of what the last window left at its marks, by length and layer."""
+        marks, self.marks = self.marks, {}
+        return {length: stops.records(place) for length, (stops, place) in marks.items()}
 
     def cost(self) -> list[LayerCost]:
         """A slot, in each layer: the same at every length."""

@@ -87,7 +87,7 @@ class SpanRecord:
     def part(self, start: int, end: int) -> SpanRecord:
         """A copy of the tokens `start` to `end`, which the record has."""
         layers = {key: record.part(start, end) for key, record in self.layers.items()}
-        mx.eval([record.arrays for record in layers.values()])
+        mx.async_eval([record.arrays for record in layers.values()])
         return SpanRecord(start, end, layers)
 
 
@@ -229,9 +229,11 @@ class SequenceState:
         for state in self._layers.values():
             state.noted.clear()
         if self._delta is not None:
-            for length, records in self._delta.noted.items():
+            for length, records in self._delta.take_snapshots().items():
                 noted[length].update(records)
-            self._delta.noted.clear()
+        self._pool.launch(
+            [array for records in noted.values() for record in records.values() for array in record.arrays]
+        )
         self.marks = ()
         return {length: SequenceRecord(length, layers) for length, layers in noted.items()}
 
@@ -291,8 +293,6 @@ class SequenceState:
     def noted_arrays(self) -> list[mx.array]:
         """What was noted at marks."""
         noted = [record for state in self._layers.values() for record in state.noted.values()]
-        if self._delta is not None:
-            noted += [record for records in self._delta.noted.values() for record in records.values()]
         return [array for record in noted for array in record.arrays]
 
     def arrays(self) -> list[mx.array]:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda import ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
+from headrace.backend.transfer import to_device
 
 _THREADS = 256
 _BYTES = _THREADS * 64
@@ -67,7 +68,7 @@ def collect(arrays: Sequence[mx.array], outer: int, inner: int, at: int, number:
     """
     size = arrays[0].size // (outer * inner)
     (found,) = _collect(len(arrays))(
-        [mx.array([outer, size, inner, at, number], mx.int32), *arrays],
+        [to_device([outer, size, inner, at, number], mx.int32), *arrays],
         {"T": arrays[0].dtype},
         (min(_MOST_BLOCKS, -(-number * inner * arrays[0].itemsize // _BYTES)), min(_MOST_BLOCKS, outer), len(arrays)),
         _THREADS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +14,8 @@ from headrace.backend.cuda import delta, shapes
 from headrace.models.fused import FusedLinear, can_fuse
 from headrace.models.mixers.fused import Feed, Held, Table, is_window, padded_chunks, room_of
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.state.delta import DeltaSlot, arrays_of
-from headrace.state.layer import LayerKey, copy_of
+from headrace.state.delta import DeltaSlot, Stops, arrays_of
+from headrace.state.layer import LayerKey
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """In the order in which the fused projection has them."""
@@ -53,6 +53,12 @@ class DeltaPlan:
     rows: Table
     stops: Table = ()
     longest: int = 0
+    left: Stops = field(default_factory=Stops)
+
+    def take(self, layer: LayerKey, given: Sequence[mx.array]) -> None:
+        """Keep what `CudaDeltaMixer.compute` gave, for the rows' marks."""
+        if given:
+            self.left.states[layer], self.left.contexts[layer] = given
 
 
 def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
@@ -67,13 +73,15 @@ def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
         raise ValueError(f"more than {shapes.LONGEST_WINDOW - 1} draft tokens in a row of gated delta layers")
     rows: list[tuple[int, ...]] = []
     stops: list[tuple[int]] = []
+    left = Stops()
     for span, slot in zip(step.spans, slots, strict=True):
         own = [(mark - span.start,) for mark in span.state.marks]
         found = slot.step(span.num_tokens, span.num_certain, num_context + span.num_tokens - span.num_certain)
         place = (found.context_end, found.slot, found.old, found.new, len(stops), len(own))
         rows.append((span.lo, span.num_tokens, span.num_certain, *place))
+        slot.marks = {mark: (left, number) for number, mark in enumerate(span.state.marks, start=len(stops))}
         stops += own
-    return DeltaPlan(tuple(rows), tuple(stops) or ((0,),), max(span.num_tokens for span in step.spans))
+    return DeltaPlan(tuple(rows), tuple(stops) or ((0,),), max(span.num_tokens for span in step.spans), left)
 
 
 def _window(span: RowSpan, slot: DeltaSlot, num_context: int) -> tuple[int, ...]:
@@ -112,7 +120,7 @@ class CudaDeltaMixer(nn.Module):
         tables = [step.shared(plan.rows)] + ([step.shared(plan.stops)] if plan.stops else [])
         feed = Feed(tables, self.filled(step, layer), (plan.longest,))
         output, given = self.compute(x, step.positions, feed, residual)
-        note(step, plan, layer, given)
+        plan.take(layer, given)
         return output
 
     @staticmethod
@@ -146,19 +154,6 @@ class CudaDeltaMixer(nn.Module):
         return arrays_of(table)
 
 
-def note(step: PackedStep, plan: DeltaPlan, layer: LayerKey, given: Sequence[mx.array]) -> None:
-    """Record what a layer has left at the rows' marks."""
-    if not given:
-        return
-    states, contexts = given
-    for span, row in zip(step.spans, plan.rows, strict=True):
-        first = row[-2]
-        slot = span.state.delta(contexts.shape[1])
-        for number, mark in enumerate(span.state.marks, start=first):
-            alone = (array if len(plan.stops) == 1 else copy_of(array[number : number + 1]) for array in given)
-            slot.note(mark, layer, *alone)
-
-
 class DeltaLayers:
     """All such layers of a model in compiled steps."""
 
@@ -178,7 +173,7 @@ class DeltaLayers:
         return Held((rows, stops), arrays, (room.num_tokens,))
 
     def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
-        """Note what the layers have left at marks; all else is written in place."""
+        """Keep what the layers have left at marks; all else is written in place."""
         plan = step.once(_plan, self._num_context)
         for layer, own in zip(self._mixers, given, strict=True):
-            note(step, plan, layer, own)
+            plan.take(layer, own)
