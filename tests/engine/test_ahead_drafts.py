@@ -19,11 +19,11 @@ from headrace.engine.engine import Engine
 from headrace.engine.windows import Window
 from headrace.models.packed import PackedModel
 from headrace.scheduler import preemption
-from headrace.speculate.depth import DepthPlanner, RowOutlook
-from headrace.speculate.guesses import GuessBatch
+from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.draft_throttle import DraftThrottle
+from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
-from headrace.speculate.looks import Looks
-from headrace.speculate.speculator import DraftedRow, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, Verified
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
 
@@ -93,25 +93,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Whether rows rest, how many drafts they get, and how many of those are right, is a matter of chance."""
     dice, asked, launch_next, draft = random.Random(3), Asked(), runner.launch_next, HeadDrafter.draft
 
-    def rests(self: Speculator, rows: Sequence[DraftedRow]) -> bool:
+    def may_overlap(self: Speculator, rows: Sequence[DraftState]) -> bool:
         return dice.random() < 0.5
 
-    def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+    def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(dice.randrange(len(row.survival) + 1) for row in rows)
 
     def noted(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
         launch_next(model, windows, draws, states)
         asked.num_ahead += sum(one.live.is_ahead for one in windows)
 
-    def guessed(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+    def guessed(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         draft(self, rows)  # so that the head reads
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
         right = [asked.next_token(row.token_ids, place) for place, some in enumerate(wanting) for row in some]
         ids = [dice.randrange(VOCAB) if each is None or dice.random() < 0.25 else each for each in right]
-        return GuessBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
+        return DraftBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
 
-    monkeypatch.setattr(Speculator, "rests", rests)
-    monkeypatch.setattr(Looks, "is_due", lambda self, num_steps: True)
+    monkeypatch.setattr(Speculator, "may_overlap", may_overlap)
+    monkeypatch.setattr(DraftThrottle, "is_due", lambda self, num_steps: True)
     monkeypatch.setattr(DepthPlanner, "plan", plan)
     monkeypatch.setattr(runner, "launch_next", noted)
     monkeypatch.setattr(HeadDrafter, "draft", guessed)

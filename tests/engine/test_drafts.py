@@ -17,10 +17,10 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.scheduler import preemption
-from headrace.speculate.depth import DepthPlanner, RowOutlook
-from headrace.speculate.guesses import GuessBatch
+from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.draft_throttle import DraftThrottle
+from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
-from headrace.speculate.looks import Looks
 from headrace.speculate.ngram import NgramDrafter
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
@@ -69,12 +69,12 @@ def launch(model: str, **knobs: object) -> Engine:
 def _as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is looked at, and how far ahead is guessed, follows from the request, not from the clock."""
 
-    def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+    def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(len(row.survival) for row in rows)
 
     monkeypatch.setattr(DepthPlanner, "plan", plan)
     monkeypatch.setattr(DepthPlanner, "is_timing", lambda self, rows: False)
-    monkeypatch.setattr(Looks, "is_due", lambda self, num_steps: True)
+    monkeypatch.setattr(DraftThrottle, "is_due", lambda self, num_steps: True)
 
 
 @pytest.fixture
@@ -151,16 +151,16 @@ def alone(engine: Engine, asked: list[GenerationRequest]) -> list[Answer]:
     return asyncio.run(run())
 
 
-Draft = Callable[[HeadDrafter, Sequence[HeadRow]], GuessBatch]
+Draft = Callable[[HeadDrafter, Sequence[HeadRow]], DraftBatch]
 
 
 def made_up(guess: Callable[[HeadRow, int], int]) -> Draft:
     """A head that guesses what it is told. The head's own reading goes on, as it does under any guesses."""
 
-    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
         ids = [guess(row, place) for place, some in enumerate(wanting) for row in some]
-        return GuessBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
+        return DraftBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
 
     return draft
 
@@ -322,7 +322,7 @@ async def test_a_head_that_fails_costs_drafts_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         raise RuntimeError("no more guesses")
 
     before = (await engine.status()).drafts

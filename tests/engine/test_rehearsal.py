@@ -18,7 +18,7 @@ from headrace.engine.rehearsal import Rehearsal
 from headrace.errors import ConfigError
 from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel, Row
-from headrace.speculate.guesses import GuessBatch
+from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.types.model import TokenIds
@@ -128,7 +128,7 @@ def test_the_report_says_how_exactly_windows_compute(folder: Path) -> None:
 
 
 def test_a_head_that_cannot_run_is_left_aside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(HeadDrafter, "draft", broken)

@@ -17,7 +17,7 @@ from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel
 from headrace.models.source import read_files
 from headrace.speculate.acceptance import Acceptance, measure_acceptance
-from headrace.speculate.guesses import GuessBatch
+from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 
 NUM_TOKENS, DEPTH = 8, 3
@@ -52,7 +52,7 @@ def guessing(truth: list[list[int]], is_right: list[bool], patch: pytest.MonkeyP
     """The head is read as ever, but its guesses are made up: right or wrong by their place."""
     original = HeadDrafter.draft
 
-    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> GuessBatch:
+    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         mx.eval(original(self, rows).arrays)
         guesses = []
         for row in rows:
@@ -60,7 +60,7 @@ def guessing(truth: list[list[int]], is_right: list[bool], patch: pytest.MonkeyP
             text = next(ids for ids in truth if ids[: len(known)] == known)
             following = text[len(known) : len(known) + DEPTH]
             guesses.append([token + (not right) for token, right in zip(following, is_right, strict=True)])
-        return GuessBatch(mx.array(guesses, dtype=mx.int32).T.reshape(-1), [len(rows)] * DEPTH)
+        return DraftBatch(mx.array(guesses, dtype=mx.int32).T.reshape(-1), [len(rows)] * DEPTH)
 
     patch.setattr(HeadDrafter, "draft", draft)
 

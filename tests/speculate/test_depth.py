@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.ranking import Ranking, RowRecord
 from headrace.speculate.step_costs import StepCosts, StepShape
 
@@ -32,13 +32,13 @@ def slow(shape: StepShape) -> float:
     return 0.010 * (shape.num_rows + shape.num_drafts) + 0.001 * shape.head_depth
 
 
-def outlook(*survival: float, uses_head: bool = True) -> RowOutlook:
-    return RowOutlook(survival, uses_head, 1000)
+def forecast(*survival: float, uses_head: bool = True) -> DraftForecast:
+    return DraftForecast(survival, uses_head, 1000)
 
 
 def expected(costs: StepCosts, shape: StepShape) -> float | None:
     """What a step is thought to take."""
-    return costs.prices(shape.num_rows, shape.num_context).expected(shape.num_drafts, shape.head_depth)
+    return costs.estimate(shape.num_rows, shape.num_context).expected(shape.num_drafts, shape.head_depth)
 
 
 def timed(machine: Machine, num_rows: int, num_drafts: int = 24, head_depth: int = 4) -> StepCosts:
@@ -51,7 +51,7 @@ def timed(machine: Machine, num_rows: int, num_drafts: int = 24, head_depth: int
     return costs
 
 
-def tokens_per_second(rows: Sequence[RowOutlook], depths: Sequence[int], machine: Machine) -> float:
+def tokens_per_second(rows: Sequence[DraftForecast], depths: Sequence[int], machine: Machine) -> float:
     head = max((depth for row, depth in zip(rows, depths, strict=True) if row.uses_head), default=0)
     gained = sum(1 + sum(row.survival[:depth]) for row, depth in zip(rows, depths, strict=True))
     return gained / machine(StepShape(len(rows), sum(depths), head, 1000 * len(rows)))
@@ -62,7 +62,7 @@ def tokens_per_second(rows: Sequence[RowOutlook], depths: Sequence[int], machine
 def test_the_plan_is_the_fastest_of_all_choices(machine: Machine, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = [
-        outlook(*np.cumprod(rng.uniform(0.3, 1, rng.integers(0, 4))).tolist(), uses_head=bool(rng.integers(0, 3)))
+        forecast(*np.cumprod(rng.uniform(0.3, 1, rng.integers(0, 4))).tolist(), uses_head=bool(rng.integers(0, 3)))
         for _ in range(3)
     ]
     planner = DepthPlanner(timed(machine, 3))
@@ -80,7 +80,7 @@ def test_likely_drafts_go_before_unlikely_ones_over_all_rows() -> None:
     def four_drafts(shape: StepShape) -> float:
         return 0.01 if shape.num_drafts <= 4 else 1.0
 
-    rows = [outlook(0.9, 0.8, 0.7, 0.6), outlook(0.75, 0.3), outlook(0.2)]
+    rows = [forecast(0.9, 0.8, 0.7, 0.6), forecast(0.75, 0.3), forecast(0.2)]
     assert DepthPlanner(timed(four_drafts, 3)).plan(rows) == (3, 1, 0)
 
 
@@ -88,7 +88,7 @@ def test_copies_are_drafted_without_passes_of_the_head() -> None:
     def dear_head(shape: StepShape) -> float:
         return 0.01 + 0.1 * shape.head_depth
 
-    rows = [outlook(0.9, 0.8), outlook(0.5, 0.4, 0.3, uses_head=False)]
+    rows = [forecast(0.9, 0.8), forecast(0.5, 0.4, 0.3, uses_head=False)]
     assert DepthPlanner(timed(dear_head, 2)).plan(rows) == (0, 3)
 
 
@@ -116,7 +116,7 @@ class Run:
 
     def step(self, chance: float) -> None:
         best = [self.ranking.best(record, self.max_depth, num_head=self.max_depth) for record in self.records]
-        rows = [RowOutlook(each.survival, each.uses_head, 1000 + len(self.depths)) for each in best]
+        rows = [DraftForecast(each.survival, each.uses_head, 1000 + len(self.depths)) for each in best]
         depths = self.planner.plan(rows)
         gained = len(rows)
         for record, candidate, depth in zip(self.records, best, depths, strict=True):
@@ -305,7 +305,7 @@ def test_a_machine_that_changes_is_measured_anew() -> None:
 
 def test_nothing_is_drafted_before_steps_without_drafts_were_timed() -> None:
     planner = DepthPlanner(StepCosts())
-    rows = [outlook(0.9)]
+    rows = [forecast(0.9)]
     for _ in range(2):
         assert planner.plan(rows) == (0,)
         planner.observe(rows, (0,), 1, 0.01, is_mixed=False)
@@ -315,13 +315,13 @@ def test_nothing_is_drafted_before_steps_without_drafts_were_timed() -> None:
 def test_steps_with_prompts_tell_nothing_about_costs() -> None:
     costs = StepCosts()
     planner = DepthPlanner(costs)
-    planner.observe([outlook(0.9)], (0,), 1, 0.01, is_mixed=True)
+    planner.observe([forecast(0.9)], (0,), 1, 0.01, is_mixed=True)
     assert expected(costs, StepShape(1, 0, 0, 1000)) is None
 
 
 def test_rows_without_drafts_are_planned_none() -> None:
     planner = DepthPlanner(timed(gpu, 2))
-    assert planner.plan([outlook(), outlook()]) == (0, 0)
+    assert planner.plan([forecast(), forecast()]) == (0, 0)
     assert planner.plan([]) == ()
     planner.observe([], (), 0, 0.01, is_mixed=False)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.speculate.draft import Source
 from headrace.speculate.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter
+from headrace.speculate.proposal import Source
 
 
 def proposed(drafter: NgramDrafter, max_tokens: int = 4) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.speculate.draft import Proposal, Source
+from headrace.speculate.proposal import Proposal, Source
 from headrace.speculate.ranking import Ranking, RowRecord
 
 

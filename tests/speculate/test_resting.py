@@ -1,4 +1,4 @@
-"""A made-up machine whose steps run ahead where nobody is looked at: drafts cost it little, and good ones are made."""
+"""A made-up machine whose steps run ahead where nobody is due at: drafts cost it little, and good ones are made."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate import speculator as module
 from headrace.speculate.depth import DepthPlanner
-from headrace.speculate.guesses import GuessBatch
+from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadRow
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import DraftedRow, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, Verified
 from headrace.speculate.step_costs import StepCosts
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -41,12 +41,12 @@ class Machine:
         """With noise, and once in 300 times five times as long."""
         self.now += seconds * (1 + 0.05 * self.dice.random() + 4 * (self.dice.random() < 0.003))
 
-    def num_unread(self, state: SequenceState) -> int:
+    def num_pending(self, state: SequenceState) -> int:
         return 0
 
-    def draft(self, rows: Sequence[HeadRow]) -> GuessBatch:
+    def draft(self, rows: Sequence[HeadRow]) -> DraftBatch:
         counts = [sum(row.num_drafts > place for row in rows) for place in range(rows[0].num_drafts)]
-        return GuessBatch(mx.zeros(sum(counts), mx.int32), counts)
+        return DraftBatch(mx.zeros(sum(counts), mx.int32), counts)
 
 
 class Row:
@@ -56,7 +56,7 @@ class Row:
     settings = GREEDY
     room = 1000
 
-    def __init__(self, row: DraftedRow, machine: Machine) -> None:
+    def __init__(self, row: DraftState, machine: Machine) -> None:
         self.row = row
         self.state = SequenceState(StatePool())
         self.token_ids: Sequence[int] = range(300)
@@ -64,11 +64,11 @@ class Row:
         self._machine = machine
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        self._machine.work(LOOK_S)  # only a row that is looked at is asked
+        self._machine.work(LOOK_S)  # only a row that is due at is asked
         return ()
 
     def step(self, chance: float) -> Verified:
-        num_drafts = self.row.guesses.num_drafts
+        num_drafts = self.row.drafts.num_drafts
         wrong = (place for place in range(num_drafts) if self._machine.dice.random() >= chance)
         num_right = next(wrong, num_drafts)
         self.token_ids = range(len(self.token_ids) + 1 + num_right)
@@ -83,8 +83,8 @@ def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: i
     for step in range(num_steps):
         if step == 200:
             start_s, start = machine.now, sum(len(row.token_ids) for row in rows)
-        depths = [row.row.guesses.num_drafts for row in rows]
-        goes_ahead = not any(depths) and speculator.rests([row.row for row in rows])
+        depths = [row.row.drafts.num_drafts for row in rows]
+        goes_ahead = not any(depths) and speculator.may_overlap([row.row for row in rows])
         machine.work(AHEAD_S if was_ahead else WAITING_S + DRAFT_S * sum(depths) + PASS_S * max(depths))
         windows = [row.step(chance) for row in rows]
         seconds, known_at = machine.now - known_at, machine.now

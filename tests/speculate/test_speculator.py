@@ -9,10 +9,10 @@ import mlx.core as mx
 
 from headrace.models.mtp_head import HeadEntries, HeadOutputs
 from headrace.sampling.sampler import SamplingRow
-from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import DraftedRow, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, Verified
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.sequence import SequenceState
@@ -55,7 +55,7 @@ class ReadingHead(BrokenHead):
 class Drafting:
     """A sequence with room for 100 tokens."""
 
-    row: DraftedRow
+    row: DraftState
     state: SequenceState
     token_ids: Sequence[int]
     room: int = 100
@@ -122,7 +122,7 @@ def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() ->
         speculator.draft([Drafting(row, state, list(range(length + 1)))])
         head.num_new_forms = num_new_forms
         speculator.report([Verified(row, 0, 0, False)], 0.01, is_mixed=False)
-        known.append(costs.prices(1, length + 1).num_timed)
+        known.append(costs.estimate(1, length + 1).num_timed)
     assert known == [1, 1, 2, 2]
 
 
@@ -133,39 +133,39 @@ def sequence(speculator: Speculator, length: int, max_drafts: int | None = None)
     return Drafting(speculator.open(max_drafts), state, range(length + 1))
 
 
-def timed(num_rows: int, resting_s: float = 0.01) -> StepCosts:
+def timed(num_rows: int, overlapped_s: float = 0.01) -> StepCosts:
     """Steps of one row and of more took 10 ms without drafts, and so long if they ran ahead."""
     costs = StepCosts()
     for rows in {1, num_rows}:
         for _ in range(3):
             costs.observe(StepShape(rows, 0, 0, 300), 0.01)
-            costs.observe_resting(StepShape(rows, 0, 0, 300), resting_s)
+            costs.observe_overlapped(StepShape(rows, 0, 0, 300), overlapped_s)
     return costs
 
 
 def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
     """Each look costs a quarter of a step that could run ahead, so that looks at all rows are 25 steps apart."""
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(2, resting_s=0.008)))
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(2, overlapped_s=0.008)))
     old, new = sequence(speculator, 5), sequence(speculator, 7)
     old.room = 0
     for _ in range(40):
         speculator.draft([old])
         speculator.report([Verified(old.row, 0, 0, False)], 0.008, is_mixed=False, was_ahead=True, goes_ahead=True)
     old.room = 100
-    assert speculator.rests([old.row])
-    assert not speculator.rests([old.row, new.row])
+    assert speculator.may_overlap([old.row])
+    assert not speculator.may_overlap([old.row, new.row])
     speculator.draft([old, new])
-    assert old.row.guesses.num_drafts == 0 < new.row.guesses.num_drafts
+    assert old.row.drafts.num_drafts == 0 < new.row.drafts.num_drafts
 
 
 def test_who_may_have_no_drafts_or_has_lost_them_is_never_waited_for() -> None:
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(3)))
     rows = [sequence(speculator, 5, max_drafts) for max_drafts in (0, None, None)]
-    assert not speculator.rests([one.row for one in rows])
-    assert speculator.rests([rows[0].row])
+    assert not speculator.may_overlap([one.row for one in rows])
+    assert speculator.may_overlap([rows[0].row])
     rows[1].row.has_failed = True
-    assert speculator.rests([one.row for one in rows[:2]])
-    assert not speculator.rests([rows[2].row])
+    assert speculator.may_overlap([one.row for one in rows[:2]])
+    assert not speculator.may_overlap([rows[2].row])
 
 
 def test_nobody_is_looked_at_for_drafts_while_a_step_is_under_way_but_the_head_reads() -> None:
@@ -174,36 +174,36 @@ def test_nobody_is_looked_at_for_drafts_while_a_step_is_under_way_but_the_head_r
     going, staying = sequence(speculator, 100), sequence(speculator, 10)
     going.is_ahead, going.token_ids = True, range(100)
     speculator.draft([going, staying])
-    assert (going.row.guesses.num_drafts, staying.row.guesses.num_drafts) == (0, 0)
+    assert (going.row.drafts.num_drafts, staying.row.drafts.num_drafts) == (0, 0)
     assert head.given == [[99]]
     going.is_ahead, going.token_ids = False, range(101)
     speculator.draft([going, staying])
-    assert min(going.row.guesses.num_drafts, staying.row.guesses.num_drafts) > 0
+    assert min(going.row.drafts.num_drafts, staying.row.drafts.num_drafts) > 0
 
 
 def test_rows_are_looked_at_until_two_such_steps_are_timed_and_none_rests_before() -> None:
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(StepCosts()))
     one = sequence(speculator, 5)
     for _ in range(2):
-        assert not speculator.rests([one.row])
+        assert not speculator.may_overlap([one.row])
         speculator.draft([one])
-        assert one.row.guesses.num_drafts == 0
+        assert one.row.drafts.num_drafts == 0
         speculator.report([Verified(one.row, 0, 0, False)], 0.01, is_mixed=False)
     speculator.draft([one])
-    assert one.row.guesses.num_drafts > 0
+    assert one.row.drafts.num_drafts > 0
 
 
 def test_drafts_have_to_be_faster_than_steps_that_run_ahead() -> None:
     """Three drafted tokens in 12 ms are worth it beside one in 10 ms, but not beside one in 3 ms."""
-    for resting_s, is_drafted in ((0.010, True), (0.003, False)):
-        costs, outlook = StepCosts(), RowOutlook((0.999, 0.998), True, 300)
+    for overlapped_s, is_drafted in ((0.010, True), (0.003, False)):
+        costs, forecast = StepCosts(), DraftForecast((0.999, 0.998), True, 300)
         for _ in range(3):
             costs.observe(StepShape(1, 0, 0, 300), 0.010)
             costs.observe(StepShape(1, 1, 1, 300), 0.011)
             costs.observe(StepShape(1, 2, 2, 300), 0.012)
         planner = DepthPlanner(costs)
-        planner.observe_resting([outlook], resting_s)
-        assert planner.plan([outlook]) == ((2,) if is_drafted else (0,))
+        planner.observe_overlapped([forecast], overlapped_s)
+        assert planner.plan([forecast]) == ((2,) if is_drafted else (0,))
 
 
 def test_only_steps_between_two_others_tell_what_resting_takes() -> None:
@@ -227,8 +227,8 @@ def test_only_steps_between_two_others_tell_what_resting_takes() -> None:
             was_ahead=was_ahead,
             goes_ahead=goes_ahead,
         )
-        prices = costs.prices(1, 6)
-        known.append((prices.base, prices.resting, prices.num_timed))
+        estimate = costs.estimate(1, 6)
+        known.append((estimate.undrafted_s, estimate.overlapped, estimate.num_timed))
     assert known == [(0.01, 0.01, 3)] * 3 + [(0.01, 0.004, 3)]
 
 
@@ -240,6 +240,6 @@ def test_what_resting_takes_is_learned_before_looks_go_on() -> None:
     one = sequence(speculator, 5)
     rested = []
     for _ in range(3):
-        rested.append(speculator.rests([one.row]))
-        costs.observe_resting(StepShape(1, 0, 0, 300), 0.01)
+        rested.append(speculator.may_overlap([one.row]))
+        costs.observe_overlapped(StepShape(1, 0, 0, 300), 0.01)
     assert rested == [True, True, False]

@@ -1,4 +1,4 @@
-"""Steps that are launched before the last one's tokens are known, so that the device has work while those are read."""
+"""Async scheduling: launches a step before the last one's tokens are read, so that the device stays busy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headrace.sampling.rows import pick
 
 
 def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
-    """Launch the next token of the rows that go on. All windows are plain: each has one draw, or none inside a prompt.
+    """Launch the next token of the continuing rows. All windows are plain: each has one draw, or none inside a prompt.
 
-    states: what the windows' own step has left to be evaluated.
+    states: of the windows' own step, still to be evaluated.
 
-    Who joins and who leaves in that step is no matter: each row's logits wait for its next chunk. A state takes the
-    token as it would a draft, for an answer may end with this one; see `take_over`.
+    Rows may join or leave meanwhile: each row keeps its logits until its next chunk. A state takes the token like a
+    draft, because an answer may end with this one; see `take_over`.
     """
     mx.async_eval(draws.arrays(), states)
     for one in windows:
@@ -42,7 +42,7 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
 def take_over(live: LiveSequence, token_id: int) -> None:
     """Close the window of a token that was launched before it was known; one that ends the answer leaves nothing."""
     if token_id == NO_TOKEN:
-        live.is_sound = False  # the state has gone on from a token that there isn't
+        live.is_sound = False  # the state has continued from an invalid token
     elif token_id in live.request.stop_token_ids:
         live.state.commit(0)
         live.ahead = None

@@ -1,4 +1,4 @@
-"""Opening the disk tier that the configuration asks for."""
+"""Opens the configured disk tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.state.sequence import SequenceState
 from headrace.state.state_form import StateForm
 
 PREFILL_TOKENS_PER_S = {"cpu": 200.0, "cuda": 10_000.0, "metal": 1_000.0}
-"""Taken until it is measured, by device: what a small model does there."""
+"""Assumed until measured, by device: a small model's speed."""
 
 PENDING_SHARE = 0.25
 """Share of the memory for states that may wait to be written."""
@@ -32,10 +32,11 @@ def open_disk_tier(
     budget_bytes: int,
     device_kind: str,
 ) -> DiskTier | None:
-    """The disk tier of a loaded model; None if none is asked for.
+    """The disk tier of a loaded model; None if not configured.
 
-    directory: the model's. head, tower: see `fingerprint`. sample: a state of few tokens. budget_bytes: the memory for
-    states. Raises ConfigError if the folder can't be used.
+    directory: the model's. head, tower: see `fingerprint`.
+    sample: a state of few tokens.
+    budget_bytes: the memory for states. Raises ConfigError if the folder can't be used.
     """
     knobs = config.engine
     if knobs.cache_dir is None:

@@ -1,4 +1,4 @@
-"""Requests that wait while what they need of the prefix cache is read from disk."""
+"""Requests that wait for a part of the prefix cache to be read from disk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headrace.state.disk import DiskTier
 from headrace.state.disk_load import Load
 
 SLICE_S = 0.01
-"""What a step may be delayed by making arrays out of what was read, or by handing over what is to be written."""
+"""Limit on delaying a step by making arrays from what was read, or by handing over what is to be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """What a request waits for. match: what it needs besides, locked by whoever began the read."""
+    """A pending read. match: what the request needs besides, locked by the reader."""
 
     namespace: Namespace
     key: tuple[int, ...]
@@ -39,11 +39,11 @@ class DiskReads:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that have been or are being read and that nobody has taken over yet."""
+        """Bytes being read or read and not taken over yet."""
         return sum(read.load.num_bytes for read in self._reads.values())
 
     def begin(self, request_id: str, namespace: Namespace, key: tuple[int, ...], match: Match) -> bool:
-        """Begin a read if the disk has more than the match and reading it pays; whether one has begun."""
+        """Begin a read if the disk has more than the match and reading pays off. Returns whether one has begun."""
         if request_id in self._asked:
             return False
         on_disk = self._disk.match(namespace, key, match.limit)
@@ -57,7 +57,7 @@ class DiskReads:
         return True
 
     def helps(self, namespace: Namespace, key: tuple[int, ...], match: Match, least_tokens: int) -> bool:
-        """Whether a read in progress for another request will bring so many tokens more than the match."""
+        """Whether a read in progress for another request will provide this many tokens more than the match."""
         for read in self._reads.values():
             if read.namespace != namespace:
                 continue
@@ -69,18 +69,18 @@ class DiskReads:
         return False
 
     def is_pending(self, request_id: str) -> bool:
-        """Whether the request's read needs more time; takes a slice of the work on it."""
+        """Whether the request's read needs more time; does a slice of its work."""
         read = self._reads.get(request_id)
         return read is not None and read.load.advance(SLICE_S)
 
     def take(self, request_id: str) -> DiskRead | None:
-        """The request's read, if it had one, which is given up unless it is done; it is forgotten here."""
+        """The request's read, if it had one, cancelled unless it is done; forgotten here."""
         read = self._reads.pop(request_id, None)
         if read is not None:
             read.load.abandon()
         return read
 
     def end(self, request_id: str) -> DiskRead | None:
-        """Forget a request; gives what `take` does."""
+        """Forget a request; returns what `take` does."""
         self._asked.discard(request_id)
         return self.take(request_id)

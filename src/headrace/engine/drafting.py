@@ -1,4 +1,4 @@
-"""Drafts as the configuration asks for them."""
+"""Sets up drafting as configured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headrace.speculate.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What was found and chosen. head, speculator: None if nothing is drafted. report: lines that say why.
+    """The drafting setup. head, speculator: None without drafting. report: lines that say why.
 
-    origin: what was loaded of the head, and how; empty for none.
+    origin: the head's files and format; empty for none.
     """
 
     head: HeadDrafter | None
@@ -38,7 +38,7 @@ class Drafting:
 
 
 def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> Drafting:
-    """Load the model's prediction head if it has one and it is wanted, and rehearse some steps with it.
+    """Load the model's prediction head if it has one and it is wanted, and run some warm-up steps with it.
 
     Raises ConfigError if `mtp` is on and there is no head, or none that fits.
     """

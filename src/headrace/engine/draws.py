@@ -1,4 +1,4 @@
-"""What a step draws: a token for each place whose logits are wanted, and what is told about it."""
+"""Samples a step's tokens and computes their log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headrace.sampling.sampler import SamplingRow, sample
 from headrace.types.events import TokenLogprobs
 
 
-@dataclass(slots=True)  # not frozen, as Drawn: that costs five times as much, for each row in each step
+@dataclass(slots=True)  # not frozen, like Drawn: that costs five times as much, for each row in each step
 class Place:
-    """A token to be drawn: which row of the step's logits it comes from, and how. num_top: see GenerationRequest."""
+    """A token to sample: its row in the step's logits, and how. num_top: see GenerationRequest."""
 
     row: int
     settings: SamplingRow
@@ -25,14 +25,14 @@ class Place:
 
 @dataclass(slots=True)
 class Drawn:
-    """A drawn token, NO_TOKEN if the logits were not fit, and its log-probabilities if they were asked for."""
+    """A sampled token, NO_TOKEN if the logits were invalid, and its log-probabilities if requested."""
 
     token_id: int
     logprobs: TokenLogprobs | None
 
 
 class Draws:
-    """All draws of one step, to be evaluated together and read afterwards."""
+    """All samples of one step, to be evaluated together and read afterwards."""
 
     def __init__(self, logits: mx.array, places: Sequence[Place]) -> None:
         """logits: `[n, vocab_size]`."""
@@ -45,12 +45,12 @@ class Draws:
         self._scores: LogprobRows | None = None
         if self._scored:
             rows = to_device(self._scored, mx.int32)
-            # a row without a token has no log-probability either, but the lookup needs an id
+            # a row without a token has no log-probability, but the lookup needs an id
             ids = mx.maximum(self.tokens[rows], 0)
             self._scores = token_logprobs(own[rows], ids, max(places[index].num_top or 0 for index in self._scored))
 
     def arrays(self) -> list[object]:
-        """What is to be evaluated."""
+        """To be evaluated."""
         return [self._fetched.arrays, [] if self._scores is None else self._scores.arrays()]
 
     def read(self) -> list[Drawn]:
@@ -66,12 +66,12 @@ class PromptScores:
     """Log-probabilities of prompt tokens that a chunk's tokens predicted."""
 
     def __init__(self, logits: mx.array, following: Sequence[int], num_top: int) -> None:
-        """logits: `[n, vocab_size]` of the tokens that the prompt's `following` ones stand behind."""
+        """logits: `[n, vocab_size]` of the tokens before the prompt's `following` ones."""
         self._num_top = num_top
         self._scores = token_logprobs(logits[: len(following)], to_device(following, mx.int32), num_top)
 
     def arrays(self) -> object:
-        """What is to be evaluated."""
+        """To be evaluated."""
         return self._scores.arrays()
 
     def read(self) -> tuple[TokenLogprobs, ...]:

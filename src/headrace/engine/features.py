@@ -1,4 +1,4 @@
-"""What a vision tower has made of images and videos, until the prompts that hold them are computed and beyond."""
+"""Embeddings of images and videos, kept until the prompts that contain them are computed, and beyond."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from headrace.types.request import GenerationRequest
 logger = logging.getLogger(__name__)
 
 SLICE_SHARE = 0.5
-"""Of a plain step's time, what the tower takes between two steps of running streams. As much again is left for what is
-not seen coming, so that they do not wait for two steps' time."""
+"""Share of a plain step's time that the tower takes between two steps of running streams. As much again is left for
+surprises, so that they do not wait for two steps' time."""
 
 IDLE_SLICE_S = 0.25
-"""The same when no stream runs: a request that arrives waits for it."""
+"""The same when no stream runs: a new request waits for it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Embeddings of one input, and the requests that need them still."""
+    """Embeddings of one input, and the requests that still need them."""
 
     embeddings: MediaEmbeddings
     needed_by: set[str] = field(default_factory=set)
@@ -41,7 +41,7 @@ class _Kept:
 
 
 class LiveMedia:
-    """The media of a request that runs."""
+    """The media of a running request."""
 
     def __init__(self, media: PromptMedia, embedded: dict[bytes, MediaEmbeddings]) -> None:
         """embedded: by digest, of all inputs that are still to be computed."""
@@ -49,9 +49,9 @@ class LiveMedia:
         self._embedded = embedded
 
     def row(self, start: int, end: int) -> RowMedia:
-        """What is needed of the media to compute the tokens `start` to `end` of the sequence.
+        """The media needed to compute the tokens `start` to `end` of the sequence.
 
-        Raises GenerationFailed if the tower could not make the embeddings of one of them.
+        Raises GenerationFailed if the tower could not encode one of them.
         """
         missing = [one for one in inputs_within(self._media, start, end) if one.digest not in self._embedded]
         if missing:
@@ -64,10 +64,10 @@ class LiveMedia:
 
 
 class FeatureCache:
-    """Stands in front of the prefix cache and holds requests back until their media are embedded.
+    """Precedes the prefix cache and holds requests back until their media are embedded.
 
     Inputs are embedded one by one, in slices between steps, so that running streams go on. Those that the prefix cache
-    covers are left out. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
+    covers are skipped. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FeatureCache:
         return sum(kept.num_bytes for kept in self._kept.values())
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """See PrefixIndex. None also as long as media behind the cached part are not embedded."""
+        """See PrefixIndex. None also while media after the cached part are not embedded."""
         if self._pending.get(request.request_id):
             return None
         cached = self._prefixes.find(request)
@@ -122,10 +122,10 @@ class FeatureCache:
         return any(self._pending.values())
 
     def advance(self, plain_step_s: float | None) -> None:
-        """Go on with the first input of the request that waits longest; nothing if none waits.
+        """Continue with the first input of the request that has waited longest.
 
-        plain_step_s: what a step of the running streams takes, for as much as they are to wait at most; 0 for as little
-        as can be, None if there are none.
+        plain_step_s: the time of a step of the running streams, the most that they are to wait; 0 for as little as
+        possible, None if there are none.
         """
         waiting = next(((request_id, missing) for request_id, missing in self._pending.items() if missing), None)
         if waiting is None:
@@ -136,7 +136,7 @@ class FeatureCache:
             spare_s = IDLE_SLICE_S if plain_step_s is None else SLICE_SHARE * plain_step_s
             try:
                 self._embed(one, spare_s)
-            except Exception:  # an outer wall to the tower: the request fails when it comes to the input
+            except Exception:  # an exception boundary around the tower: the request fails when it reaches the input
                 logger.exception("the vision tower failed on an input of %s", request_id)
                 self._begun = None
                 self._failed.add(one.digest)
@@ -148,7 +148,7 @@ class FeatureCache:
             self._shrink(self._max_bytes)
 
     def _embed(self, one: MediaInput, spare_s: float) -> None:
-        """A slice of the work on an input. What was begun of another one, which nobody waits for any more, is lost."""
+        """Encode one slice of an input; discard partial work on an abandoned one."""
         if self._begun is None or self._begun[0] != one.digest:
             self._begun = (one.digest, self._tower.begin(one))
         embedding = self._begun[1]
@@ -162,7 +162,7 @@ class FeatureCache:
             self._begun = None
 
     def media_of(self, request: GenerationRequest) -> LiveMedia | None:
-        """What a request that starts needs of its media; None for text alone."""
+        """A starting request's media; None for text alone."""
         if request.media is None:
             return None
         needed = {one.digest for one in request.media.inputs}
@@ -185,13 +185,13 @@ class FeatureCache:
         self._shrink(self._max_bytes)
 
     def evict(self, num_bytes: int) -> int:
-        """Free at least `num_bytes`, or all that no request needs; gives the bytes freed."""
+        """Free at least `num_bytes`, or all that no request needs. Returns the bytes freed."""
         before = self.num_bytes
         self._shrink(max(0, before - num_bytes))
         return before - self.num_bytes
 
     def _shrink(self, limit: int) -> None:
-        """Drop what no request needs, what was needed longest ago first, until at most `limit` bytes are held."""
+        """Drop what no request needs, least recently needed first, until at most `limit` bytes are held."""
         held = self.num_bytes
         for digest, kept in list(self._kept.items()):
             if held <= limit:

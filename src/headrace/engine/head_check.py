@@ -1,4 +1,4 @@
-"""A model's prediction head, measured as it is read and in other readings of its file."""
+"""Measures a model's prediction head as it is read and with other readings of its file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headrace.speculate.acceptance import Acceptance, measure_acceptance
 from headrace.types.model import TokenIds
 
 BEFORE_NORM = "hidden rows from before the model's last norm"
-"""What some heads are trained on, and no head of the families here."""
+"""What some heads are trained on, but no head of the families here."""
 
 _NUM_TRIED = 16
-"""Places of each text where another reading is tried."""
+"""Positions of each text where another reading is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCheck:
     """A loaded model and its head. Belongs to the thread that loaded it.
 
-    texts: token ids that the model is to continue. build: makes a head of weights, in the precision that is configured.
+    texts: token ids for the model to continue. build: makes a head from weights, in the configured precision.
     """
 
     trunk: PackedModel
@@ -37,11 +37,11 @@ class HeadCheck:
     texts: Sequence[Sequence[int]]
 
     def measure(self, num_tokens: int, depth: int) -> Acceptance:
-        """How often the head is right at `num_tokens` places after each text."""
+        """The head's acceptance at `num_tokens` positions after each text."""
         return measure_acceptance(self.trunk, self.head, self.texts, num_tokens, depth)
 
     def other_readings(self) -> Iterator[tuple[str, float]]:
-        """What else the head's file could mean, with the share of first guesses that are then right."""
+        """Other readings of the head's file, with the acceptance of first drafts."""
         for group in self.weights.norms:
             form = "plain" if group.is_centred else "zero-centred"
             yield f"{group.label} norms {form}", self._first(self.build(self.weights.with_other_norms(group.label)))

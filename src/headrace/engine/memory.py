@@ -1,4 +1,4 @@
-"""How much memory sequences may take, and how long a context that leaves room for."""
+"""The memory for sequences, and the longest context that it allows."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SLAB_TOKENS, StatePool, slot_capacity
 
 CONTEXT_STEP = 256
-"""A context that memory limits is a multiple of this."""
+"""A context limited by memory is a multiple of this."""
 
 _MOST_SLAB_TOKENS = 1 << 18
 
 DEFAULT_CONTEXT = 4096
-"""For models that name no length, unless the configuration does (recurrent ones have no limit of their own)."""
+"""For models without a stated length, unless configured (recurrent ones have no limit)."""
 
 
 def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
-    """What a sequence's state takes by its length, and a prediction head's with it."""
+    """The cost of a sequence's state by its length, with a prediction head's."""
     return sample_state(model, head).cost()
 
 
 def sample_state(model: PackedModel, head: HeadDrafter | None) -> SequenceState:
-    """A state of two tokens, with what a prediction head makes of them."""
+    """A state of two tokens, with the prediction head's part."""
     state = SequenceState(StatePool())
     state.begin(2)
     logits = model.forward([Row(state, [0, 0])], [1])
@@ -56,7 +56,7 @@ def state_pool(model: PackedModel, cost: StateCost, budget_bytes: int, max_num_s
 
 
 def state_budget(memory_bytes: int, utilization: float) -> int:
-    """Bytes for the states of all sequences: a share of the memory, less what is in use once the model is loaded.
+    """Bytes for the states of all sequences: a share of the memory, less what is in use after loading.
 
     Raises ConfigError if the weights leave nothing.
     """

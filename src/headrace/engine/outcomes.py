@@ -1,4 +1,4 @@
-"""What a step drew for a chunk, and what its scheduler is told of that."""
+"""A step's result for a chunk, as reported to the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.types.step import Chunk, ChunkFailure, ChunkResult
 
 @dataclass(slots=True)
 class Outcome:
-    """What the step drew for a chunk: what its window gained, and a token for each of its forks. error: why nothing."""
+    """A step's tokens for a chunk: what its window gained, and one for each of its forks. error: why none."""
 
     gained: Sequence[Drawn] = ()
     forks: Sequence[Drawn] = ()
@@ -24,7 +24,7 @@ class Outcome:
 
 
 def result_of(window: Window, num_committed: int, token_ids: tuple[int, ...], outcome: Outcome) -> ChunkResult:
-    """Of a chunk whose tokens are drawn."""
+    """Of a chunk whose tokens were sampled."""
     return ChunkResult(
         window.chunk.sequence_id,
         num_committed,
@@ -41,7 +41,7 @@ def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
 
 
 def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
-    """Of a sequence without a token at some place."""
+    """Of a sequence without a token at some position."""
     if constraint is not None:
         return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
     error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")

@@ -1,8 +1,8 @@
-"""What finished and unfinished prompts leave for later ones: the prefix tree, with states in it.
+"""The prefix cache with its states: what prompts leave for later ones.
 
-The scheduler asks `find` when a request is to start; the runner restores what was found, takes snapshots where
-`marks` says, and hands over what a sequence has computed when its prompt is done and when its row is freed. All of
-that happens between steps, on the engine's thread.
+The scheduler asks `find` when a request is to start; the runner restores what was found, takes snapshots where `marks`
+says, and hands over what a sequence has computed when its prompt is done and when its row is freed. All of that happens
+between steps, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import CacheStatus
 
 WAIT_TOKENS = 64
-"""A request waits for a running prompt that will save it so many tokens or more."""
+"""A request waits for a running prompt that will save it at least this many tokens."""
 
 
 class RecordStore:
@@ -42,9 +42,10 @@ class RecordStore:
 class _Prompt:
     """A request whose prompt is being computed.
 
-    marks: lengths at which snapshots are still to be taken. num_computed: tokens that have been handed to the runner.
-    counts: whether it is somebody's lookup, once it begins.
-    is_thinned: what is computed is not what the key says.
+    marks: lengths at which snapshots are still to be taken.
+    num_computed: tokens given to the runner.
+    counts: whether it counts as a lookup, once it begins.
+    is_thinned: sparse prefill has changed what is computed.
     """
 
     namespace: Namespace
@@ -63,7 +64,7 @@ class PrefixPool:
     """The prefix cache of one engine."""
 
     def __init__(self, weights: str, *, has_spans: bool, needs_snapshots: bool, disk: DiskTier | None = None) -> None:
-        """weights: fingerprint of what is loaded and how it is held. disk: None for none."""
+        """weights: fingerprint of the weights and their format. disk: None for none."""
         self._weights = weights
         self._has_spans = has_spans
         self._needs_snapshots = needs_snapshots
@@ -79,24 +80,23 @@ class PrefixPool:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on their way to or from the disk."""
+        """Bytes in transit to or from the disk."""
         pending = 0 if self._disk is None else self._disk.pending_bytes
         return pending + (0 if self._reads is None else self._reads.num_bytes)
 
     def limit_disk(self, num_bytes: int) -> None:
-        """No more than so many bytes may be on their way to and from the disk."""
+        """Limit the bytes in transit to and from the disk."""
         if self._disk is not None and self._reads is not None:
             self._disk.memory_bytes = num_bytes - self._reads.num_bytes
 
     def status(self) -> CacheStatus:
-        """What is held and how often it helped."""
+        """What is held, and the lookups' results."""
         return replace(self._tree.summary(), disk=None if self._disk is None else self._disk.status())
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """What of the prompt needs no computing; at least one token is left.
+        """The cached part of the prompt; at least one token is left to compute.
 
-        None if a prompt that is being computed, or a read from disk, will soon be of more help: the request had better
-        wait for it.
+        None: wait, a longer prefix is being computed or loaded.
         """
         if self._reads is not None:
             if self._reads.is_pending(request.request_id):
@@ -119,7 +119,7 @@ class PrefixPool:
         return CachedPrefix(match.num_tokens, plan.report)
 
     def _is_worth_waiting(self, namespace: Namespace, key: tuple[int, ...], match: Match) -> bool:
-        """Whether a prompt in progress shares much more; a snapshot is then asked of it where the two part."""
+        """Whether a prompt in progress shares much more; it is then asked for a snapshot at the branch point."""
         for other in self._prompts.values():
             if other.is_done or other.namespace != namespace:
                 continue
@@ -136,7 +136,7 @@ class PrefixPool:
     def _is_worth_reading(
         self, reads: DiskReads, request_id: str, namespace: Namespace, key: tuple[int, ...], match: Match
     ) -> bool:
-        """Whether a read from disk, begun now or before for another request, will soon be of more help."""
+        """Whether a read from disk, begun now or before for another request, will soon provide more."""
         if reads.helps(namespace, key, match, WAIT_TOKENS):
             return True
         if not reads.begin(request_id, namespace, key, match):
@@ -164,7 +164,7 @@ class PrefixPool:
         self._tree.insert(read.namespace, read.key[:length], cut=cut if self._has_spans else None, snapshots=snapshots)
 
     def restore(self, request_id: str, state: SequenceState) -> None:
-        """Bring a fresh state to the length that `find` gave."""
+        """Bring a fresh state to the length that `find` returned."""
         prompt = self._prompts[request_id]
         held = self._tree.read(prompt.match)
         spans = []
@@ -176,7 +176,7 @@ class PrefixPool:
         state.restore_parts(held.num_tokens, spans, snapshot)
 
     def leave_out(self, request_id: str) -> None:
-        """The request's prompt is thinned: nothing of it is kept for others, and nobody waits for it."""
+        """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
         prompt = self._prompts[request_id]
         prompt.is_done = prompt.is_thinned = True
         prompt.marks.clear()
@@ -184,14 +184,14 @@ class PrefixPool:
     def marks(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
         """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
         prompt = self._prompts[request_id]
-        if not prompt.has_begun:  # not before: what waits for something else may be found again and again
+        if not prompt.has_begun:  # not before: a waiting request may be looked up again and again
             prompt.has_begun = True
             self._tree.use(prompt.match, counts=prompt.counts)
         prompt.num_computed = max(prompt.num_computed, end)
         return tuple(sorted(mark for mark in prompt.marks if start < mark <= end))
 
     def keep(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
-        """Take over snapshots that a chunk of the prompt has left."""
+        """Take over snapshots from a chunk of the prompt."""
         prompt = self._prompts[request_id]
         prompt.snapshots.update(snapshots)
         prompt.marks -= snapshots.keys()
@@ -199,10 +199,10 @@ class PrefixPool:
     def store(self, request_id: str, token_ids: Sequence[int], state: SequenceState) -> None:
         """Put what a sequence of the request has computed into the tree, up to its committed length.
 
-        token_ids: at least so many. The first call that reaches the prompt's end lets waiting requests go. Nothing is
-        taken of a request whose prompt is thinned.
+        token_ids: at least that many. The first call that reaches the prompt's end releases waiting requests. A sparse
+        prompt is ignored.
         """
-        if state.is_untouched:  # it was brought back and ended before it went on
+        if state.is_untouched:  # it was resumed and ended before its next step
             return
         prompt = self._prompts[request_id]
         if prompt.is_thinned:
@@ -237,13 +237,13 @@ class PrefixPool:
         """Hand over to the disk what a sequence has computed: at its prompt's end, and when it ends."""
         ends = sorted(snapshots) if self._needs_snapshots else [len(key)]
         if len(key) >= len(prompt.key) and not prompt.is_done:
-            # the state behind the generation prompt is of use to this request only, and it will be further when it ends
+            # the state after the generation prompt only serves this request, which will be further when it ends
             ends = [end for end in ends if end < len(key)]
         disk.save(prompt.namespace, key, ends, state, spans, snapshots)
 
     @property
     def num_preparing(self) -> int:
-        """None: what requests wait for here is others'."""
+        """0: requests here wait for other requests."""
         return 0
 
     def end(self, request_id: str) -> None:
@@ -256,17 +256,17 @@ class PrefixPool:
             self._tree.unlock(read.match)
 
     def evict(self, num_bytes: int) -> int:
-        """Free at least `num_bytes`, or all that isn't in use; gives the bytes freed."""
+        """Free at least `num_bytes`, or all that isn't in use. Returns the bytes freed."""
         return self._tree.evict(num_bytes)
 
     def clear(self) -> int:
-        """Drop everything that isn't in use, on disk too; gives the bytes of memory freed."""
+        """Drop everything that isn't in use, on disk too. Returns the bytes of memory freed."""
         if self._disk is not None:
             self._disk.clear()
         return self._tree.clear()
 
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
-        """A step with this many prompt tokens took so long: what a read from disk has to beat."""
+        """Record a step with this many prompt tokens: reads from disk must be faster."""
         if self._disk is not None:
             self._disk.observe_prefill(num_tokens, duration_s)
 
@@ -276,7 +276,7 @@ class PrefixPool:
         return self._reads is not None and self._reads.is_waiting
 
     def hand_over(self) -> bool:
-        """Take a slice of what is to be written to disk off the device; whether there is more."""
+        """Copy a slice of what is to be written off the device. Returns whether there is more."""
         return self._disk is not None and self._disk.advance(SLICE_S)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps of made-up text before the first request: what windows of drafts take, and how exactly they compute."""
+"""Warm-up steps with synthetic text: times windows of drafts, and measures their numerical difference."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _NUM_ROUNDS = 3
 _LONGEST_WINDOW = 8
 
 _STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
-"""What the parts may take; on a machine where they take longer they end early."""
+"""Time limits of the parts; on a slower machine they end early."""
 
 _GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMargin:
-    """Logits of windows beside those of the same tokens one at a time, as shares of the largest logit.
+    """Logits of windows against those of the same tokens one at a time, as shares of the largest logit.
 
-    longest: the longest window that was tried, in tokens. difference: the largest one.
-    lead: the smallest distance of a likeliest token from the next; if it is less than the difference, they may change
-    places.
+    longest: the longest window tried, in tokens.
+    difference: the largest one.
+    lead: the smallest distance of a likeliest token from the next; below the difference, they may change places.
     """
 
     longest: int
@@ -53,7 +53,7 @@ class WindowMargin:
 
 
 class Rehearsal:
-    """A sequence of random tokens on its way through steps that nobody asked for."""
+    """A sequence of random tokens for warm-up steps."""
 
     def __init__(self, packed: PackedModel, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._packed = packed
@@ -80,14 +80,14 @@ class Rehearsal:
         return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
 
     def time_steps(self, drafter: HeadDrafter, costs: StepCosts, max_drafts: int) -> None:
-        """Let the planner of drafts know what one row's steps take, with and without them."""
+        """Give the draft planner the times of one row's steps, with and without drafts."""
         self._state.restore(self._record)
         ids = [*self._ids, self._following[0]]
         started = self._clock()
         for _ in range(2):
             before = self._clock()
             ids.append(self._step(drafter, ids, 0))
-        # where steps are quick, only what they are built of can take long the first time, and is waited for
+        # if steps are fast, only building can take long the first time, and is waited for
         is_quick = len(_NUM_DRAFTS) * (self._clock() - before) < _STEPS_LIMIT_S
         for turn in range(_NUM_ROUNDS):
             started = self._clock() if turn < 2 and is_quick else started
@@ -101,7 +101,7 @@ class Rehearsal:
                     costs.observe(StepShape(1, num_drafts, num_drafts, len(ids) - 1), self._clock() - before)
 
     def _run(self, ids: list[int], num_certain: int | None = None) -> mx.array:
-        """Compute and keep tokens; gives their logits in float32."""
+        """Compute and keep tokens; returns their logits in float32."""
         self._state.begin(len(ids), num_certain)
         logits = self._packed.forward([Row(self._state, ids)], range(len(ids))).astype(mx.float32)
         mx.eval(logits, self._state.arrays())
@@ -109,11 +109,11 @@ class Rehearsal:
         return logits
 
     def _step(self, drafter: HeadDrafter, ids: list[int], num_drafts: int) -> int:
-        """A step as the runner makes it, of which no draft is kept; gives the next token."""
+        """A step as the runner makes it, keeping no draft; returns the next token."""
         window = mx.array(ids[-1:], dtype=mx.int32)
         if num_drafts:
-            guesses = drafter.draft([HeadRow(self._state, ids, num_drafts, _GREEDY)])
-            window = mx.concatenate([window, guesses.ids])
+            drafts = drafter.draft([HeadRow(self._state, ids, num_drafts, _GREEDY)])
+            window = mx.concatenate([window, drafts.ids])
         self._state.begin(1 + num_drafts, 1)
         row = Row(self._state, (ids[-1], *(0,) * num_drafts))
         drawn = mx.argmax(self._packed.forward([row], range(1 + num_drafts), window), axis=-1)

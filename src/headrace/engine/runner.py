@@ -1,4 +1,4 @@
-"""Carrying out a plan: states, one packed forward, sampling, commits."""
+"""Executes a plan: states, one packed forward, sampling, commits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headrace.models.positions import TokenPositions
 from headrace.models.watch import QueryWatch
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
-from headrace.speculate.guesses import packed_ids
+from headrace.speculate.drafts import packed_ids
 from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
@@ -53,12 +53,13 @@ class Runner:
         watches: bool = False,
         ahead: bool = False,
     ) -> None:
-        """prefixes: None if nothing is kept for later prompts. constraints: None if no request has a constraint.
+        """prefixes: None without a prefix cache. constraints: None if no request may have a constraint.
 
-        speculator: None if nothing is drafted. features: None for a model that sees nothing. pool: where states are, if
-        others have made it. watches: whether what
-        sequences ask of their prompts is noted, see `watched`. ahead: whether steps are launched ahead where they can
-        be, see `launch_next`.
+        speculator: None without drafting.
+        features: None for a text model.
+        pool: where states are, if made elsewhere.
+        watches: record the queries of sequences, see `watched`.
+        ahead: launch steps ahead where possible, see `launch_next`.
         """
         assert not (ahead and watches), "what is noted waits for its tokens"
 
@@ -81,8 +82,8 @@ class Runner:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the states of all sequences hold."""
-        # what rows share counts once
+        """Bytes of all sequences' states."""
+        # shared arrays count once
         own = {id(array): array.nbytes for live in self._live.values() for array in live.state.own_arrays()}
         return self._pool.num_bytes + sum(own.values())
 
@@ -93,27 +94,27 @@ class Runner:
 
     @property
     def preempted_bytes(self) -> int:
-        """Bytes that the checkpoints of preempted sequences hold."""
+        """Bytes of preempted sequences' checkpoints."""
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
 
     def watched(self, sequence_id: str) -> tuple[SequenceState, QueryWatch]:
-        """The state of a sequence that has not been freed, and what its tokens asked of it."""
+        """The state of a sequence that has not been freed, and its recorded queries."""
         live = self._live[sequence_id]
         assert live.watch is not None, "nothing was to be watched"
         return live.state, live.watch
 
     def draft_status(self) -> DraftStatus | None:
-        """How tokens are guessed ahead; None if they are not."""
+        """Status of speculative decoding; None without it."""
         if self._speculator is None:
             return None
         return DraftStatus(self._speculator.max_drafts, self._speculator.num_failures)
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
-        """Compute every chunk of the plan. `requests` has its requests by their ids.
+        """Compute every chunk of the plan. `requests` has its requests by id.
 
-        What goes wrong in one row's own work fails that row; what goes wrong in the step fails its rows. Either way
-        there is an answer for every chunk and fork, and the caller frees the rows that failed. Raises EngineDead where
-        the device can compute nothing any more.
+        An error in one row's own work fails that row; an error in the step fails its rows. Either way there is an
+        answer for every chunk and fork, and the caller frees the failed rows. Raises EngineDead if the device can't
+        compute any more.
         """
         self._gained = []
         self._preempt(plan.preempted)
@@ -147,7 +148,7 @@ class Runner:
         return StepResult(tuple(results), tuple(failures))
 
     def _preempt(self, sequence_ids: Iterable[str]) -> None:
-        """Keep checkpoints in place of states; where that goes wrong, the sequence fails when it goes on."""
+        """Replace states by checkpoints; if that fails, the sequence fails when it resumes."""
         for sequence_id in sequence_ids:
             live = self._live[sequence_id]
             try:
@@ -158,7 +159,7 @@ class Runner:
             live.state.release()
 
     def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
-        """Make a state of a checkpoint; each of its layers goes as soon as the step has copied it."""
+        """Make a state from a checkpoint; each of its layers is freed once the step has copied it."""
         live.state = SequenceState(self._pool, record.length + 1)
         live.state.restore(record)
         live.record = None
@@ -166,7 +167,7 @@ class Runner:
     def _open(
         self, chunks: Sequence[Chunk], requests: Mapping[str, GenerationRequest], failures: list[ChunkFailure]
     ) -> list[Window]:
-        """Open each chunk's window; a row that can't (no memory for a larger slot, say) fails alone."""
+        """Open each chunk's window; a row that can't (for example, no memory for a larger slot) fails alone."""
         windows: list[Window] = []
         for chunk in chunks:
             try:
@@ -228,7 +229,7 @@ class Runner:
         return self._prefixes.marks(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
     def _compute(self, windows: Sequence[Window]) -> list[Outcome]:
-        """One forward at most and one wait for the device."""
+        """At most one forward and one wait for the device."""
         new = [one for one in windows if one.ahead is None]
         rows = [one.row for one in new]
         parts = computed(windows)
@@ -252,7 +253,7 @@ class Runner:
             draws.arrays(),
             [found.arrays() for found in scores.values()],
             states,
-            [one.guesses.batch.arrays for one in windows if one.guesses.batch is not None],
+            [one.drafts.batch.arrays for one in windows if one.drafts.batch is not None],
             [one.live.watch.arrays() for one in windows if one.live.watch is not None],
         )
         drawn = iter(draws.read())
@@ -271,18 +272,20 @@ class Runner:
         """Whether the rows' next step can be launched before this one's tokens are known: it will have no drafts."""
         if not self._runs_ahead or not all(one.is_plain for one in windows):
             return False
-        return self._speculator is None or self._speculator.rests([one.live.row for one in windows if one.num_draws])
+        return self._speculator is None or self._speculator.may_overlap(
+            [one.live.row for one in windows if one.num_draws]
+        )
 
     def _forward(self, windows: Sequence[Window], rows: Sequence[Row], lo: int) -> mx.array:
-        """Logits of windows that nobody has computed; the first of them is row `lo` of the step's."""
+        """Logits of windows not computed yet; the first of them is row `lo` of the step's."""
         picks: list[int] = []
         num_tokens = 0
         for one in windows:
             one.lo = lo + len(picks)
             num_tokens += one.num_tokens
             picks += range(num_tokens - one.num_logits, num_tokens)
-        ids = packed_ids([(one.chunk.token_ids, one.guesses) for one in windows])
-        # logits that nobody wants are never computed: only what is evaluated is
+        ids = packed_ids([(one.chunk.token_ids, one.drafts) for one in windows])
+        # unused logits are never computed: only what is evaluated is
         return self._model.forward(rows, picks or [num_tokens - 1], ids)
 
     def _take_over(self, window: Window, outcome: Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
@@ -313,7 +316,7 @@ class Runner:
     def _close_prompts(self, prompts: Sequence[tuple[int, Window]]) -> dict[int, Exception]:
         """Commit chunks of prompts, whose tokens are all certain, and keep what later prompts may use.
 
-        The prediction head reads them together. prompts: with their indices; gives errors by these.
+        The prediction head processes them together. prompts: with their indices; returns errors by these.
         """
         errors: dict[int, Exception] = {}
         for _, one in prompts:
@@ -358,9 +361,9 @@ class Runner:
         return results
 
     def draft(self) -> dict[str, int]:
-        """Let guesses be made for the sequences that have gained tokens in the last step; how many, by sequence.
+        """Propose drafts for the sequences that gained tokens in the last step. Returns how many, by sequence.
 
-        Apart from `execute`, so that nobody waits for them who waits for the tokens.
+        Separate from `execute`, so that it does not delay the tokens.
         """
         gained, self._gained = self._gained, []
         if self._speculator is None:
@@ -368,15 +371,15 @@ class Runner:
         lives = [self._live[each] for each in gained]
         self._speculator.draft(lives)
         self._afterwards_s = time.monotonic() - self._known_at
-        return {each: live.row.guesses.num_drafts for each, live in zip(gained, lives, strict=True)}
+        return {each: live.row.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
 
     def _report(
         self, windows: Sequence[Window], outcomes: Sequence[Outcome], seconds: float, *, was_mixed: bool
     ) -> None:
-        """Tell what became of the drafts of a step that took `seconds`.
+        """Report the results of a step's drafts; it took `seconds`.
 
-        That is from when the last step's tokens were known to when its own were: the device may have computed all the
-        while. Only the time in which the loop looks for others' work is left out.
+        That is the time between the last step's tokens and its own, because the device may have computed all the while,
+        without the time in which the loop looks for other work.
         """
         if self._speculator is None:
             return
@@ -401,7 +404,7 @@ class Runner:
         )
 
     def free(self, sequence_ids: Iterable[str]) -> None:
-        """Drop the states of sequences that ended; what they have computed stays in the prefix cache."""
+        """Drop the states of ended sequences; what they computed stays in the prefix cache."""
         for sequence_id in sequence_ids:
             live = self._live.pop(sequence_id, None)
             if live is None or live.record is not None:

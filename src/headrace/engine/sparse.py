@@ -1,7 +1,7 @@
-"""Sparse prefill: long prompts are computed only where a draft model found them important (arXiv 2502.02789).
+"""Sparse prefill: computes only the important tokens of long prompts, as scored by a draft model (arXiv 2502.02789).
 
-It stands in front of the prefix cache, where requests ask what of their prompt needs no computing, and holds a request
-back until its prompt is scored. What is computed of a thinned prompt never gets into the prefix cache.
+It precedes the prefix cache and holds a request back until its prompt is scored. What is computed of a sparse prompt
+never gets into the prefix cache.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 NUM_REMEMBERED = 8
-"""Prompts whose importance is remembered, so that one that is sent again is thinned to exactly the same tokens: behind
-what its prefix cache holds, the draft model would read it in other pieces, with other rounding."""
+"""Prompts whose importance is cached, so that a repeated one selects exactly the same tokens: after its prefix
+cache, the draft model would compute it in other chunks, with other rounding."""
 
 
 class SparsePrefill:
-    """Decides for each request whether its prompt is thinned, and to what; counts why others are not."""
+    """Decides for each request whether and how its prompt is made sparse; counts why others are not."""
 
     def __init__(
         self,
@@ -40,10 +40,11 @@ class SparsePrefill:
         keep: float,
         window: int,
     ) -> None:
-        """pool: behind `prefixes`; None if nothing is kept of prompts. threshold: uncached tokens of a long prompt.
+        """pool: behind `prefixes`; None without a prefix cache. threshold: uncached tokens of a long prompt.
 
-        keep: share of these that is computed, unless a request says otherwise. window: the served model's largest; so
-        many tokens at a prompt's end are kept, so that decoding sees what it would see in the whole prompt.
+        keep: share of these to compute, unless a request sets it.
+        window: the served model's largest; this many tokens at a prompt's end are kept, so that decoding sees what it
+        would see in the full prompt.
         """
         self.draft = draft
         self._prefixes = prefixes
@@ -62,7 +63,7 @@ class SparsePrefill:
         self._num_thinned = self._num_kept = self._num_dropped = 0
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """See PrefixIndex. None also as long as the prompt is being scored."""
+        """See PrefixIndex. None also while the prompt is being scored."""
         if request.thinning is None:
             return self._prefixes.find(request)
         if request.request_id in self._scoring:
@@ -72,7 +73,7 @@ class SparsePrefill:
             return None
         reason = self._own_reason(request, request.thinning, len(request.prompt) - cached.num_tokens)
         if reason is None and request.request_id not in self._scored and self._begin(request):
-            # the request is not to be waited for meanwhile, and what is cached may be more by then
+            # other requests should not wait for it meanwhile, and more may be cached by then
             self._prefixes.end(request.request_id)
             return None
         scored = reason or self._scored.pop(request.request_id)
@@ -81,7 +82,7 @@ class SparsePrefill:
         return self._thinned(request, request.thinning, cached, scored)
 
     def _own_reason(self, request: GenerationRequest, thinning: Thinning, num_uncached: int) -> Bypass | None:
-        """Why the prompt is computed whole, whatever a draft model would find."""
+        """Why the prompt is computed in full, whatever the draft model would find."""
         if thinning.bypass is not None:
             return thinning.bypass
         if request.constraint is not None and request.constraint.grammar is not None:
@@ -93,9 +94,9 @@ class SparsePrefill:
         return Bypass.SHORT if num_uncached < self._threshold else None
 
     def _begin(self, request: GenerationRequest) -> bool:
-        """Let the draft model read the prompt, unless that is known; whether it does.
+        """Start scoring the prompt, unless it is cached. Returns whether it did.
 
-        If it can't, the reason is noted in place of what it would find.
+        If it can't, the reason is recorded instead of a score.
         """
         known = self._remembered.get((request.cache_salt, request.prompt))
         if known is not None:
@@ -109,7 +110,7 @@ class SparsePrefill:
             self._scored[request.request_id] = Bypass.DRAFT_FAILED
         except ContextTooLong:
             self._scored[request.request_id] = Bypass.DRAFT_CONTEXT
-        except Exception:  # an outer wall: a request must not fail of what only makes it faster
+        except Exception:  # an exception boundary: a failed score must not fail its request
             self._break()
             self._scored[request.request_id] = Bypass.DRAFT_FAILED
         return False
@@ -150,19 +151,19 @@ class SparsePrefill:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the draft model has something to do."""
+        """Whether the draft model has work."""
         return bool(self._scoring)
 
     def advance(self, limit_s: float | None) -> None:
-        """A step of the draft model, whose prompt tokens may take so long; any time for None."""
+        """A step of the draft model with this time limit for prompt tokens; None for no limit."""
         try:
             for one in self.draft.advance(limit_s):
                 self._note(self._scoring.pop(one.request_id), one)
-        except Exception:  # an outer wall, as in `_begin`
+        except Exception:  # an exception boundary, as in `_begin`
             self._break()
 
     def _note(self, key: tuple[str, tuple[int, ...]], one: Scored) -> None:
-        """Keep what the draft model found for the request, and for others with the same prompt."""
+        """Keep the draft model's result for the request, and for others with the same prompt."""
         if one.importance is None:
             self._scored[one.request_id] = Bypass.DRAFT_FAILED
             return
@@ -172,12 +173,12 @@ class SparsePrefill:
             self._remembered.popitem(last=False)
 
     def clear(self) -> int:
-        """Drop what is kept of prompts and isn't in use; gives the bytes freed."""
+        """Drop what is kept of prompts and isn't in use. Returns the bytes freed."""
         self._remembered.clear()
         return self.draft.clear()
 
     def _break(self) -> None:
-        """What the draft model's engine knows is not certain any more: it is not asked again."""
+        """The draft model's engine is in an unknown state: it is not used again."""
         logger.exception("sparse prefill has failed; prompts are computed whole from now on")
         self._is_broken = True
         self.draft.close()
@@ -185,7 +186,6 @@ class SparsePrefill:
         self._scoring.clear()
 
     def status(self) -> SparseStatus:
-        """What was thinned so far, and what was not."""
         return SparseStatus(
             draft=self.draft.name,
             num_thinned=self._num_thinned,

@@ -1,4 +1,4 @@
-"""The small model that reads long prompts before the served one: an engine inside the engine, of the same parts."""
+"""The draft model of sparse prefill: an engine inside the engine, of the same parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from headrace.types.request import GenerationRequest, SamplingParams
 logger = logging.getLogger(__name__)
 
 LOOKAHEAD = 8
-"""Tokens that the draft model writes on; what it looks at for them is what counts (SpecPrefill, arXiv 2502.02789)."""
+"""Tokens that the draft model continues a prompt with; their attention gives the scores (SpecPrefill, arXiv
+2502.02789)."""
 
 _GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
@@ -29,14 +30,14 @@ Importance = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A prompt that the draft model is done with. importance: None if that went wrong."""
+    """A prompt that the draft model has finished. importance: None if that failed."""
 
     request_id: str
     importance: Importance | None
 
 
 class SparseDraft:
-    """Reads prompts in chunks, in batches and with a prefix cache of its own, and says what it found important.
+    """Scores prompts in chunks, in batches and with its own prefix cache.
 
     Belongs to the engine's thread.
     """
@@ -44,7 +45,7 @@ class SparseDraft:
     def __init__(
         self, name: str, runner: Runner, scheduler: Scheduler, prefixes: PrefixPool | None, weights_bytes: int
     ) -> None:
-        """runner: one that watches. prefixes: the runner's; None for none."""
+        """runner: one that records queries. prefixes: the runner's; None for none."""
         self.name = name
         self.weights_bytes = weights_bytes
         self._runner = runner
@@ -56,26 +57,26 @@ class SparseDraft:
 
     @property
     def num_scoring(self) -> int:
-        """Prompts that are worked on."""
+        """Prompts in progress."""
         return len(self._lengths)
 
     @property
     def reserved_bytes(self) -> int:
-        """Promised to the states of prompts."""
+        """Reserved for the states of prompts."""
         return 0 if self._is_over else self._scheduler.reserved_bytes
 
     @property
     def state_bytes(self) -> int:
-        """What these states hold."""
+        """Held by these states."""
         return self._runner.state_bytes
 
     @property
     def records_bytes(self) -> int:
-        """What the prefix cache holds."""
+        """Held by the prefix cache."""
         return 0 if self._prefixes is None else self._prefixes.num_bytes
 
     def begin(self, request: GenerationRequest) -> None:
-        """Read the prompt of a request. Raises ContextTooLong for one that the draft model has no room for."""
+        """Start on a request's prompt. Raises ContextTooLong for one that the draft model has no room for."""
         reading = GenerationRequest(
             request.request_id,
             request.prompt,
@@ -90,13 +91,13 @@ class SparseDraft:
         self._lengths[request.request_id] = len(request.prompt)
 
     def abort(self, request_id: str) -> None:
-        """Give a prompt up that is worked on; what was computed of it stays in the prefix cache."""
+        """End work on a prompt; what was computed of it stays in the prefix cache."""
         del self._lengths[request_id]
         self._scheduler.abort(request_id)
         self._free()
 
     def advance(self, limit_s: float | None) -> list[Scored]:
-        """One step, whose prompt tokens may take `limit_s`, any time for None; gives the prompts that it finished."""
+        """One step with the time limit `limit_s` for prompt tokens, None for no limit; returns the finished prompts."""
         plan = self._scheduler.schedule(limit_s)
         if plan.is_empty:
             return []
@@ -118,12 +119,12 @@ class SparseDraft:
             if not np.isfinite(found).all():
                 raise GenerationFailed("the draft model's attention is not numbers")
             return found
-        except Exception:  # an outer wall: the request's prompt is computed whole
+        except Exception:  # an exception boundary: the request's prompt is computed in full
             logger.exception("the prompt of %s could not be scored", request_id)
             return None
 
     def close(self) -> None:
-        """Drop all that prompts in work hold; nothing more is to be asked, but what memory is still held."""
+        """Drop all prompts in progress; afterwards only the memory still held may be asked for."""
         self._is_over = True
         self._lengths.clear()
         self._runner.drop()
@@ -133,9 +134,9 @@ class SparseDraft:
         self._scheduler.forget_ended()
 
     def evict(self, num_bytes: int) -> int:
-        """Drop so much of the prefix cache, or all that isn't in use; gives the bytes freed."""
+        """Evict this much of the prefix cache, or all that isn't in use. Returns the bytes freed."""
         return 0 if self._prefixes is None else self._prefixes.evict(num_bytes)
 
     def clear(self) -> int:
-        """Drop all of the prefix cache that isn't in use; gives the bytes freed."""
+        """Evict everything from the prefix cache that isn't in use. Returns the bytes freed."""
         return 0 if self._prefixes is None else self._prefixes.clear()

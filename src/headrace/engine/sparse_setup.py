@@ -1,4 +1,4 @@
-"""The draft model of sparse prefill, from a name to an engine inside the engine."""
+"""Sets up the draft model of sparse prefill."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class LoadedDraft:
     weights_bytes: int
 
     def share(self, cost: StateCost, num_tokens: int) -> float:
-        """Of the memory for states, this model's beside one of such a cost, as prompts of a length need it."""
+        """This model's share of the memory for states beside one of that cost, for prompts of this length."""
         own, other = self.cost.num_bytes(num_tokens + LOOKAHEAD), cost.num_bytes(num_tokens)
         return own / (own + other)
 
     def line(self, config: Config, budget_bytes: int) -> str:
-        """For start-up: what is thinned, by which model, and the memory that this has."""
+        """For start-up: the sparse prefill settings, the draft model, and its memory."""
         knobs = config.engine
         return (
             f"sparse prefill: prompts with {knobs.sparse_threshold} uncached tokens or more keep "
@@ -52,10 +52,10 @@ class LoadedDraft:
 
 
 def load_draft(config: Config, own: ModelFiles, draft: ModelFiles, target: LoadedModel, device: Device) -> LoadedDraft:
-    """Load the configured draft model for a target that is loaded.
+    """Load the configured draft model for a loaded target.
 
-    Raises ConfigError that names sparse_draft if the two don't go together, or one of them can't do its part, and
-    ModelError for a draft that can't be loaded.
+    Raises ConfigError that names sparse_draft if the two don't match, or one of them can't do its part, and ModelError
+    for a draft that can't be loaded.
     """
     _refuse_other_tokens(own, draft)
     if (reason := target.packed.positions_refusal) is not None:
@@ -88,7 +88,7 @@ def start_sparse(
     pool: PrefixPool | None,
     window: int,
 ) -> SparsePrefill:
-    """The draft model's engine, with `budget_bytes` for its states, in front of the served model's prefix cache.
+    """The draft model's engine, with `budget_bytes` for its states, preceding the served model's prefix cache.
 
     max_model_len: the served model's. The rest as for SparsePrefill.
     """
@@ -118,7 +118,7 @@ def start_sparse(
 
 
 def _refuse_other_tokens(own: ModelFiles, draft: ModelFiles) -> None:
-    """Raises ConfigError unless the same ids mean the same tokens in both models."""
+    """Raise ConfigError unless the same ids mean the same tokens in both models."""
     ours, theirs = _token_ids(own.directory), _token_ids(draft.directory)
     if ours == theirs:
         return
@@ -134,7 +134,7 @@ def _place(ids: Mapping[str, int], token: str) -> str:
 
 
 def _token_ids(directory: Path) -> dict[str, int]:
-    """Tokens, added ones too, and their ids, as tokenizer.json has them."""
+    """Tokens, added ones too, and their ids, from tokenizer.json."""
     path = directory / "tokenizer.json"
     try:
         said: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -17,9 +17,9 @@ from headrace.models.positions import TokenPositions
 from headrace.models.watch import QueryWatch
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
-from headrace.speculate.guesses import NOTHING, Guesses
+from headrace.speculate.drafts import NOTHING, Drafts
 from headrace.speculate.head import EntryMedia
-from headrace.speculate.speculator import DraftedRow
+from headrace.speculate.speculator import DraftState
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -49,7 +49,7 @@ class LiveSequence:
     token_ids: list[int]
     constraint: Constraint | None = None
     media: LiveMedia | None = None
-    drafted: DraftedRow | None = None
+    drafted: DraftState | None = None
     positions: TokenPositions | None = None
     watch: QueryWatch | None = None
     ahead: Ahead | None = None
@@ -85,7 +85,7 @@ class LiveSequence:
             self.constraint.accept(token_ids)
 
     @property
-    def row(self) -> DraftedRow:
+    def row(self) -> DraftState:
         """How it is drafted for, where anything is drafted; this and the following are what a `Drafting` has."""
         assert self.drafted is not None
         return self.drafted
@@ -116,7 +116,7 @@ def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
 class Window:
     """A chunk whose tokens are being computed, with the drafts behind them.
 
-    lo: its first row among the logits that the step computes. drafts: the ids of the guesses; None as long as only the
+    lo: its first row among the step's logits. draft_ids: None as long as only the
     device knows them. masks: what may come at each place; None if anything may, or before `limited`. media: among the
     window's tokens, None in a sequence without. following: prompt tokens whose log-probabilities are due: those that
     the chunk's own predict; then each of these needs logits. ahead: its logits, if they are computed already.
@@ -125,8 +125,8 @@ class Window:
 
     chunk: Chunk
     live: LiveSequence
-    guesses: Guesses = NOTHING
-    drafts: tuple[int, ...] | None = ()
+    drafts: Drafts = NOTHING
+    draft_ids: tuple[int, ...] | None = ()
     masks: tuple[Mask | None, ...] | None = None
     media: RowMedia | None = None
     following: tuple[int, ...] = ()
@@ -157,7 +157,7 @@ class Window:
     @property
     def num_drafts(self) -> int:
         """Drafts in the window."""
-        return len(self.guesses.candidate.places)
+        return len(self.drafts.candidate.places)
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +174,7 @@ class Window:
 
     @property
     def _likely_drafts(self) -> tuple[int, ...]:
-        return (0,) * self.num_drafts if self.drafts is None else self.drafts
+        return (0,) * self.num_drafts if self.draft_ids is None else self.draft_ids
 
     @property
     def num_logits(self) -> int:
@@ -188,9 +188,9 @@ class Window:
 
     def limited(self) -> Window:
         """With its masks, which take longer than anything else of a window to make. Raises GenerationFailed."""
-        if self.live.constraint is None or self.drafts is None or not self.is_limited:
+        if self.live.constraint is None or self.draft_ids is None or not self.is_limited:
             return self
-        return replace(self, masks=self.live.constraint.window(self.drafts).masks)
+        return replace(self, masks=self.live.constraint.window(self.draft_ids).masks)
 
     def places(self) -> list[Place]:
         """What is drawn: at each place of the window, before each draft and behind the last, then for each fork.
@@ -220,28 +220,28 @@ class Window:
         """
         if len(drawn) < 2:
             return drawn
-        drafts = self.guesses.read() if self.drafts is None else self.drafts
-        gained = drawn[: len(gained_tokens(drafts, [one.token_id for one in drawn]))]
+        draft_ids = self.drafts.read() if self.draft_ids is None else self.draft_ids
+        gained = drawn[: len(gained_tokens(draft_ids, [one.token_id for one in drawn]))]
         stops = self.live.request.stop_token_ids
         end = next((place for place, one in enumerate(gained) if one.token_id in stops), len(gained))
         return gained[: end + 1]
 
 
 def open_window(chunk: Chunk, live: LiveSequence) -> Window:
-    """The chunk with as many of the guesses behind it as the plan allows and a constraint finds legal.
+    """The chunk with as many of the drafts behind it as the plan allows and a constraint finds legal.
 
-    Penalties and constraints look at the text before each place, so such rows have to know the guesses' ids.
+    Penalties and constraints look at the text before each place, so such rows have to know the drafts' ids.
     """
-    guesses = NOTHING
+    drafts = NOTHING
     if live.drafted is not None and chunk.num_drafts:
-        guesses = live.drafted.guesses.first(chunk.num_drafts)
-    must_know = live.history is not None or live.constraint is not None or guesses.batch is None
-    drafts = guesses.read() if must_know else None
-    window = Window(chunk, live, guesses, drafts, following=_following(chunk, live.request))
+        drafts = live.drafted.drafts.first(chunk.num_drafts)
+    must_know = live.history is not None or live.constraint is not None or drafts.batch is None
+    draft_ids = drafts.read() if must_know else None
+    window = Window(chunk, live, drafts, draft_ids, following=_following(chunk, live.request))
     if window.is_limited:
-        assert drafts is not None and live.constraint is not None
-        num_legal = live.constraint.num_legal(drafts)
-        window = replace(window, guesses=guesses.first(num_legal), drafts=drafts[:num_legal])
+        assert draft_ids is not None and live.constraint is not None
+        num_legal = live.constraint.num_legal(draft_ids)
+        window = replace(window, drafts=drafts.first(num_legal), draft_ids=draft_ids[:num_legal])
     if live.media is None:
         return window
     return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))

@@ -1,1 +1,1 @@
-"""Guessing tokens ahead, and verifying the guesses without changing what is said."""
+"""Speculative decoding: drafts tokens and verifies them without changing the output."""

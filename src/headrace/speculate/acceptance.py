@@ -1,4 +1,4 @@
-"""How often a prediction head is right, measured along the model's own greedy text."""
+"""Measures a prediction head's acceptance along the model's own greedy text."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ _GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """num_right: for each number of drafts, at how many of `num_places` places the first so many were all right."""
+    """num_right: for each number of drafts, at how many of `num_places` positions that many were all accepted."""
 
     num_places: int
     num_right: tuple[int, ...]
 
     @property
     def first(self) -> float:
-        """Share of places where the first draft was right."""
+        """Share of positions where the first draft was accepted."""
         return self.num_right[0] / self.num_places
 
     def share(self, depth: int) -> float:
-        """Share of the drafts number `depth`, from 1, that were right where those before them were."""
+        """Share of the drafts number `depth`, from 1, accepted where those before them were."""
         tried = self.num_places if depth == 1 else self.num_right[depth - 2]
         return self.num_right[depth - 1] / tried if tried else 0.0
 
     def tokens_per_step(self, num_drafts: int) -> float:
-        """Tokens that a step with so many drafts gains."""
+        """Tokens that a step with this many drafts gains."""
         return 1 + sum(self.num_right[:num_drafts]) / self.num_places
 
 
 def measure_acceptance(
     trunk: PackedModel, head: MtpHead, texts: Sequence[Sequence[int]], num_tokens: int, depth: int
 ) -> Acceptance:
-    """Continue each text greedily and, before each of `num_tokens` tokens of it, let the head guess `depth` ahead.
+    """Continue each text greedily and, before each of `num_tokens` tokens, let the head draft `depth` tokens.
 
-    texts: token ids, at least two each. Drafts beyond the first are made from the head's own outputs. The trunk must
-    keep the hidden rows that the head is meant to read.
+    texts: token ids, at least two each. Drafts beyond the first use the head's own outputs. The trunk must keep the
+    hidden states that the head reads.
     """
     drafter, pool = HeadDrafter(head), StatePool()
     rows = [_Continued(SequenceState(pool, len(ids) + num_tokens + depth), list(ids), len(ids)) for ids in texts]
     for one in rows:
         _advance(trunk, [one], len(one.token_ids))
-    guesses: list[list[tuple[int, ...]]] = []
+    drafts_at: list[list[tuple[int, ...]]] = []
     for _ in range(num_tokens):
         drafted = drafter.draft([HeadRow(one.state, one.token_ids, depth, _GREEDY) for one in rows])
         mx.eval(drafted.arrays, [one.state.arrays() for one in rows])
-        guesses.append([drafted.read(number, depth) for number in range(len(rows))])
+        drafts_at.append([drafted.read(number, depth) for number in range(len(rows))])
         _advance(trunk, rows)
     for _ in range(depth - 1):
         _advance(trunk, rows)
     num_right = [0] * depth
-    for place, drafts_of_rows in enumerate(guesses):
+    for place, drafts_of_rows in enumerate(drafts_at):
         for one, drafts in zip(rows, drafts_of_rows, strict=True):
             start = one.num_given + place + 1
             for number in range(depth):
@@ -73,7 +73,7 @@ def measure_acceptance(
 
 @dataclass(slots=True)
 class _Continued:
-    """A text, what the model said after it, and the state of all but the last token."""
+    """A text, its continuation, and the state of all but the last token."""
 
     state: SequenceState
     token_ids: list[int]
@@ -81,7 +81,7 @@ class _Continued:
 
 
 def _advance(trunk: PackedModel, rows: Sequence[_Continued], num_tokens: int = 1) -> None:
-    """Compute each row's last tokens, and add the likeliest next one."""
+    """Compute each row's last tokens, and append the likeliest next one."""
     packed = []
     for one in rows:
         one.state.begin(num_tokens)

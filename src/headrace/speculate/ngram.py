@@ -1,8 +1,8 @@
-"""Drafts copied from a sequence's own text: what followed the last time that it ended in the same tokens.
+"""Drafts by copying from the sequence's own text: what followed the last time it ended in the same tokens.
 
-The text is indexed by chains as in the deflate format (RFC 1951, section 4): a table names the newest place of every
-hash of three tokens, and each place the one before it. So a token is added in constant time, and text and index take
-12 to 16 bytes for each token whatever they say.
+The text is indexed by hash chains as in deflate (RFC 1951, section 4): a table has the newest position of every hash of
+three tokens, and each position links to the previous one. So a token is added in constant time, and text and index take
+12 to 16 bytes per token.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.speculate.draft import Proposal, Source
+from headrace.speculate.proposal import Proposal, Source
 
 MIN_MATCH = 3
-"""Tokens that must agree before a copy is proposed."""
+"""Matching tokens required for a proposal."""
 
 MAX_MATCH = 32
-"""Agreement is not looked at beyond this."""
+"""Matches are not extended beyond this."""
 
 _MAX_PLACES = 16
-"""Places that are compared for one proposal, newest first."""
+"""Positions compared for one proposal, newest first."""
 
 _FIRST_SIZE = 4
 _MAX_SIZE = 32
@@ -30,17 +30,17 @@ _MAX_SIZE = 32
 _LOSSES_BEFORE_PAUSE = 2
 _FIRST_PAUSE = 8
 _MAX_PAUSE = 256
-"""Tokens for which a drafter that keeps losing is silent, at first and at most."""
+"""Tokens for which a drafter with rejected copies pauses, at first and at most."""
 
 _FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 _HASH_MASK = 0xFFFFFFFF
 
 
 class NgramDrafter:
-    """Proposes copies for one sequence. It is told committed tokens only, so a rejected draft leaves no trace in it.
+    """Proposes copies for one sequence. It only gets committed tokens, so a rejected draft leaves no trace.
 
-    A place is a number of tokens, from MIN_MATCH: the text behind it was preceded by the tokens before it. So 0 is free
-    to end a chain.
+    A place is a number of tokens, at least MIN_MATCH: the text after it was preceded by the tokens before it. So 0 can
+    end a chain.
     """
 
     __slots__ = ("_earlier", "_losses", "_newest", "_pause", "_shift", "_silent_until", "_size", "_tokens")
@@ -79,7 +79,7 @@ class NgramDrafter:
     def propose(self, max_tokens: int) -> Proposal | None:
         """Up to `max_tokens` tokens that may come next.
 
-        None if the text does not end as it did before, or while the drafter is silent because its copies kept losing.
+        None if the text does not end as it did before, or while the drafter pauses because its copies were rejected.
         """
         num_tokens = min(self._size, max_tokens)
         if num_tokens < 1 or len(self._tokens) < self._silent_until:
@@ -87,11 +87,11 @@ class NgramDrafter:
         place, length = self._longest_match()
         if length < MIN_MATCH:
             return None
-        # Every right token makes the match one longer.
+        # Every accepted token extends the match by one.
         return Proposal(Source.COPY, self._copy(place, num_tokens), _CONFIDENCES[length : length + num_tokens])
 
     def report(self, num_verified: int, num_accepted: int) -> None:
-        """Tell how many tokens of a proposal were verified and how many of these were right; sizes the next one.
+        """Record how many tokens of a proposal were verified and accepted; sizes the next one.
 
         Call it for each proposal of which a token was verified, in any order with `append`.
         """
@@ -108,7 +108,7 @@ class NgramDrafter:
             self._pause = min(2 * self._pause, _MAX_PAUSE)
 
     def _index(self) -> None:
-        """Index the whole text, in a table with room for it to grow up to twofold."""
+        """Index the whole text, in a table with room for it to double."""
         num_tokens = len(self._tokens)
         num_bits = max(num_tokens, 64).bit_length()
         self._shift = 32 - num_bits
@@ -121,15 +121,15 @@ class NgramDrafter:
             order = np.argsort(hashes, kind="stable")
             hashes, places = hashes[order], order + MIN_MATCH
             earlier[places[1:]] = places[:-1] * (hashes[1:] == hashes[:-1])
-            # of equal ones the last stays
+            # of equal ones the last remains
             newest[hashes] = places
         self._earlier = array("i", earlier.tobytes())
         self._newest = array("i", newest.tobytes())
 
     def _longest_match(self) -> tuple[int, int]:
-        """The place before which the text agrees longest with its end, of equals the newest, and for how many tokens.
+        """The place before which the text matches its end longest, and the match length; ties: the newest.
 
-        The length is 0 if there is none.
+        The length is 0 if there is no match.
         """
         tokens = self._tokens
         best, best_length = 0, 0
@@ -140,7 +140,7 @@ class NgramDrafter:
         for _ in range(_MAX_PLACES):
             if not place or best_length == MAX_MATCH:
                 break
-            # one token tells most of the places that can't be better
+            # one token rules out most places that can't be better
             if best_length < place and tokens[place - 1 - best_length] == end[best_length]:
                 length = _agreement(end, tokens[max(0, place - MAX_MATCH) : place][::-1])
                 if length > best_length:
@@ -149,7 +149,7 @@ class NgramDrafter:
         return best, best_length
 
     def _copy(self, place: int, num_tokens: int) -> tuple[int, ...]:
-        """The tokens behind `place`; where they reach the end of the text, the copy goes on with itself."""
+        """The tokens after `place`; at the end of the text, the copy continues with itself."""
         copied = list(self._tokens[place : place + num_tokens])
         distance = len(self._tokens) - place
         while len(copied) < num_tokens:
@@ -158,11 +158,11 @@ class NgramDrafter:
 
 
 def _agreement(end: array[int], others: array[int]) -> int:
-    """How many tokens are the same, from the first on; `end` is as long or longer."""
+    """Length of the common prefix; `end` is as long or longer."""
     if end[: len(others)] == others:
         return len(others)
     return next(number for number, other in enumerate(others) if end[number] != other)
 
 
 _CONFIDENCES = tuple(min(length, MAX_MATCH) / (min(length, MAX_MATCH) + 2) for length in range(MAX_MATCH + _MAX_SIZE))
-"""A first guess of how likely a match of each length goes on, to be corrected: 0.6 for 3 tokens, 0.94 from 32 on."""
+"""Initial estimate that a match of each length continues: 0.6 for 3 tokens, 0.94 from 32 on."""

@@ -1,8 +1,7 @@
-"""What to draft for a row, ranked by how likely it is to survive verification.
+"""Ranks possible drafts of a row by their chance to survive verification.
 
-A draft counts only if all before it are right, so its survival is the product of the estimates up to it. Estimates are
-learned from what became of earlier drafts: for all rows by source and evidence, and for each row by how its own text
-compares with that.
+A draft counts only if all before it are accepted, so its survival is the product of the estimates up to it. Estimates
+are learned from verified drafts: over all rows by source and evidence, and for each row by its deviation from that.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from headrace.speculate.draft import Proposal, Source
+from headrace.speculate.proposal import Proposal, Source
 
 _FASTEST, _SLOWEST = 0.2, 0.03
 """Weight of a new outcome in a running mean: 1 / n for the n-th, within these bounds."""
 
 _ROW_PRIOR = 2.0
-"""Drafts, as good as expected, that a row is credited with: the more, the slower it departs from the mean."""
+"""Average drafts that a row starts with: the more, the slower it departs from the mean."""
 
 _ROW_MEMORY = 0.95
-"""What a row's earlier outcomes still count after another one."""
+"""Factor by which a row's earlier outcomes fade with each new one."""
 
 _HEAD_GUESS = 0.75
-"""How likely a head's draft is thought to be right before any was verified."""
+"""Assumed acceptance of a head's draft before any was verified."""
 
 _HIGHEST = 0.98
-"""No estimate is higher, but for what is certain."""
+"""Upper limit of all estimates but certain ones."""
 
 _NUM_GRADES = 8
-"""Grades of confidence that are told apart."""
+"""Grades of confidence."""
 
 
-class Place(NamedTuple):
-    """One draft: who guesses it, on what evidence, and how likely it is right if those before it are.
+class RankedDraft(NamedTuple):
+    """One draft: its drafter, its evidence, and its acceptance if those before it are accepted.
 
     grade: of a copy's confidence, from 0; for the head the number of its drafts before this one.
     """
@@ -49,12 +48,12 @@ class Place(NamedTuple):
 class Candidate:
     """What may be drafted for a row.
 
-    token_ids: the drafts that are known; the rest of `places`, if any, is for the head to guess.
-    survival: for each place, how likely it and all before it are right.
+    token_ids: the known drafts; the head drafts the rest of `places`.
+    survival: for each place, the probability that it and all before it are accepted.
     """
 
     token_ids: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[RankedDraft, ...]
     survival: tuple[float, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +62,7 @@ class Candidate:
 
     @property
     def uses_head(self) -> bool:
-        """Whether the head has to guess."""
+        """Whether the head has to draft."""
         return len(self.places) > len(self.token_ids)
 
     def first(self, num_drafts: int) -> Candidate:
@@ -74,7 +73,7 @@ class Candidate:
 
 
 class RowRecord:
-    """How often one row's drafts were right, beside what was expected; older outcomes fade."""
+    """One row's accepted drafts against the expected ones; older outcomes fade."""
 
     __slots__ = ("_expected", "_right", "of_head")
 
@@ -82,20 +81,20 @@ class RowRecord:
         self._expected: dict[Source, float] = {}
         self._right: dict[Source, float] = {}
         self.of_head: tuple[int, Candidate] | None = None
-        """What the head could guess, and after how many lessons that was asked; see `Ranking`."""
+        """What the head could guess, and after how many observations that was asked; see `Ranking`."""
 
     def factor(self, source: Source) -> float:
-        """What makes an estimate for all rows this row's own."""
+        """Turns an estimate over all rows into this row's."""
         return (_ROW_PRIOR + self._right.get(source, 0.0)) / (_ROW_PRIOR + self._expected.get(source, 0.0))
 
     def update(self, source: Source, estimate: float, is_right: bool) -> None:
-        """Add an outcome. estimate: for all rows."""
+        """Add an outcome. estimate: over all rows."""
         self._right[source] = _ROW_MEMORY * self._right.get(source, 0.0) + is_right
         self._expected[source] = _ROW_MEMORY * self._expected.get(source, 0.0) + estimate
 
 
 class Ranking:
-    """Knows how often drafts were right, over all rows of a model."""
+    """The acceptance of drafts over all rows of a model."""
 
     def __init__(self) -> None:
         self._means: dict[tuple[Source, int], tuple[float, float]] = {}
@@ -110,11 +109,12 @@ class Ranking:
         copied: Proposal | None = None,
         num_head: int = 0,
     ) -> Candidate:
-        """The drafts that are expected to gain most, `max_drafts` at most; none if there is nothing to draft.
+        """The drafts with the highest expected gain, at most `max_drafts`; none if there is nothing to draft.
 
-        forced: tokens without an alternative. They come first, and only a copy that agrees with them can go on behind
-        them. copied: what follows in the row's own text. num_head: drafts that the head could guess, 0 without one.
-        A copy is preferred to equal drafts of the head, because it costs none of the head's time.
+        forced: tokens without an alternative. They come first, and only a copy that agrees with them can follow.
+        copied: what follows in the row's own text.
+        num_head: drafts available from the head, 0 without one. A copy is preferred to equal drafts of the head,
+        because it needs no pass of the head.
         """
         best, certain = _NOTHING, (_CERTAIN,) * len(forced)
         if forced:
@@ -127,7 +127,7 @@ class Ranking:
             best = copy if sum(copy.survival) >= sum(best.survival) else best
         return best
 
-    def _copied_places(self, record: RowRecord, confidences: Sequence[float]) -> tuple[Place, ...]:
+    def _copied_places(self, record: RowRecord, confidences: Sequence[float]) -> tuple[RankedDraft, ...]:
         factor = record.factor(Source.COPY)
         by_confidence = {
             each: self._place(factor, Source.COPY, min(int(each * _NUM_GRADES), _NUM_GRADES - 1), each)
@@ -136,7 +136,7 @@ class Ranking:
         return tuple([by_confidence[each] for each in confidences])
 
     def _of_head(self, record: RowRecord, num_drafts: int) -> Candidate:
-        """The same as long as nothing is learned: a row without drafts has it asked in every step."""
+        """Cached until something is learned: a row without drafts asks for it in every step."""
         known = record.of_head
         if known is None or known[0] != self._num_lessons or len(known[1].places) != num_drafts:
             factor = record.factor(Source.HEAD)
@@ -144,14 +144,14 @@ class Ranking:
             known = record.of_head = self._num_lessons, Candidate((), tuple(places))
         return known[1]
 
-    def _place(self, factor: float, source: Source, grade: int, guess: float) -> Place:
+    def _place(self, factor: float, source: Source, grade: int, guess: float) -> RankedDraft:
         mean, _ = self._means.get((source, grade), (guess, 0.0))
-        return Place(source, grade, min(mean * factor, _HIGHEST))
+        return RankedDraft(source, grade, min(mean * factor, _HIGHEST))
 
     def report(self, record: RowRecord, verified: Candidate, num_right: int) -> None:
-        """Learn from a verified candidate of which the first `num_right` drafts were right.
+        """Learn from a verified candidate whose first `num_right` drafts were accepted.
 
-        Drafts behind the first wrong one tell nothing.
+        Drafts after the first rejected one are ignored.
         """
         self._num_lessons += 1
         for number, place in enumerate(verified.places[: num_right + 1]):
@@ -164,5 +164,5 @@ class Ranking:
             self._means[place.source, place.grade] = mean + weight * (is_right - mean), count + 1
 
 
-_CERTAIN = Place(Source.FORCED, 0, 1.0)
+_CERTAIN = RankedDraft(Source.FORCED, 0, 1.0)
 _NOTHING = Candidate((), ())

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from headrace.speculate.draft import Source
-from headrace.speculate.guesses import GuessBatch, Guesses, packed_ids
-from headrace.speculate.ranking import Candidate, Place
+from headrace.speculate.drafts import DraftBatch, Drafts, packed_ids
+from headrace.speculate.proposal import Source
+from headrace.speculate.ranking import Candidate, RankedDraft
 
-BATCH = GuessBatch(mx.array([1, 4, 2, 5, 3], dtype=mx.int32), (2, 2, 1))
+BATCH = DraftBatch(mx.array([1, 4, 2, 5, 3], dtype=mx.int32), (2, 2, 1))
 """1 2 3 for the first sequence, 4 5 for the second."""
 
 
-def guesses(num_drafts: int, row: int) -> Guesses:
-    places = tuple(Place(Source.HEAD, grade, 0.5) for grade in range(num_drafts))
-    return Guesses(Candidate((), places), batch=BATCH, row=row)
+def guesses(num_drafts: int, row: int) -> Drafts:
+    places = tuple(RankedDraft(Source.HEAD, grade, 0.5) for grade in range(num_drafts))
+    return Drafts(Candidate((), places), batch=BATCH, row=row)
 
 
 def test_each_window_gets_its_own_drafts() -> None:
@@ -26,8 +26,8 @@ def test_each_window_gets_its_own_drafts() -> None:
 
 
 def test_guesses_of_several_batches_are_read_and_packed() -> None:
-    other = replace(guesses(1, 0), batch=GuessBatch(mx.array([11], dtype=mx.int32), (1,)))
-    known = Guesses(Candidate((9,), (Place(Source.COPY, 0, 0.5),)), (9,))
+    other = replace(guesses(1, 0), batch=DraftBatch(mx.array([11], dtype=mx.int32), (1,)))
+    known = Drafts(Candidate((9,), (RankedDraft(Source.COPY, 0, 0.5),)), (9,))
     packed = packed_ids([((8,), known), ((7,), other), ((6,), guesses(3, 0)), ((5,), guesses(2, 1))])
     assert packed is not None
     assert packed.tolist() == [8, 9, 7, 11, 6, 1, 2, 3, 5, 4, 5]

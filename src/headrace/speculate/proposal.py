@@ -1,4 +1,4 @@
-"""Guessed tokens on their way from a drafter to the window that verifies them."""
+"""Draft tokens proposed by a drafter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import StrEnum
 
 
 class Source(StrEnum):
-    """Who guessed."""
+    """The drafter."""
 
     FORCED = "forced"
-    """A grammar that leaves one token only."""
+    """A grammar that allows one token only."""
     COPY = "copy"
     """Earlier text of the same sequence."""
     HEAD = "head"
@@ -19,9 +19,9 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one drafter guesses of a row's next tokens.
+    """One drafter's tokens for a row.
 
-    confidences: one for each token, in (0, 1]: how likely the drafter thinks that it is right if those before it are.
+    confidences: for each token, in (0, 1]: its estimated acceptance if those before it are accepted.
     """
 
     source: Source
