@@ -1,1 +1,1 @@
-"""Which model, loaded how: mlx-lm's models with our seams."""
+"""Finds and loads models, and adapts mlx-lm's models to packed steps."""

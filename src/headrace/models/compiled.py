@@ -1,7 +1,7 @@
-"""Steps of a few tokens a row as one compiled function: the host builds no graph for them.
+"""Runs steps of a few tokens per row as one compiled function, so that the host builds no graph for them.
 
-On CUDA a step of a small model is bound by what the host does for each operation, of which building the graph in
-Python is the larger part. Such steps have the same operations again and again: only arrays change.
+On CUDA a small model's step is limited by the host's work per operation, most of which is building the graph in Python.
+Such steps repeat the same operations; only arrays change.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from headrace.state.layer import LayerKey
 
 FusedMixer = CudaAttentionMixer | CudaDeltaMixer
 FusedLayers = AttentionLayers | DeltaLayers
-"""Layers of a model in whose mixers steps have the same tables. They come to be, and go on, in the same steps."""
+"""Layers of a model whose mixers have the same tables. They start and continue in the same steps."""
 
 MOST_FORMS = 512
-"""Compiled functions kept, of those that were used last."""
+"""Compiled functions kept, the last used ones."""
 
 MOST_TOKENS = 2048
 """Of a compiled step: longer ones keep the device busy while the host builds them."""
 
 Body = Callable[[PackedStep, mx.array, mx.array | None, Sequence[mx.array]], list[mx.array]]
-"""What a step computes: of the step, its ids `[T]`, the tokens picked if not all are, and further arrays of as many."""
+"""What a step computes: from the step, its ids `[T]`, the tokens picked if not all are, and further arrays of the
+same length."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of a form, padded: packed tokens, picks, or none where all tokens are picked.
+    """Padded sizes of a compiled variant: packed tokens, picks, or none if all tokens are picked.
 
     num_axes: of the array of positions. given_ids: on the device.
     """
@@ -57,7 +58,7 @@ them have; and their constants."""
 
 
 class CompiledSteps:
-    """For a model, or a prediction head, whose mixers are all kernels of ours."""
+    """For a model, or a prediction head, whose mixers are all our kernels."""
 
     def __init__(self, body: Body, mixers: Mapping[LayerKey, FusedMixer], windows: Windows, kernels: Kernels) -> None:
         """windows: of the mixers, in their order."""
@@ -77,12 +78,14 @@ class CompiledSteps:
         others: Sequence[mx.array] = (),
         variant: Hashable = None,
     ) -> list[mx.array] | None:
-        """What the body gives, with the rows' states advanced; None for a step that needs another way.
+        """The body's results, with the rows' states advanced; None for a step that can't be compiled.
 
-        It may be longer, by what it gives for picks and tokens that are added, see `room_of`.
+        They are longer than the step by the padded picks and tokens, see `room_of`.
 
-        ids: the tokens; on the device where the host doesn't know them yet. picks: ascending, each once. others:
-        `[1, T, …]`. variant: whatever else the body depends on.
+        ids: the tokens; on the device if the host doesn't know them yet.
+        picks: ascending, each once.
+        others: `[1, T, …]`.
+        variant: whatever else the body depends on.
         """
         room = room_of(step.spans)
         if room.num_tokens > MOST_TOKENS or any(span.watch is not None for span in step.spans):
@@ -126,7 +129,7 @@ class CompiledSteps:
         if form is None:
             self.num_new_forms += 1
             run = partial(self._trace, *key[:2])
-            # without CUDA what the kernels write in place is a change of the arrays' objects, lost in a trace
+            # without CUDA the kernels' in-place writes change array objects, which a trace would lose
             form = mx.compile(run) if mx.cuda.is_available() else run
         self._forms[key] = form
         if len(self._forms) > MOST_FORMS:
@@ -142,7 +145,7 @@ class CompiledSteps:
         given_ids: Sequence[mx.array],
         others: Sequence[mx.array],
     ) -> tuple[list[mx.array], list[list[list[mx.array]]]]:
-        """The step with placeholders for all that changes: what the body gives, and what each layer of each kind does.
+        """The step with placeholders for everything that changes: the body's results, and each layer's arrays by kind.
 
         numbers: how many tokens are real, the picks, the positions, the ids if they are not given, the tables.
         """
@@ -171,20 +174,20 @@ class CompiledSteps:
 
 
 def _layout_of(held: Held, places: Mapping[int, int]) -> _KindLayout:
-    """A kind's part of a `_Layout`. places: of tables, by their objects."""
+    """A kind's part of a `_Layout`. places: of tables, by object."""
     read = tuple([(places[id(table)], len(table), len(table[0])) for table in held.tables])
     return read, len(held.arrays), held.constants
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:
-    """Made as long along an axis."""
+    """Extended to a length along an axis."""
     count = array.shape[axis]
     return array if count == length else mx.take(array, _first_again(count, length), axis)
 
 
 @cache
 def _first_again(count: int, length: int) -> mx.array:
-    """Places to read `count` from, and the first one again up to a length."""
+    """Indices to read `count` items, with the first one repeated up to a length."""
     found = to_device([*range(count), *[0] * (length - count)], mx.int32)
     mx.eval(found)
     return found

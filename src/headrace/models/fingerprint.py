@@ -1,4 +1,4 @@
-"""What tells one model's states from another's."""
+"""Fingerprints of models, which separate their stored states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files that say how pixels are prepared for a tower; a model of text alone has none."""
+"""Files with a tower's preprocessing settings; a text model has none."""
 
 
 def fingerprint(
@@ -64,7 +64,7 @@ def fingerprint(
 
 
 def _add_weights(digest: blake2b, module: nn.Module) -> None:
-    """Of each weight its name, type and shape, and the sums of its rows' bits, read as whole numbers."""
+    """Each weight's name, type and shape, and the sums of its rows' bits, read as integers."""
     for name, array in sorted(parameters_of(module).items()):
         _add(digest, repr((name, str(array.dtype), array.shape)).encode())
         rows = array if array.ndim else array[None]
@@ -83,5 +83,5 @@ def _add_file(digest: blake2b, file: BinaryIO) -> None:
 
 
 def _add(digest: blake2b, part: bytes) -> None:
-    """Parts are told apart by their lengths."""
+    """Parts are separated by their lengths."""
     digest.update(len(part).to_bytes(8, "little") + part)

@@ -1,4 +1,4 @@
-"""Several projections of one input as one product."""
+"""Joins several projections of one input into one product."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.backend.cuda.matmul import Weights
 Product = Callable[[mx.array], mx.array]
 
 MANY_TOKENS = 256
-"""From which on weights that our kernels refuse are made dense before the product. With 4 bits MLX's own took as long
-at 256 tokens on an H200, and three times as long at 2,048."""
+"""From here on weights that our kernels don't support are made dense before the product. With 4 bits MLX's own took
+as long at 256 tokens on an H200, and three times as long at 2,048."""
 
 
 def can_fuse(modules: Sequence[Any]) -> bool:
@@ -26,10 +26,10 @@ def can_fuse(modules: Sequence[Any]) -> bool:
 
 
 class FusedLinear:
-    """`[…, sum of the parts' widths]`: what the parts give, side by side, at fewer operations than theirs.
+    """`[…, sum of the parts' widths]`: the parts' outputs side by side, in fewer operations.
 
-    The parts' parameters become views of the joined ones, so that they don't exist twice and the parts still work.
-    Parts that are stored in different forms stay products of their own.
+    The parts' parameters become views of the joined ones, so they don't exist twice and the parts still work. Parts
+    stored in different formats remain separate products.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -53,20 +53,20 @@ class FusedLinear:
 
 
 def weights_of(part: Any) -> Weights:
-    """A linear's, or those of the experts of a switch linear, as kernels take them."""
+    """The weights of a linear, or of a switch linear's experts, in the kernels' form."""
     if "scales" in part:
         return Weights(part.weight, part.scales, part.get("biases"), part.bits, part.group_size)
     return Weights(part.weight)
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """What parts that can be joined have in common."""
+    """What parts must have in common to be joined."""
     arrays = tuple((name, array.dtype) for name, array in sorted(part.items()) if isinstance(array, mx.array))
     return type(part), arrays, *(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
 
 
 def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
-    """One product in the parts' place; its weights, if it is one of a kernel of ours and nothing more."""
+    """One product for the parts; its weights, if it is one of our kernels and nothing more."""
     first = parts[0]
     joined = {name: _joined(name, parts) for name, array in first.items() if isinstance(array, mx.array)}
     weight, bias = joined["weight"], joined.get("bias")
@@ -88,7 +88,7 @@ def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
     own = Weights(weight)
     if bias is None and matmul.refusal(own, weight.dtype) is None:
         return (lambda x: matmul.product(x, own)), own
-    # turned once: a view costs an operation, too
+    # transposed once: a view costs an operation, too
     turned = weight.T
     mx.eval(turned)
     return (lambda x: x @ turned if bias is None else mx.addmm(bias, x, turned)), None
@@ -109,12 +109,12 @@ def _joined(name: str, parts: Sequence[Any]) -> mx.array:
 
 
 def can_be_head(module: Any) -> bool:
-    """Whether the library's product of hidden rows with it would be slow: whether it is quantised."""
+    """Whether the library's product of hidden states with it would be slow: whether it is quantised."""
     return type(module) in (nn.QuantizedEmbedding, nn.QuantizedLinear)
 
 
 class FusedHead(nn.Module):
-    """Stands where a linear stood that is joined with no other, or an embedding that may be an output matrix, too."""
+    """Replaces a linear that is joined with no other, or an embedding that may also be the output matrix."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -129,5 +129,5 @@ class FusedHead(nn.Module):
         return rows
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Hidden rows `[…, hidden]` to logits."""
+        """Hidden states `[…, hidden]` to logits."""
         return self._product(x)

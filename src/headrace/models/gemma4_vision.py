@@ -1,6 +1,7 @@
-"""Gemma 4's vision tower: pictures of many shapes, patches that are turned by row and column, averaged in squares.
+"""Gemma 4's vision tower: pictures of many shapes, patches with rotary positions by row and column, averaged in
+squares.
 
-Patches come in the order of those squares; their positions follow them.
+Patches are ordered by those squares; their positions follow them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _PARTS = ("vision_tower.", "embed_vision.")
 
 
 class Gemma4Weights(nn.Module):
-    """All that the tower holds, named as in checkpoints.
+    """The tower's weights, named as in checkpoints.
 
-    vision, embed: mlx-vlm's modules. text_scale: what the text model multiplies all that is embedded by.
+    vision, embed: mlx-vlm's modules. text_scale: the text model's factor on all embeddings.
     """
 
     def __init__(self, vision: Any, embed: nn.Module, text_scale: float) -> None:
@@ -35,12 +36,12 @@ class Gemma4Weights(nn.Module):
         self.text_scale = text_scale
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Weights in the shapes that the modules have."""
+        """Weights in the modules' shapes."""
         return dict(weights)
 
 
 class TurnedAttention(nn.Module):
-    """Attention of each patch to all of its picture, queries and keys turned by row and column.
+    """Attention of each patch to all of its picture, with rotary positions by row and column.
 
     inner: mlx-vlm's module. turn: its rotary embedding.
     """
@@ -74,7 +75,7 @@ class TurnedAttention(nn.Module):
 
 
 class Gemma4Forward:
-    """Patches of one picture to embeddings, in pieces."""
+    """Patches of one picture to embeddings, in slices."""
 
     def __init__(self, weights: Gemma4Weights, attend: PatchAttention) -> None:
         self._pieces = attend.pieces
@@ -101,12 +102,12 @@ class Gemma4Forward:
         soft = soft * x.shape[-1] ** 0.5
         if self._tower.config.standardize:
             soft = (soft - self._tower.std_bias) * self._tower.std_scale
-        # mlx-lm's model scales what it is given as embeddings; pictures are not to be scaled.
+        # mlx-lm's model scales its input embeddings; pictures must not be scaled.
         embedded: mx.array = self._embed(soft) / self._text_scale
         return embedded, []
 
     def _embed_patches(self, patches: mx.array) -> mx.array:
-        """The layer wants the channels of a pixel together."""
+        """The layer expects a pixel's channels together."""
         side = self._tower.patch_size
         by_pixel = patches.reshape(patches.shape[0], -1, side, side).transpose(0, 2, 3, 1)
         embedded: mx.array = self._tower.patch_embedder.input_proj(by_pixel.reshape(patches.shape))
@@ -114,7 +115,7 @@ class Gemma4Forward:
 
 
 def _build(config: Mapping[str, Any]) -> Gemma4Weights:
-    # Imported here: a package that takes a second to load and that models without a tower don't need.
+    # Imported here: it takes a second, and models without a tower don't need it.
     modules = importlib.import_module("mlx_vlm.models.gemma4.gemma4")
     described = importlib.import_module("mlx_vlm.models.gemma4.config").VisionConfig.from_dict(config["vision_config"])
     text_width = config["text_config"]["hidden_size"]

@@ -1,4 +1,4 @@
-"""Choosing, for each class of mixer, how it takes part in packed steps, and putting that in place."""
+"""Chooses how each class of mixers takes part in packed steps, and installs that."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headrace.models.upstream import REPLACEMENTS
 from headrace.state.layer import LayerKey
 
 GATED_DELTA_PARTS = ("A_log", "dt_bias", "conv1d", "out_proj", "norm")
-"""What a gated delta net has besides its projections; see `GatedDeltaMixer`."""
+"""A gated delta net's parts besides its projections; see `GatedDeltaMixer`."""
 
 FINAL_NORMS = (
     "norm",
@@ -51,7 +51,7 @@ FINAL_NORMS = (
 
 
 LONE_LINEARS = ("lm_head", "fc")
-"""Names of linears that no layer has: an output matrix, and what a prediction head puts its inputs through."""
+"""Names of linears outside of layers: an output matrix, and a prediction head's input projection."""
 
 
 class Level(StrEnum):
@@ -60,7 +60,7 @@ class Level(StrEnum):
     SEAM = "seam"
     """Its own forward, with our rope and our attention."""
     PACKED = "packed"
-    """A mixer of our own around its projections."""
+    """Our mixer around its projections."""
     ROWS = "row by row"
     """The module itself, one row at a time."""
     WHOLE = "whole model row by row"
@@ -72,7 +72,7 @@ Levels = Mapping[type[nn.Module], Level]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A mixer in the module tree."""
+    """A mixer's position in the module tree."""
 
     parent: nn.Module
     name: str
@@ -80,7 +80,7 @@ class Place:
 
 
 def mixers_of(model: Any) -> list[Place]:
-    """The modules that really use a cache: below those that only hand it on."""
+    """The modules that use a cache: below those that only pass it on."""
     return [place for layer in model.layers for place in _mixers_below(layer)]
 
 
@@ -89,7 +89,7 @@ def _mixers_below(parent: nn.Module) -> Iterator[Place]:
         if not isinstance(child, nn.Module) or not takes(child, "cache"):
             continue
         below = list(_mixers_below(child)) if _hands_cache_on(type(child)) else []
-        # what hands its cache to something other than a child, its superclass for one, is a mixer itself
+        # a module that passes its cache to something other than a child, such as its superclass, is a mixer itself
         yield from below or [Place(parent, name, child)]
 
 
@@ -100,7 +100,7 @@ def _forward(module_class: type[nn.Module]) -> ast.AST:
 
 @cache
 def _hands_cache_on(module_class: type[nn.Module]) -> bool:
-    """Whether the forward does nothing with its cache but pass it to a child."""
+    """Whether the forward only passes its cache to a child."""
     tree = _forward(module_class)
     uses = sum(isinstance(node, ast.Name) and node.id == "cache" for node in ast.walk(tree))
     passed = 0
@@ -120,7 +120,7 @@ def _calls(tree: ast.AST, name: str) -> bool:
 
 @cache
 def _fits_seams(module_class: type[nn.Module]) -> bool:
-    """Whether the forward uses its cache by the plain protocol only and attends by the one known name."""
+    """Whether the forward only uses the plain cache protocol and the one known attention function."""
     tree = _forward(module_class)
     for node in ast.walk(tree):
         of_cache = isinstance(node, ast.Attribute | ast.Subscript) and _is_cache(node.value)
@@ -130,7 +130,8 @@ def _fits_seams(module_class: type[nn.Module]) -> bool:
 
 
 def _hands_keys_on(tree: ast.AST) -> bool:
-    """Whether what `update_and_fetch` gives is not read as an array: latent attention, for one, computes with it."""
+    """Whether the result of `update_and_fetch` is not used as an array: latent attention, for example, computes with
+    it."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Assign) and _is_call_of(node.value, "update_and_fetch")):
             continue
@@ -161,7 +162,7 @@ def _is_gated_delta(module: nn.Module) -> bool:
 
 
 def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
-    """The best level that each class of mixers promises to work at; the self-check has the last word."""
+    """The best level that each class of mixers should work at; the self-check decides."""
     if isinstance(model, SeeingModel):
         return {SeeingModel: Level.WHOLE}
     levels: dict[type[nn.Module], Level] = {}
@@ -175,7 +176,7 @@ def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
 
 
 def windows_of(model: Any) -> Windows:
-    """Sliding windows by entry of the model's cache list, read off the caches that it would make itself."""
+    """Sliding windows by entry of the model's cache list, read from the caches that it would make."""
     return tuple(_window(entry) for entry in make_prompt_cache(model))
 
 
@@ -186,7 +187,7 @@ def _window(entry: Any) -> Any:
 
 
 class Installation:
-    """Replacements made on a loaded model, in the order they were made."""
+    """Replacements made on a loaded model, in order."""
 
     def __init__(self, model: Any, levels: Levels, kernels: Kernels, sections: MropeSections | None) -> None:
         """sections: of the model's ropes, see `find_sections`."""
@@ -252,7 +253,7 @@ class Installation:
         self._undos.append(lambda: setattr(place.parent, place.name, place.module))
 
     def _hand_residuals(self, model: Any) -> None:
-        """Let parts of layers, or the norms behind them, make the residual sums."""
+        """Let parts of layers, or the following norms, compute the residual sums."""
         for layer, following in zip(model.layers, [*model.layers[1:], None], strict=True):
             if is_of_kernels(layer):
                 behind = _final_norm(model) if following is None else _norm_of(following, "input_layernorm")
@@ -260,7 +261,7 @@ class Installation:
                 self._undos.append(hand_residuals(layer, inner, self._with_sum(behind)))
 
     def _with_sum(self, place: Place | None) -> SumNorm | None:
-        """A norm that makes the sum before it, in the place of one of a kind that it can stand for."""
+        """A norm that includes the sum before it, replacing one of a supported kind."""
         if place is None or type(place.module) is not nn.RMSNorm:
             return None
         norm = SumNorm(place.module)
@@ -274,13 +275,13 @@ class Installation:
             self.is_tapped = True
 
     def undo(self) -> None:
-        """Leave the model as it was loaded."""
+        """Restore the model as it was loaded."""
         while self._undos:
             self._undos.pop()()
 
 
 def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | CudaAttentionMixer | None:
-    """Kernels of ours that can stand in a mixer's place."""
+    """Our kernels' mixer for a module, if there is one."""
     if (shape := shape_of(module)) is not None:
         return CudaDeltaMixer(module, shape)
     if (parts := attention_parts(module)) is not None:
@@ -298,7 +299,7 @@ def _places_where(fits: Callable[[nn.Module], bool], model: Any) -> list[Place]:
 
 
 def _users_of(names: Mapping[str, Any], model: Any) -> list[nn.Module]:
-    """Modules around the mixers whose forward calls a function that is replaced."""
+    """Modules around the mixers whose forward calls a replaced function."""
     found = []
     for _, module in model.named_modules():
         code = getattr(type(module).__call__, "__code__", None)

@@ -1,4 +1,4 @@
-"""From a name to a model that is ready to serve."""
+"""Loads a model by name until it is ready to serve."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model that runs packed steps.
 
-    tokens: ids that stand for tokens; the logits that the packed steps give are theirs.
+    tokens: ids with a token; the logits are for these.
     precision: of its activations.
-    context_length: tokens that it was made for; None if neither its files nor its architecture's defaults say.
+    context_length: tokens that it was made for; None if neither its files nor its architecture's defaults define it.
     report: lines about precision, levels and the self-check.
     """
 
@@ -115,14 +115,14 @@ def _load(
 
 
 def _default_context(model: Any) -> int | None:
-    """What the architecture takes for a config that leaves the length out, as Gemma 3's may."""
+    """The architecture's default for a config without a length, as Gemma 3's may be."""
     arguments = [getattr(one, "args", None) for one in (model.get("language_model"), model)]
     lengths = [getattr(one, field, None) for one in arguments for field in CONTEXT_FIELDS]
     return next((length for length in lengths if isinstance(length, int)), None)
 
 
 def _first_logits(model: Any) -> mx.array:
-    """Logits of one token: as wide as the weights have rows, of the activations' type."""
+    """Logits of one token: as wide as the weights, of the activations' type."""
     logits: mx.array = model(mx.array([[0]]))
     mx.eval(logits)
     return logits

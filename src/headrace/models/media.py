@@ -1,4 +1,4 @@
-"""Media among the tokens of a packed step: their positions, their embeddings, and what deeper layers get of them."""
+"""Media in a packed step: positions, embeddings, and additions to deeper layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.types.media import MediaInput, PromptMedia, TwoWay
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaPiece:
-    """The tokens `lo` to `hi` of a row stand for media, all of an input or a part of it."""
+    """The tokens `lo` to `hi` of a row stand for an input or a part of it."""
 
     lo: int
     hi: int
@@ -29,9 +29,11 @@ class MediaPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMedia:
-    """What a prompt's media mean for the tokens of one row in one step.
+    """The media of the tokens of one row in one step.
 
-    positions: int32 `[3, n]`. pieces: rising, without overlap. two_way: where tokens of a piece see each other.
+    positions: int32 `[3, n]`.
+    pieces: rising, without overlap.
+    two_way: where tokens of a piece attend in both directions.
     """
 
     positions: npt.NDArray[np.int32]
@@ -40,7 +42,7 @@ class RowMedia:
 
     @property
     def runs(self) -> TwoWayRuns:
-        """The pieces whose tokens see each other."""
+        """The bidirectional pieces."""
         if self.two_way is TwoWay.NOWHERE:
             return NO_RUNS
         runs = tuple((piece.lo, piece.hi) for piece in self.pieces)
@@ -53,7 +55,7 @@ def inputs_within(media: PromptMedia, start: int, end: int) -> tuple[MediaInput,
 
 
 def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes, MediaEmbeddings]) -> RowMedia:
-    """What is needed of a sequence's media to compute its tokens `start` to `end`, be they prompt or output.
+    """The media needed to compute a sequence's tokens `start` to `end`, prompt or output.
 
     embedded: by digest, of at least `inputs_within` these tokens.
     """
@@ -68,7 +70,7 @@ def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes,
 
 
 def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:
-    """Positions `[3, n]` of a sequence's tokens `start` to `end`, be they prompt or output."""
+    """Positions `[3, n]` of a sequence's tokens `start` to `end`, prompt or output."""
     later = np.arange(start, end, dtype=np.int32) + np.int32(media.rope_delta)
     positions = np.stack([later] * 3)
     if media.positions is not None:
@@ -78,7 +80,7 @@ def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.
 
 
 def row_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
-    """Chosen positions of a sequence's computed tokens `start` to `end`, in a sequence without media."""
+    """Given positions of a sequence's computed tokens `start` to `end`, in a sequence without media."""
     return RowMedia(np.broadcast_to(positions.at(start, end), (3, end - start)))
 
 
@@ -102,21 +104,21 @@ def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.ND
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMedia:
-    """The pieces of all rows of a step, at their places among its packed tokens; not empty."""
+    """The pieces of all rows of a step, at their indices among its packed tokens; not empty."""
 
     pieces: tuple[MediaPiece, ...]
     num_tokens: int
 
     def embeddings(self, of_tokens: mx.array) -> mx.array:
-        """The tokens' own embeddings `[1, T, hidden]`, replaced where media stand."""
+        """The tokens' embeddings `[1, T, hidden]`, replaced by media."""
         return self._filled(of_tokens[0], [piece.embeddings.rows for piece in self.pieces])[None]
 
     def text_ids(self, ids: mx.array) -> mx.array:
-        """The ids `[1, T]`, 0 where media stand: what deeper layers look up by id, as Gemma 4's, is padding's there."""
+        """The ids `[1, T]`, 0 for media: Gemma 4's deeper layers look up padding there."""
         return self._filled(ids[0], [mx.zeros(piece.hi - piece.lo) for piece in self.pieces])[None]
 
     def deep(self) -> list[mx.array]:
-        """What is added to the outputs of the first layers, `[1, T, hidden]` each."""
+        """Additions to the outputs of the first layers, `[1, T, hidden]` each."""
         first = self.pieces[0].embeddings
         zeros = mx.zeros((self.num_tokens, first.rows.shape[1]), first.rows.dtype)
         layers = range(len(first.deep))
@@ -131,7 +133,7 @@ class StepMedia:
 
 
 def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
-    """The media of rows with so many tokens; None if no token stands for any."""
+    """The media of rows with these numbers of tokens; None if there are none."""
     pieces: list[MediaPiece] = []
     lo = 0
     for num_tokens, media in rows:
@@ -144,7 +146,7 @@ def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
 class Deepstack:
     """Adds parts of a step's media to the outputs of a text model's first layers (Qwen3-VL, arXiv 2511.21631).
 
-    Layers get a subclass of their own class when the first such step comes; models without never change.
+    Layers get a subclass of their own class at the first such step; models without media never change.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -153,13 +155,13 @@ class Deepstack:
         self._undos: list[Undo] = []
 
     def set(self, added: Sequence[mx.array]) -> None:
-        """What the layers add from now on, from the first layer on; nothing for none."""
+        """What the layers add from now on, from the first layer on; empty for nothing."""
         self._added = list(added)
         for index in range(len(self._undos), len(added)):
             self._undos.append(self._wrap(index))
 
     def undo(self) -> None:
-        """Leave the layers as they were."""
+        """Restore the layers."""
         while self._undos:
             self._undos.pop()()
 

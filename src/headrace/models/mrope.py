@@ -1,4 +1,4 @@
-"""Rotary embedding over three axes, time, row and column (M-RoPE): which of them turns which pair of channels."""
+"""Rotary embedding over three axes, time, row and column (M-RoPE): which axis rotates which pair of channels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MropeSections:
-    """How many pairs of channels each axis turns.
+    """How many pairs of channels each axis rotates.
 
     is_interleaved: rows and columns take every third pair, from the front, and time the rest; else the axes follow one
     another. Source: `apply_interleaved_mrope` and `apply_multimodal_rotary_pos_emb` of transformers.

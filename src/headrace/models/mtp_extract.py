@@ -1,6 +1,6 @@
-"""Taking a prediction head out of a full-precision checkpoint into a file of its own.
+"""Extracts a prediction head from a full-precision checkpoint into a separate file.
 
-Most converted checkpoints lack the head or hold one in the trunk's few bits. Such a file beside them brings it back.
+Most converted checkpoints lack the head or have it in the trunk's few bits. Such a file beside them adds it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from headrace.models.mtp_weights import (
 from headrace.models.source import hub_errors, read_files
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""Files of a checkpoint: which tensor lies in which shard, and the only shard of one that has no such list."""
+"""Files of a checkpoint: the map from tensors to shards, and the only shard of one without such a map."""
 
 QUANTISED = (".scales", ".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed")
-"""Ends of names that stand beside or in place of rounded weights: MLX's, FP8, GPTQ and AWQ, compressed-tensors."""
+"""Suffixes of tensors beside or instead of rounded weights: MLX's, FP8, GPTQ and AWQ, compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """What was written. shards: the files that it came from."""
+    """The result. shards: the source files."""
 
     file: Path
     shards: tuple[str, ...]
     num_tensors: int
     num_bytes: int
     is_centred: bool
-    """Whether the norms are known to be stored as their distance from 1, which the file then says."""
+    """Whether the norms are known to be stored as their distance from 1, which the file then states."""
 
 
 def extract_head(source: str, out: Path) -> Extracted:
-    """Write the head of a checkpoint in bfloat16, by the names that its makers gave it.
+    """Write a checkpoint's head in bfloat16, under its original names.
 
-    source: folder or Hugging Face id; only shards that hold the head are read, or downloaded.
-    out: a file, or a folder that gets one by the name that is looked for beside a checkpoint.
-    Raises ModelError if there is no head, or not in full precision; ConfigError if the file exists or can't be written.
+    source: folder or Hugging Face id; only shards with the head are read, or downloaded.
+    out: a file, or a folder that gets one under the name searched beside a checkpoint. Raises ModelError if there is no
+    head, or not in full precision; ConfigError if the file exists or can't be written.
     """
     target = out if out.suffix == ".safetensors" else out / SIDECARS[0]
     if target.exists():
@@ -77,7 +77,7 @@ def extract_head(source: str, out: Path) -> Extracted:
     bare = {name.removeprefix(PREFIX): array for name, array in head.items()}
     names = tuple(shard.name for shard in shards)
     refuse_other_forms(bare, ", ".join(names), read_files(source, shards[0].parent).text_config)
-    # where no tensor tells: who converts for MLX doesn't leave the mark of PyTorch in the file
+    # if no tensor tells: MLX converters don't keep PyTorch's mark in the file
     is_centred = by_format if by_tensors is None else by_tensors
     _write(target, {name: array.astype(mx.bfloat16) for name, array in head.items()}, is_centred)
     return Extracted(target, names, len(head), target.stat().st_size, is_centred)
@@ -122,7 +122,7 @@ def _refuse_quantised(source: str, head: Mapping[str, mx.array]) -> None:
 
 
 def _refuse_useless(source: str, head: Mapping[str, mx.array]) -> None:
-    """What no reader could use is not worth a file."""
+    """Refuse a head that no reader could use."""
     if PREFIX + "fc.weight" not in head:
         raise ModelError(
             f"the prediction head of {source} is of no kind that is supported: it has no {PREFIX}fc.weight"
@@ -133,7 +133,7 @@ def _refuse_useless(source: str, head: Mapping[str, mx.array]) -> None:
 
 
 def _write(target: Path, tensors: Mapping[str, mx.array], is_centred: bool) -> None:
-    """Whole or not at all."""
+    """Atomically."""
     metadata = {"format": "mlx", **({NORMS_KEY: ZERO_CENTRED} if is_centred else {})}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

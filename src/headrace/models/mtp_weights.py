@@ -1,8 +1,8 @@
-"""Where a checkpoint keeps its multi-token prediction head, and in which form.
+"""Finds a checkpoint's multi-token prediction head and its format.
 
 Sources, best first: a sidecar beside the checkpoint (`model-mtp.safetensors`, `mtp.safetensors`, or a folder `mtp`),
-then tensors under `mtp.` in the checkpoint's own shards. A sidecar wins because it is what people add when the shards
-hold no head, or one that was quantised together with the trunk and accepts next to nothing.
+then tensors under `mtp.` in the checkpoint's own shards. A sidecar wins because people add it when the shards have no
+head, or one that was quantised with the trunk and is almost never right.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ SIDECARS = ("model-mtp.safetensors", "mtp.safetensors", "mtp/*.safetensors")
 """Files beside a checkpoint's own, as patterns."""
 
 PREFIX = "mtp."
-"""Names of the head's tensors in a checkpoint, behind what wraps the language model."""
+"""Names of the head's tensors in a checkpoint, after the language model's prefix."""
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
-"""Norms inside the head's layer: what converters shift that go by the names of the trunk's norms."""
+"""Norms inside the head's layer that converters shift by the names of the trunk's norms."""
 
 NORMS_KEY, ZERO_CENTRED = "norms", "zero-centred"
-"""What the metadata of a sidecar may say about all of its norms."""
+"""What a sidecar's metadata may state about all of its norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormGroup:
-    """Norms that are stored alike. is_centred: as their distance from 1, not as factors."""
+    """Norms stored alike. is_centred: as their distance from 1, not as factors."""
 
     label: str
     names: frozenset[str]
@@ -41,9 +41,9 @@ class NormGroup:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """A head's tensors by their names without prefix, as stored but for norms, which multiply as they are.
+    """A head's tensors by name without prefix, as stored except norms, which are factors.
 
-    origin: the files. norms: what was found about them.
+    origin: the files. norms: their detected formats.
     """
 
     tensors: Mapping[str, mx.array]
@@ -52,7 +52,7 @@ class HeadWeights:
 
     @property
     def conventions(self) -> str:
-        """What was found about the norms, for the start-up report."""
+        """The detected formats of the norms, for the start-up report."""
         return ", ".join(f"{one.label} norms {ZERO_CENTRED if one.is_centred else 'plain'}" for one in self.norms)
 
     @property
@@ -61,7 +61,7 @@ class HeadWeights:
         return any(name.endswith(".scales") for name in self.tensors)
 
     def with_other_norms(self, label: str) -> HeadWeights:
-        """The same head, had a group of norms been stored the other way."""
+        """The same head with a group of norms read the other way."""
         group = next(one for one in self.norms if one.label == label)
         amount = -1.0 if group.is_centred else 1.0
         tensors = {**self.tensors, **{name: _shifted(self.tensors[name], amount) for name in group.names}}
@@ -72,7 +72,7 @@ class HeadWeights:
 def find_head(files: ModelFiles) -> HeadWeights | None:
     """The head of a checkpoint, not evaluated; None if there is none.
 
-    Raises ModelError if a file that should hold it can't be read, or if it is of a form that is not supported.
+    Raises ModelError if its file can't be read or has an unsupported format.
     """
     directory = files.directory
     for candidates, is_sidecar in ((sidecars(directory), True), (shards(directory), False)):
@@ -98,7 +98,7 @@ def find_head(files: ModelFiles) -> HeadWeights | None:
 
 
 def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Mapping[str, Any]) -> None:
-    """Raises ModelError for a head that is not computed here. tensors: by names without prefix."""
+    """Raise ModelError for an unsupported head. tensors: by name without prefix."""
     layers = {
         int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdigit()
     }
@@ -109,12 +109,12 @@ def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Map
 
 
 def sidecars(directory: Path) -> list[Path]:
-    """Files beside a checkpoint's own that may hold its head."""
+    """Files beside a checkpoint's own that may have its head."""
     return [file for pattern in SIDECARS for file in sorted(directory.glob(pattern))]
 
 
 def shards(directory: Path) -> list[Path]:
-    """A checkpoint's files of weights, but for sidecars."""
+    """A checkpoint's files of weights, without sidecars."""
     named = {file.name for file in sidecars(directory)}
     return [file for file in sorted(directory.glob("model*.safetensors")) if file.name not in named]
 
@@ -142,19 +142,19 @@ def is_of_head(name: str) -> bool:
 
 
 def _has_raw_convolutions(directory: Path) -> bool:
-    """Whether the trunk is as its makers stored it: converters for MLX turn the convolutions' axes."""
+    """Whether the trunk is stored as by its makers: MLX converters transpose the convolutions."""
     found = (is_raw(read_tensors(file)[0]) for file in shards(directory))
     return next((said for said in found if said is not None), False)
 
 
 def is_raw(tensors: Mapping[str, mx.array]) -> bool | None:
-    """Whether tensors of a trunk are as its makers stored them; None if none of them tells."""
+    """Whether a trunk's tensors are as its makers stored them; None if unknown."""
     convolutions = (array for name, array in tensors.items() if name.endswith("conv1d.weight"))
     return next((bool(array.shape[-1] != 1) for array in convolutions), None)
 
 
 def _with_stacked_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Experts as mlx-lm's layers hold them: one array for each of the three projections."""
+    """Experts in mlx-lm's form: one array for each of the three projections."""
     found = dict(tensors)
     for name in [name for name in found if name.endswith(".experts.gate_up_proj")]:
         mlp = name.removesuffix("experts.gate_up_proj")
@@ -174,9 +174,8 @@ def _with_stacked_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array
 def _norm_groups(tensors: Mapping[str, mx.array], is_raw: bool) -> tuple[NormGroup, ...]:
     """How the norms are stored.
 
-    Qwen's makers store a norm's distance from 1; converted files hold the factor itself; files to which a head was
-    added later mix both. So each group of norms is judged alone: by the file it came in if that is raw, else by
-    whether its numbers lie nearer to 0 than to 1.
+    Qwen's makers store a norm's distance from 1; converted files the factor; files with a head added later mix both. So
+    each group is judged alone: by its file if that is raw, else by whether its values lie nearer to 0 than to 1.
     """
     norms = {name for name, array in tensors.items() if array.ndim == 1 and "norm" in name}
     inner = {name for name in norms if any(f".{part}." in f".{name}" for part in LAYER_NORMS)}
@@ -192,6 +191,6 @@ def _shifted(norm: mx.array, amount: float) -> mx.array:
 
 
 def lies_near_zero(arrays: Iterable[mx.array]) -> bool:
-    """Whether the numbers of norms lie nearer to 0 than to 1."""
+    """Whether the norms' values lie nearer to 0 than to 1."""
     numbers = mx.concatenate([array.astype(mx.float32) for array in arrays])
     return bool((mx.abs(numbers).mean() < mx.abs(numbers - 1).mean()).item())

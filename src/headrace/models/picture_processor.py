@@ -46,7 +46,7 @@ class PictureProcessor:
     def __call__(self, picture: Pixels) -> ProcessedPicture:
         """picture: RGB `[height, width, 3]`. Raises ValueError for one that the processor does not take."""
         try:
-            with self._lock:  # tokenizers of two threads at once are refused by their library
+            with self._lock:  # the tokenizer library refuses two threads at once
                 made = self._processor(text=[self._mark], images=[Image.fromarray(picture)])
             fields = {name: np.array(value) for name, value in made.items() if value is not None}
         except Exception as error:  # an outer wall to other projects' code
@@ -57,13 +57,13 @@ class PictureProcessor:
 
 
 def load_picture_processor(directory: Path, config: Mapping[str, Any]) -> PictureProcessor:
-    """The processor of a checkpoint. Raises ModelError if it can't be made of the folder's files alone.
+    """The processor of a checkpoint. Raises ModelError if it can't be made from the folder's files alone.
 
     config: its config.json.
     """
     try:
-        # its import makes transformers know the family's processor; none of them is to run a checkpoint's own code,
-        # which mlx-vlm allows unless told otherwise
+        # its import registers the family's processor with transformers; a checkpoint's own code, which mlx-vlm allows
+        # by default, must never run
         library = importlib.import_module("mlx_vlm.utils")
         importlib.import_module(f"mlx_vlm.models.{library.get_model_type(config)}")
         return PictureProcessor(library.load_processor(directory, add_detokenizer=False, trust_remote_code=False))

@@ -1,9 +1,8 @@
-"""Long computations cut into pieces, so that other work can go on between them.
+"""Splits long computations into slices, so that other work can run in between.
 
-MLX builds a graph first and computes it when its arrays are asked for. A computation is cut by noting arrays on the way
-through it, in the order in which they depend on each other, and asking for them one after the other. Building takes its
-time as well: it is done in stages. Where the cuts lie depends on shapes alone, and what is computed does not depend on
-how many pieces are taken at once.
+MLX builds a graph first and computes it when its arrays are evaluated. Modules record arrays on the way, in the order
+of their dependencies, and a slice evaluates some of them. Building takes time as well, so it is done in stages. Where
+the cuts lie depends on shapes alone, and the result does not depend on how many pieces are evaluated at once.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ import mlx.core as mx
 import mlx.nn as nn
 
 PIECE_WORK = {"cpu": 2**25, "cuda": 2**36, "metal": 2**35}
-"""Multiply-adds that a piece has at most, where rows are enough: a millisecond or two of each kind of device."""
+"""Multiply-adds of a piece at most, if there are enough rows: a millisecond or two on each kind of device."""
 
 LEAST_ROWS = 32
-"""Rows of a matrix product below which a piece would rather wait for its weights than compute; a multiple of 16."""
+"""Rows of a matrix product below which a piece is limited by loading weights; a multiple of 16."""
 
 Result = TypeVar("Result")
 Stages = Generator[None, None, Result]
-"""Builds a part of a graph each time that it is asked, notes its pieces, and returns what it was about."""
+"""Builds a part of a graph each time it is resumed, records its pieces, and returns the result."""
 
 
 class Pieces:
-    """Where modules note what they are to compute. Work is counted in multiply-adds."""
+    """Where modules record the arrays to compute. Work is counted in multiply-adds."""
 
     def __init__(self, piece_work: int) -> None:
-        """piece_work: what a piece is to have at most."""
+        """piece_work: the most work of a piece."""
         self.piece_work = piece_work
         self._noted: list[tuple[mx.array, int]] = []
 
     def note(self, array: mx.array, work: int) -> mx.array:
-        """The array, which takes so much work once all that was noted before it is there."""
+        """Record an array that takes this much work once all previous ones are computed; returns it."""
         self._noted.append((array, work))
         return array
 
     def take(self) -> list[tuple[mx.array, int]]:
-        """All that was noted since the last time."""
+        """Everything recorded since the last time."""
         taken, self._noted = self._noted, []
         return taken
 
 
 class Computation(Generic[Result]):
-    """A computation on its way: `compute` until `is_done`, then there is a `result`."""
+    """A computation in progress: call `compute` until `is_done`, then there is a `result`."""
 
     def __init__(self, stages: Stages[Result], pieces: Pieces) -> None:
-        """pieces: where the stages note theirs; others may do so between them."""
+        """pieces: where the stages record theirs; others may do so between them."""
         self._stages = stages
         self._pieces = pieces
         self._left: deque[tuple[mx.array, int]] = deque()
@@ -57,17 +56,16 @@ class Computation(Generic[Result]):
 
     @property
     def is_done(self) -> bool:
-        """Whether everything is computed."""
         return bool(self._results) and not self._left
 
     @property
     def result(self) -> Result:
-        """What it was about, evaluated."""
+        """The result, evaluated."""
         assert self.is_done, "there is no result before all is computed"
         return self._results[0]
 
     def compute(self, max_work: float) -> int:
-        """Compute pieces with at most `max_work` together, but one at least; gives the work that they had."""
+        """Compute pieces with at most `max_work` together, but at least one. Returns their work."""
         arrays: list[mx.array] = []
         done = 0
         while self._has_next() and (not arrays or done + self._left[0][1] <= max_work):
@@ -78,9 +76,9 @@ class Computation(Generic[Result]):
         return done
 
     def _has_next(self) -> bool:
-        """Build as far as to the next piece, if there is one."""
+        """Build as far as the next piece, if there is one."""
         while not self._left and not self._results:
-            self._pieces.take()  # of a computation that has failed on its way
+            self._pieces.take()  # of a failed computation
             try:
                 next(self._stages)
             except StopIteration as end:
@@ -90,9 +88,9 @@ class Computation(Generic[Result]):
 
 
 class RowPieces(nn.Module):
-    """A module that takes each row by itself, in pieces of so many rows.
+    """A module that treats each row independently, in slices of rows.
 
-    inner: such a module. row_work: multiply-adds per row that it is given.
+    inner: such a module. row_work: multiply-adds per row.
     """
 
     def __init__(self, inner: nn.Module, row_work: int, pieces: Pieces) -> None:
@@ -107,7 +105,8 @@ class RowPieces(nn.Module):
 
 
 def by_rows(compute: Callable[[mx.array], mx.array], x: mx.array, row_work: int, pieces: Pieces) -> mx.array:
-    """`compute` of all rows of `x`, `[…, rows, width]`, which it takes each by itself or in fours, in noted pieces."""
+    """`compute` of all rows of `x`, `[…, rows, width]`, which it treats independently or in fours, in recorded
+    pieces."""
     num_rows = x.shape[-2]
     at_once = max(LEAST_ROWS, pieces.piece_work // row_work // LEAST_ROWS * LEAST_ROWS)
     parts = [

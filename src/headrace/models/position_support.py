@@ -1,4 +1,4 @@
-"""Whether a model's tokens can stand at chosen positions, which need not be their places in the state."""
+"""Whether a model supports positions that differ from the tokens' indices in the state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headrace.models.seams import is_rope
 from headrace.state.module import caches_in
 
 _PLAIN_CACHES = (KVCache, ConcatenateKVCache, ArraysCache)
-"""Caches that keep all tokens, or none: what a token sees doesn't depend on where it stands."""
+"""Caches that keep all tokens, or none: visibility doesn't depend on positions."""
 
 
 def positions_refusal(model: Any, levels: Levels) -> str | None:
-    """Why a model that runs at these levels can't take chosen positions; None if it can. Asked before installation.
+    """Why a model at these levels can't take given positions; None if it can. Asked before installation.
 
-    Seams and packed mixers take any. A module that runs row by row does if all that it does with positions is to hand
-    them to a rope of its own, and if it forgets no token by its place.
+    Seams and packed mixers take any. A module that runs row by row does if it only passes positions to its own rope,
+    and forgets no token by index.
     """
     if Level.WHOLE in levels.values():
         return "it runs as a whole, a row at a time, and counts its tokens itself"
@@ -55,7 +55,7 @@ def _refusal(mixer: nn.Module, caches: set[type]) -> str | None:
 
 @cache
 def _called(module_class: type) -> set[str]:
-    """Names of what the class's methods call, but for the one that makes it."""
+    """Names that the class's methods call, except the constructor."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(module_class))).body
     assert isinstance(tree, ast.ClassDef)
     methods = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence stand whose prompt is computed at chosen positions only."""
+"""Positions of a sequence whose prompt is computed in part."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPositions:
-    """The positions of a sequence's computed tokens, by their place among the computed ones.
+    """Positions of a sequence's computed tokens, by index among them.
 
-    kept: int32 `[m]`, rising: positions of the prompt's tokens that are computed. What follows them stands behind the
-    last of them without gaps. Raises ValueError if they do not rise from 0 or later.
+    kept: int32 `[m]`, rising: positions of the computed prompt tokens. What follows comes after the last of them
+    without gaps. Raises ValueError if they do not rise from 0 or later.
     """
 
     kept: npt.NDArray[np.int32]
@@ -23,7 +23,7 @@ class TokenPositions:
             raise ValueError("positions have to rise, from 0 or later, and there has to be one")
 
     def at(self, start: int, end: int) -> npt.NDArray[np.int32]:
-        """Positions `[end - start]` of the computed tokens `start` to `end`, be they prompt or output."""
+        """Positions `[end - start]` of the computed tokens `start` to `end`, prompt or output."""
         num_kept = len(self.kept)
         behind = np.arange(max(start, num_kept), max(end, num_kept), dtype=np.int32)
         return np.concatenate([self.kept[start:end], behind + (self.kept[-1] + 1 - num_kept)])

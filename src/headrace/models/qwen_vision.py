@@ -1,4 +1,4 @@
-"""Qwen's vision towers: mlx-vlm's modules, with attention within one frame or window in pieces of bounded size."""
+"""Qwen's vision towers: mlx-vlm's modules, with attention within one frame or window in bounded slices."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
 
 
 def _own_name(name: str) -> str | None:
-    """What the tower's module calls a weight of the checkpoint; None if it is not one of its own."""
+    """The tower module's name for a weight of the checkpoint; None if it is not the tower's."""
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
     return None if prefix is None else name.removeprefix(prefix)
 
 
 def _build(config: Mapping[str, Any]) -> Any:
-    """The module that a checkpoint's config.json describes, with weights of no meaning."""
+    """The module described by a checkpoint's config.json, with arbitrary weights."""
     name = MODULES[config["model_type"]]
-    # Imported here: a package that takes a second to load and that models without a tower don't need.
+    # Imported here: it takes a second, and models without a tower don't need it.
     vision = importlib.import_module(f"mlx_vlm.models.{name}.vision")
     module_config = importlib.import_module(f"mlx_vlm.models.{name}.config").VisionConfig
     return vision.VisionModel(module_config.from_dict({**config["vision_config"], "model_type": name}))
 
 
 class QwenForward:
-    """What mlx-vlm's module computes of one input, in stages of one layer."""
+    """mlx-vlm's computation for one input, in stages of one layer."""
 
     def __init__(self, module: Any, attend: PatchAttention) -> None:
-        """Changes the module's parts, so that they compute in pieces."""
+        """Changes the module's parts, so that they compute in slices."""
         rotate = importlib.import_module(type(module).__module__).apply_rotary_pos_emb_vision
         self._module = module
         self._merged = module.spatial_merge_size**2
-        # Module attributes that hold lists are its items.
+        # List attributes of a Module are its items.
         self._deep_layers: list[int] = module.get("deepstack_visual_indexes", [])
         self._full_layers: list[int] | None = module.get("fullatt_block_indexes")
 
@@ -75,7 +75,7 @@ class QwenForward:
         rotary = module.rot_pos_emb(grids).reshape(patches.shape[0], -1)
         frames = [frame * grid[1] * grid[2] for frame in range(grid[0] + 1)]
         windows, order = frames, None
-        if self._full_layers is not None:  # the others see windows, whose patches are put next to each other
+        if self._full_layers is not None:  # the others attend in windows, whose patches are made contiguous
             order, ends = module.get_window_index(grids)
             windows = ends.tolist()
             hidden, rotary = self._ordered(hidden, order), self._ordered(rotary, order)

@@ -1,9 +1,9 @@
-"""The places where Headrace enters mlx-lm's models.
+"""Adapters between Headrace and mlx-lm's models.
 
-A step's tokens travel packed, `[1, T, hidden]`, all rows in one. Attention modules keep their own forward; what is
-not per-token in it is replaced on the loaded instance: the rope takes explicit positions, and the name
-`scaled_dot_product_attention` and the cache's `update_and_fetch` lead to our one `attend`. mlx-lm's modules and
-classes stay as they are; every replacement can be undone.
+A step's tokens are packed, `[1, T, hidden]`, all rows in one. Attention modules keep their own forward; what is not
+per-token in it is replaced on the loaded instance: the rope takes explicit positions, and the name
+`scaled_dot_product_attention` and the cache's `update_and_fetch` lead to our one `attend`. mlx-lm's modules and classes
+stay unchanged; every replacement can be undone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Undo = Callable[[], None]
 
 
 class PackedRope(nn.Module):
-    """The loaded rope, whatever its kind, at explicit positions of each packed token.
+    """The loaded rope, of any kind, at explicit positions of each packed token.
 
-    sections: how channels go by several axes; None for a rope over one.
+    sections: how channels are divided between several axes; None for one axis.
     """
 
     def __init__(self, rope: nn.Module, sections: MropeSections | None = None) -> None:
@@ -51,7 +51,7 @@ class PackedRope(nn.Module):
             return self._by_token(x, offset)
         if self._axes is None:
             raise ValueError("the model's rope has one axis, the step's positions have three")
-        # Turned whole by each axis, and of each result the channels that are that axis's: any kind of rope will do.
+        # Rotated by each axis, taking each axis's channels from its result: works for any kind of rope.
         by_time, by_row, by_column = (self._by_token(x, offset[axis]) for axis in range(3))
         axes = mx.array(self._axes + [0] * (x.shape[-1] - len(self._axes)))
         return mx.where(axes == 0, by_time, mx.where(axes == 1, by_row, by_column))
@@ -75,13 +75,13 @@ def packed_attention(
     mask: Any = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Stands where mlx-lm's `scaled_dot_product_attention` stood; calls without our cache pass through."""
+    """Replaces mlx-lm's `scaled_dot_product_attention`; calls without our cache pass through."""
     if not isinstance(keys, KVReference):
         untouched: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
         return untouched
     view = keys.view
     window = mask.window if isinstance(mask, WindowMask) else view.window
-    # a layer that shares another layer's keys hands on their reference: it reads what that layer wrote
+    # a layer that shares another layer's keys passes on their reference: it reads what that layer wrote
     shared = cache is not view
     return attend(view, queries, None if shared else (keys.array, values.array), scale, sinks, window)
 
@@ -96,7 +96,7 @@ def rebind(module: nn.Module, replacements: Mapping[str, Callable[..., Any]]) ->
 
 
 def give_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Give the module a subclass of its own class; the class and its file stay untouched."""
+    """Override a module's forward by a subclass of its class; the class itself stays untouched."""
     original = type(module)
     module.__class__ = type(original.__name__, (original,), {"__call__": forward})
 
@@ -118,7 +118,7 @@ def is_rope(child: Any) -> bool:
 
 
 def _replace(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Undo:
-    """Put modules in the places of others. places: a parent, the name there, and the old one and the new one."""
+    """Replace modules. places: a parent, the name there, the old module and the new one."""
     for parent, name, _, new in places:
         setattr(parent, name, new)
 
@@ -130,9 +130,9 @@ def _replace(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> U
 
 
 class RowRope(nn.Module):
-    """A rope of a module that runs row by row and counts its tokens by its own cache.
+    """The rope of a module that runs row by row and counts tokens by its own cache.
 
-    positions: where the tokens of the row that runs stand; None if they stand where the module's cache says.
+    positions: of the current row's tokens; None for those by the module's cache.
     """
 
     def __init__(self, rope: nn.Module) -> None:
@@ -170,20 +170,20 @@ def takes(module: nn.Module, parameter: str) -> bool:
 
 @dataclass(slots=True)
 class Tap:
-    """What the final norm's wrapper does in the step that runs now."""
+    """Settings of the final norm's wrapper for the current step."""
 
     picks: mx.array | None = None
-    """Indices of the packed tokens whose logits are wanted; None hands all on."""
+    """Indices of the packed tokens whose logits are wanted; None for all."""
     keeps_hidden: bool = False
-    """Whether `hidden` is wanted: a prediction head reads it."""
+    """Whether `hidden` is wanted for a prediction head."""
     is_normed: bool = True
-    """Whether `hidden` is the norm's output or, to try how a head likes it, its input."""
+    """Whether `hidden` is the norm's output or, as an experiment, its input."""
     hidden: mx.array | None = None
     """`[1, T, hidden]` for all tokens of the step."""
 
 
 class TappedNorm(nn.Module):
-    """The model's final norm; hands on only the rows whose logits are wanted.
+    """The model's final norm; passes on only the rows whose logits are wanted.
 
     Without it a chunk of 2,048 tokens at a vocabulary of 150,000 makes 1.2 GB of logits.
     """

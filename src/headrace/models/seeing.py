@@ -25,7 +25,7 @@ from headrace.types.media import MediaInput
 
 
 class SeeingModel(nn.Module):
-    """mlx-vlm's model with the face of one of mlx-lm's: ids or embeddings in, logits out, caches of mlx-lm."""
+    """mlx-vlm's model with mlx-lm's interface: ids or embeddings in, logits out, mlx-lm's caches."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class SeeingModel(nn.Module):
         return cast(mx.array, self.inner.get_input_embeddings(ids).inputs_embeds)
 
     def embed_picture(self, token_ids: mx.array, fields: Mapping[str, mx.array]) -> Any:
-        """What the model makes of tokens `[1, n]` and of what the processor has made of a picture among them."""
+        """The model's embeddings of tokens `[1, n]` with a picture's processor outputs."""
         pixels = {name: array for name, array in fields.items() if name != "pixel_values"}
         mask = mx.ones(token_ids.shape, mx.int32)
         return self.inner.get_input_embeddings(token_ids, fields["pixel_values"], mask=mask, **pixels)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Of the language model."""
+        """The language model's."""
         return cast(list[nn.Module], self.inner.language_model.layers)
 
     def make_cache(self) -> list[Any]:
-        """Caches of mlx-lm of the kinds that the model would make. Raises ModelError if it has none of such a kind."""
+        """mlx-lm's caches of the model's kinds. Raises ModelError if a kind is unknown."""
         made = importlib.import_module("mlx_vlm.models.cache").make_prompt_cache(self.inner.language_model)
         return [_own_cache(one) for one in made]
 
@@ -68,17 +68,17 @@ def _own_cache(made: Any) -> Any:
 
 
 class WholeTower:
-    """Pictures to embeddings by the model's own way, each in one go."""
+    """Encodes pictures with the model's own method, each at once."""
 
     module = nn.Module()
-    """Weights of its own: none."""
+    """It has no weights of its own."""
 
     def __init__(self, model: SeeingModel) -> None:
         self._model = model
         self._pieces = Pieces(1)
 
     def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
-        """The embeddings of an input, of which nothing is there yet."""
+        """Starts the embeddings of an input."""
         return Computation(self._stages(one), self._pieces)
 
     def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:
@@ -89,11 +89,11 @@ class WholeTower:
 
 
 Tower = VisionTower | WholeTower
-"""What computes embeddings of images and videos."""
+"""Computes embeddings of images and videos."""
 
 
 def runs_whole(files: ModelFiles) -> bool:
-    """Whether a checkpoint has a vision tower that is not known here, but to mlx-vlm."""
+    """Whether a checkpoint has a vision tower that only mlx-vlm supports."""
     if not files.config.get("vision_config") or knows_tower(files):
         return False
     try:
@@ -110,12 +110,12 @@ def load_seeing(files: ModelFiles) -> Loaded:
         raise ModelError(f"{files.name} brings code of its own, which is not run")
     try:
         return Loaded(SeeingModel(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
-    except Exception as error:  # an outer wall to other projects' code
+    except Exception as error:  # an exception boundary to other projects' code
         raise ModelError(f"mlx-vlm can't load {files.name}: {error}") from error
 
 
 def whole_tower(model: SeeingModel, files: ModelFiles) -> tuple[WholeTower, str]:
-    """The way to the model's embeddings, and a line about it."""
+    """The tower of such a model, and a line about it."""
     line = "vision: mlx-vlm's own model, whole, a row at a time; a picture is embedded in one go"
     hint = "; --vision off runs its text part alone, in packed steps" if has_text_model(files) else ""
     return WholeTower(model), line + hint

@@ -1,4 +1,4 @@
-"""Comparing prompts with pictures, as they are put together here, with what their model makes of them by itself."""
+"""Compares prompts with pictures, as assembled here, with the model's own result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.models.source import ModelFiles
 
 
 def check_pictures(model: SeeingModel, files: ModelFiles, precision: str) -> None:
-    """Compare a prompt with a picture, cut and embedded piece by piece, with what the model makes of it as a whole.
+    """Compare a prompt with a picture, chunked and embedded separately, with the model's result for the whole.
 
     precision: of the activations. Raises ModelError that says what differs.
     """
@@ -24,7 +24,7 @@ def check_pictures(model: SeeingModel, files: ModelFiles, precision: str) -> Non
         apart, scale = _compare(model, made)
     except ModelError:
         raise
-    except Exception as error:  # an outer wall to other projects' code
+    except Exception as error:  # an exception boundary to other projects' code
         raise ModelError(f"a picture can't be embedded by itself: {error}") from error
     if not apart <= TOLERANCE[precision] * max(1.0, scale):
         raise ModelError(
@@ -42,7 +42,7 @@ def _compare(model: SeeingModel, made: ProcessedPicture) -> tuple[float, float]:
     text = mx.array([before + behind])
     alone = model(text)
     mx.eval(alone)
-    # first in parts: where the model keeps positions of its last prompt, it has none to help itself with
+    # first in parts: a model that keeps its last prompt's positions has none yet
     rows = model.embed_picture(mx.array([shown]), fields).inputs_embeds
     cache, logits = model.make_cache(), []
     parts = (model.embed(mx.array([before])), rows, model.embed(mx.array([behind[:3]])), model.embed(mx.array([[7]])))

@@ -49,13 +49,13 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """Largest difference of a logit, and the largest logit that it is measured against."""
+    """The largest difference of a logit, and the largest logit as its scale."""
 
     difference: float
     scale: float
 
     def within(self, precision: str) -> bool:
-        """Whether the difference is one of rounding."""
+        """Whether the difference is rounding."""
         return math.isfinite(self.difference) and self.difference <= TOLERANCE[precision] * max(1.0, self.scale)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Checked:
 
 
 def run_reference(model: Any, vocab_size: int, has_long_chunk: bool = False) -> Reference:
-    """Two rows of random tokens through the untouched model, token by token but for a long chunk, which is one call."""
+    """Two rows of random tokens through the untouched model, token by token, a long chunk in one call."""
     random = np.random.default_rng(0)
     lengths = LENGTH + LONG_CHUNK * has_long_chunk, LENGTH
     rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, length)) for length in lengths)
@@ -99,14 +99,14 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     others = ((levels, kernels, note or untold) for levels, note in _candidates(chosen))
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
-        packed.kernels = replace(with_kernels, attention_pairs=0)  # so that its long chunk goes the way of longer ones
+        packed.kernels = replace(with_kernels, attention_pairs=0)  # so that its long chunk is computed like longer ones
         margin = _compare(packed, reference)
         packed.kernels = with_kernels
         if margin is not None and margin.within(precision):
             return Checked(packed, margin, note)
         logger.info("%s: %s", note or "chosen levels", margin or "the step raised")
         if margin is not None and Level.WHOLE in levels.values():
-            # nothing of ours takes part at this level: the model disagrees with itself
+            # none of our code runs at this level: the model disagrees with itself
             return Checked(packed, margin, (*note, "the model's own results depend on how its input is cut"))
         packed.undo()
     raise ModelError("the model can't be run: see the log for what it raised")
@@ -155,10 +155,10 @@ def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
             got = packed.forward(rows, picks)
             apart = mx.abs(got.astype(mx.float32) - mx.concatenate(wanted).astype(mx.float32)).max()
             mx.eval(apart, [row.state.arrays() for row in rows])
-        except Exception:  # an outer wall: foreign code meets our view, and any way to fail means "doesn't fit"
+        except Exception:  # an exception boundary: foreign code gets our view, and any failure means "doesn't fit"
             logger.debug("packed step raised", exc_info=True)
             return None
-        # NaN compares false with everything: make it the worst difference there is
+        # NaN compares false with everything: make it the largest difference
         difference = max(difference, float(apart) if math.isfinite(float(apart)) else math.inf)
         for state, (num_kept, num_junk) in zip(states, step, strict=True):
             if num_kept + num_junk:

@@ -1,6 +1,6 @@
 """Gemma 3's vision tower: SigLIP (arXiv 2303.15343), whose patches are averaged in squares (arXiv 2503.19786).
 
-Pictures come as patches in the order of those squares, which is all the same to attention; positions follow them.
+Patches are ordered by those squares, which attention does not depend on; positions follow them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.models.vision_attention import PatchAttention, PictureAttention
 from headrace.models.weights import num_parameters
 
 SQUARE_SIDE = 4
-"""Patches on a side of what one token stands for, unless config.json says otherwise."""
+"""Patches on a side of one token, unless config.json sets it."""
 
 _PARTS = ("vision_tower.", "multi_modal_projector.")
 
@@ -45,7 +45,7 @@ class SoftTokens(nn.Module):
 
 
 class GemmaWeights(nn.Module):
-    """All that the tower holds, named as in checkpoints. vision: mlx-vlm's module. side: patches on a square's side."""
+    """The tower's weights, named as in checkpoints. vision: mlx-vlm's module. side: patches on a square's side."""
 
     def __init__(self, vision: Any, soft_tokens: SoftTokens, side: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GemmaWeights(nn.Module):
 
 
 class GemmaForward:
-    """Patches of one picture to embeddings, in pieces."""
+    """Patches of one picture to embeddings, in slices."""
 
     def __init__(self, weights: GemmaWeights, attend: PatchAttention) -> None:
         self._pieces = attend.pieces
@@ -71,7 +71,7 @@ class GemmaForward:
         for layer in self._tower.encoder.layers:
             layer.self_attn = PictureAttention(layer.self_attn, attend)
             layer.mlp = RowPieces(layer.mlp, num_parameters(layer.mlp), attend.pieces)
-        # mlx-lm's model scales what it is given as embeddings, by a root in bfloat16; pictures are not to be scaled.
+        # mlx-lm's model scales its input embeddings, by a root in bfloat16; pictures must not be scaled.
         text_width = self._soft_tokens.mm_input_projection_weight.shape[-1]
         self._root = mx.array(text_width**0.5, mx.bfloat16)
 
@@ -94,19 +94,19 @@ class GemmaForward:
 
 
 def square_order(rows: int, columns: int, side: int) -> npt.NDArray[np.int32]:
-    """The index that each patch has by rows, in the order of squares of side * side."""
+    """The index of each patch by rows, in the order of squares of side * side."""
     by_row = np.arange(rows * columns, dtype=np.int32)
     return by_row.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).reshape(-1)
 
 
 def name_among(parts: tuple[str, ...], name: str) -> str | None:
-    """What a checkpoint calls a weight, if it belongs to one of these parts, whatever wraps the model."""
+    """A weight's name, if it belongs to one of these parts, whatever wraps the model."""
     bare = name.removeprefix("model.")
     return bare if bare.startswith(parts) else None
 
 
 def _build(config: Mapping[str, Any]) -> GemmaWeights:
-    # Imported here: a package that takes a second to load and that models without a tower don't need.
+    # Imported here: it takes a second, and models without a tower don't need it.
     vision = importlib.import_module("mlx_vlm.models.gemma3.vision")
     module_config = importlib.import_module("mlx_vlm.models.gemma3.config").VisionConfig
     described = module_config.from_dict({**config["vision_config"], "model_type": "siglip_vision_model"})

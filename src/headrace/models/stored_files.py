@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files say the same as each other, before anything is made of them."""
+"""Checks that a checkpoint's files agree, before they are used."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headrace.models.source import ModelFiles
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
 _CENTRED_TYPES = ("qwen3_5", "qwen3_next")
-"""Beginnings of the names of models whose makers store norms as distances from 1 and whose converters add it."""
+"""Prefixes of models whose makers store norms as distances from 1 and whose converters add it."""
 _CENTRED_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
 
 
 def check_files(files: ModelFiles, *, runs_whole: bool = False) -> None:
-    """Raises ModelError for a file of tensors whose header doesn't fit its data, and for more layers than tensors.
+    """Raise ModelError for a tensor file whose header doesn't match its data, and for more layers than tensors.
 
-    runs_whole: mlx-vlm loads the files. Those that are never loaded are not opened.
-    MLX checks sizes but lets tensors overlap, and mlx-lm makes as many layers as the config names.
+    runs_whole: mlx-vlm loads the files. Files that are never loaded are not opened. MLX checks sizes but allows
+    overlapping tensors, and mlx-lm makes as many layers as the config names.
     """
     directory = files.directory
     loaded = _loaded_by_mlx_vlm(directory) if runs_whole else [*shards(directory), *sidecars(directory)]
@@ -39,7 +39,7 @@ def _loaded_by_mlx_vlm(directory: Path) -> Sequence[Path]:
     try:
         shard_of = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
         named = [directory / name for name in sorted(set(shard_of.values()))]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # mlx-vlm goes by the folder, or refuses it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # mlx-vlm uses the folder, or refuses it
         named = []
     in_folder = sorted(directory.glob("*.safetensors"))
     return [file for file in named if file.exists()] or [
@@ -62,9 +62,9 @@ def _check_count(config: Mapping[str, Any], field: str, num_tensors: int, direct
 
 
 def norms_contradiction(files: ModelFiles) -> str | None:
-    """What is wrong if the trunk's convolutions and norms are not of one form; None if they are.
+    """What is wrong if the trunk's convolutions and norms have different forms; None if they agree.
 
-    mlx-lm goes by the convolutions alone, so norms of the other form would be computed with all the same.
+    mlx-lm decides by the convolutions alone, so norms of the other form would be used wrongly.
     """
     if not files.model_type.startswith(_CENTRED_TYPES):
         return None

@@ -1,4 +1,4 @@
-"""What there is to know of a kind of vision tower to load and run it."""
+"""What is needed to load and run a kind of vision tower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.models.pieces import Stages
 from headrace.models.vision_attention import PatchAttention
 
 Forward = Callable[[mx.array, tuple[int, int, int]], Stages[tuple[mx.array, list[mx.array]]]]
-"""Patches `[patches, values]` of one input and its grid to rows `[placeholders, hidden]`, and what is added to the
+"""Patches `[patches, values]` of one input and its grid to rows `[placeholders, hidden]`, and additions to the
 outputs of the text model's first layers there."""
 
 
@@ -20,10 +20,11 @@ outputs of the text model's first layers there."""
 class TowerKind:
     """One kind of tower.
 
-    own_name: what the tower's module calls a weight of the checkpoint; None for one that is not its own.
-    build: the module that a checkpoint's config.json describes, its weights without meaning.
-    forward: what the module computes, in pieces; it may change the module. dtype: of its activations.
-    needs_axes: whether the text model has to give positions in time, row and column.
+    own_name: the tower module's name for a weight of the checkpoint; None if it is not the tower's.
+    build: the module described by config.json, with arbitrary weights.
+    forward: the module's computation, in slices; it may change the module.
+    dtype: of its activations.
+    needs_axes: whether the text model must have positions in time, row and column.
     """
 
     own_name: Callable[[str], str | None]

@@ -1,6 +1,6 @@
-"""What packed steps need to be different in mlx-lm, one function per case.
+"""Corrections to mlx-lm for packed steps, one function per case.
 
-Each names the versions it is for; a test fails once mlx-lm no longer needs it.
+Each names its versions; a test fails once mlx-lm no longer needs it.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ def largest_rope_batch(rope: Any, num_heads: int) -> int:
 
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {"_get_llama_4_attn_scale": query_scale_by_position}
-"""Global names in mlx-lm's forwards, and what packed steps put there."""
+"""Global names in mlx-lm's forwards, and their replacements in packed steps."""

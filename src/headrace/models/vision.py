@@ -29,15 +29,15 @@ from headrace.models.weights import LISTED_NAMES, hold, parameters_of
 from headrace.types.media import MediaInput
 
 _KINDS: Mapping[str, TowerKind] = {**dict.fromkeys(MODULES, QWEN), "gemma3": GEMMA3, "gemma4": GEMMA4}
-"""The towers of models by their `model_type`."""
+"""The towers by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaEmbeddings:
-    """What stands in the place of one input's placeholders.
+    """The embeddings of one input's placeholders.
 
     rows: `[placeholders, hidden]`, instead of token embeddings.
-    deep: `[placeholders, hidden]` each: what is added to the output of the text model's first, second, … layer there.
+    deep: `[placeholders, hidden]` each: added to the output of the text model's first, second, … layer there.
     """
 
     rows: mx.array
@@ -45,7 +45,7 @@ class MediaEmbeddings:
 
 
 class VisionTower:
-    """Computes embeddings, by a tower of one of the kinds that are known here; keeps nothing of what it has seen."""
+    """Computes embeddings with a supported tower; keeps no state."""
 
     def __init__(self, module: Any, kind: TowerKind, attend: PatchAttention) -> None:
         """module: of the kind, with its weights."""
@@ -57,7 +57,7 @@ class VisionTower:
         self._pieces = attend.pieces
 
     def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
-        """The embeddings of an input, of which nothing is there yet."""
+        """Starts the embeddings of an input."""
         return Computation(self._stages(one), self._pieces)
 
     def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:
@@ -75,7 +75,7 @@ class VisionTower:
 
 
 def knows_tower(files: ModelFiles) -> bool:
-    """Whether the checkpoint's tower is of a kind that is known here."""
+    """Whether the checkpoint's tower is supported."""
     return files.config["model_type"] in _KINDS
 
 
@@ -128,7 +128,7 @@ def _tower_weights(files: ModelFiles, kind: TowerKind) -> dict[str, mx.array]:
 
 
 def _quantise(module: nn.Module, weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
-    """Make those layers quantised whose weights are."""
+    """Quantise those layers whose weights are."""
     settings = config.get("quantization") or config.get("quantization_config") or {}
     if not any(name.endswith(".scales") for name in weights):
         return

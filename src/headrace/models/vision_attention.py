@@ -1,4 +1,4 @@
-"""Attention inside vision towers: of patches to patches, without order, in pieces of bounded size."""
+"""Attention inside vision towers: between patches, non-causal, in bounded slices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SCORE_ELEMENTS = 16 * 1024 * 1024
 """Attention scores held at once on a device without fused attention (64 MiB in float32)."""
 
 SCORE_WORK = 256
-"""Multiply-adds that the softmax of one score takes the time of there."""
+"""Multiply-adds that take as long as the softmax of one score there."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchAttention:
-    """How queries attend. pieces: where that is noted. has_fused: whether the device has fused attention."""
+    """Attention of patches. pieces: where it is recorded. has_fused: whether the device has fused attention."""
 
     pieces: Pieces
     has_fused: bool

@@ -1,4 +1,4 @@
-"""What a sequence's tokens ask of its earlier ones: queries, noted while packed steps run."""
+"""Records queries of a sequence's tokens while packed steps run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from headrace.state.layer import LayerKey
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerQueries:
-    """Queries of one attention layer and how it makes scores of them.
+    """Queries of one attention layer and how scores are made of them.
 
-    layer: the owner of the keys that it reads. queries: `[num_heads, n, head_dim]`, turned by their positions.
-    scale: a factor of the scores. sinks: `[num_heads]`, one more score in each head's softmax; None if there are none.
+    layer: the owner of the keys.
+    queries: `[num_heads, n, head_dim]`, after rope.
+    scale: a factor of the scores.
+    sinks: `[num_heads]`, one more score in each head's softmax; None if there are none.
     """
 
     layer: LayerKey
@@ -26,17 +28,17 @@ class LayerQueries:
 
 
 class QueryWatch:
-    """Notes a sequence's queries in layers of full attention, in each step at its tokens whose logits are wanted.
+    """Records a sequence's queries in full-attention layers, in each step at its tokens whose logits are wanted.
 
-    Layers with windows and mixers without keys note nothing. `arrays` belong to what a step evaluates: left for later
-    they would keep the step's keys and values from being written in place.
+    Layers with windows and mixers without keys record nothing. `arrays` must be evaluated with the step: later they
+    would keep its keys and values from being written in place.
     """
 
     def __init__(self) -> None:
         self._steps: list[list[LayerQueries]] = []
 
     def begin(self) -> None:
-        """A step begins, whose layers call `note` in their order."""
+        """A step begins, whose layers call `note` in order."""
         self._steps.append([])
 
     def note(
@@ -47,11 +49,11 @@ class QueryWatch:
         self._steps[-1].append(LayerQueries(layer, copied, scale, sinks))
 
     def arrays(self) -> list[mx.array]:
-        """What the last step has noted."""
+        """The last step's queries."""
         return [one.queries for one in self._steps[-1]] if self._steps else []
 
     def layers(self) -> list[LayerQueries]:
-        """One entry per layer, its queries of all steps behind each other."""
+        """One entry per layer, with the queries of all steps concatenated."""
         return [
             replace(of_layer[0], queries=mx.concatenate([one.queries for one in of_layer], axis=1))
             for of_layer in zip(*self._steps, strict=True)

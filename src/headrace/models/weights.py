@@ -1,4 +1,4 @@
-"""Reading weights into mlx-lm's model classes, and the precision in which they are held."""
+"""Reads weights into mlx-lm's model classes, in the chosen precision."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_weights(files: ModelFiles) -> Loaded:
         raise
     except FileNotFoundError as error:
         raise ModelError(f"{files.directory} holds no model*.safetensors") from error
-    except (Exception, SystemExit) as error:  # a config may make a model file fail in any way
+    except (Exception, SystemExit) as error:  # a bad config may make a model file fail in any way
         # SystemExit: a model file of mlx-lm that wants a package which is not there ends the process
         broken = _broken_file(files.directory)
         raise ModelError(f"{broken or files.name} can't be loaded: {one_line(error)}") from error
@@ -76,7 +76,7 @@ def load_weights(files: ModelFiles) -> Loaded:
 
 
 def one_line(error: BaseException) -> str:
-    """What a foreign error says, with its name where that alone says little."""
+    """A foreign error's message, with its type if the message alone says little."""
     said = str(error).partition("\n")[0]
     return said if isinstance(error, ValueError | RuntimeError) and said else f"{type(error).__name__}: {said}"
 
@@ -90,7 +90,7 @@ def _classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def has_text_model(files: ModelFiles) -> bool:
-    """Whether mlx-lm knows a model of the checkpoint's type."""
+    """Whether mlx-lm supports a model of the checkpoint's type."""
     try:
         _classes_of(dict(files.config))
     except (ModelError, ValueError):
@@ -221,7 +221,7 @@ def _plain(module: Any) -> nn.Module | None:
 
 
 def _dequantized(module: Any) -> mx.array:
-    """The numbers that a quantised module's weight stands for, in float32."""
+    """The values of a quantised weight, in float32."""
     mode = getattr(module, "mode", "affine")
     dequantize = partial(mx.dequantize, group_size=module.group_size, bits=module.bits, mode=mode, dtype=mx.float32)
     biases, global_scale = module.get("biases"), module.get("global_scale")

@@ -1,1 +1,1 @@
-"""How a layer mixes tokens of a packed step: attention, gated delta net, any module row by row."""
+"""Mixers of packed steps: attention, gated delta net, any module row by row."""

@@ -12,7 +12,7 @@ from headrace.models.step import RowSpan, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 
 QUERY_BLOCK = 128
-"""Queries that the folded form scores at once: keys behind a block are not touched."""
+"""Queries that the folded form scores at once: keys after a block are not touched."""
 SCORE_ELEMENTS = 16 * 1024 * 1024
 """Scores held at once by the folded form (64 MiB in float32), so that long contexts don't need memory by the square."""
 
@@ -77,9 +77,9 @@ def read_row(
 
 
 def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[int, int, bool]]:
-    """The row's tokens, parted where two-way runs begin and end, and whether a part is one.
+    """The row's tokens, split at bidirectional runs, and whether a part is one.
 
-    The rest whole or, under a window, one by one: its sums then run over the same keys as in decoding.
+    The rest in one part or, under a window, one by one: its sums then run over the same keys as in decoding.
     """
     parts: list[tuple[int, int, bool]] = []
     done = span.lo
@@ -96,7 +96,7 @@ def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[
 
 
 def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
-    """The first token that any of the tokens `start` to `end` sees, and positions from there on if they have gaps."""
+    """The first token visible to any of the tokens `start` to `end`, and positions from there on if they have gaps."""
     if window is None:
         return 0, None
     first = max(0, start - window + 1)
@@ -110,7 +110,7 @@ def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int,
 
 
 def states_of(view: View, window: int | None) -> Sequence[FullAttentionState | SlidingAttentionState]:
-    """What the rows have computed in the layer."""
+    """The rows' states in the layer."""
     layer, spans = view.layer, view.step.spans
     if window is None:
         return [span.state.full_attention(layer) for span in spans]
@@ -151,7 +151,7 @@ def _fused(
     *,
     two_way: bool = False,
 ) -> mx.array:
-    """The library's own attention."""
+    """The library's attention."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     mask: mx.array | str | None = None if num_queries == 1 else "causal"
     if two_way:

@@ -18,11 +18,11 @@ from headrace.state.delta import DeltaSlot, Stops, arrays_of
 from headrace.state.layer import LayerKey
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-"""In the order in which the fused projection has them."""
+"""In the order of the fused projection."""
 
 
 def shape_of(inner: Any) -> shapes.DeltaShape | None:
-    """The shape of a layer that the kernels can do; None for others."""
+    """The shape of a layer that the kernels support; None for others."""
     if not isinstance(inner, qwen3_5.GatedDeltaNet) or not can_fuse(
         [inner[name] for name in (*PROJECTIONS, "out_proj")]
     ):
@@ -91,7 +91,7 @@ def _window(span: RowSpan, slot: DeltaSlot, num_context: int) -> tuple[int, ...]
 
 
 class CudaDeltaMixer(nn.Module):
-    """Stands where a `GatedDeltaNet` of mlx-lm stood."""
+    """Replaces a `GatedDeltaNet` of mlx-lm."""
 
     def __init__(self, inner: Any, shape: shapes.DeltaShape) -> None:
         super().__init__()

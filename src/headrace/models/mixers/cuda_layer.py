@@ -1,6 +1,6 @@
-"""Decoder layers on NVIDIA GPUs: the last kernel of each part makes the residual sum behind it, or the norm does.
+"""Decoder layers on NVIDIA GPUs: each part's last kernel, or the following norm, computes the residual sum.
 
-Experts learn which tokens are padding, for which they would be read in vain.
+Experts get the number of real tokens, so that they don't read weights for padding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_of_kernels(layer: Any) -> bool:
 
 
 def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) -> Undo:
-    """Let a layer that `is_of_kernels` hand its parts what is added to their outputs.
+    """Let a layer that `is_of_kernels` pass its parts the residual to add to their outputs.
 
     inner, behind: the norms of its two sums, for parts that would need an operation for it; None for other norms.
     """
@@ -46,7 +46,7 @@ def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) ->
 
 
 def _added(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **named: Any) -> mx.array:
-    """The residual, and what a part makes of the rest."""
+    """The residual plus a part's output."""
     if norm is not None and not part.adds_residual:
         return norm.sum(residual, part(*given, **named))
     output: mx.array = part(*given, residual=residual, **named)
@@ -54,6 +54,6 @@ def _added(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **n
 
 
 def _num_tokens(given: Sequence[Any]) -> mx.array | None:
-    """See `Exchange`; given: what a layer gets besides its input, its view among it."""
+    """See `Exchange`; given: a layer's arguments besides its input, its view among them."""
     exchange = next(one for one in given if isinstance(one, View)).step.exchange
     return None if exchange is None else exchange.num_tokens

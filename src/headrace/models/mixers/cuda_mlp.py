@@ -12,10 +12,10 @@ from headrace.models.mixers.parts import mlp_parts
 
 
 class CudaMLP(nn.Module):
-    """Stands where an MLP of mlx-lm stood."""
+    """Replaces an MLP of mlx-lm."""
 
     def __init__(self, inner: Any) -> None:
-        """inner: one that `mlp_parts` knows."""
+        """inner: one that `mlp_parts` supports."""
         super().__init__()
         parts = mlp_parts(inner)
         assert parts is not None

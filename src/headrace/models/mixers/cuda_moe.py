@@ -14,14 +14,14 @@ from headrace.models.fused import FusedLinear, can_fuse, weights_of
 from headrace.models.mixers.cuda_mlp import CudaMLP
 
 LAYER = qwen3_next.Qwen3NextSparseMoeBlock
-"""Whose forward is what is written here."""
+"""The class whose forward is implemented here."""
 
 Parts = tuple[moe.Routing, moe.Experts, moe.Experts]
 """Routing, experts and shared expert of a layer."""
 
 
 def parts_of(inner: Any) -> Parts | None:
-    """Of a LAYER that the kernels can do; None for others."""
+    """The parts of a LAYER that the kernels support; None for others."""
     shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
     switch = inner.switch_mlp
     linears = [inner.gate, inner.shared_expert_gate, shared.gate_proj, shared.up_proj, shared.down_proj]
@@ -38,7 +38,7 @@ def parts_of(inner: Any) -> Parts | None:
 
 
 class CudaMoE(nn.Module):
-    """Stands where a sparse MoE block of mlx-lm stood."""
+    """Replaces a sparse MoE block of mlx-lm."""
 
     def __init__(self, inner: Any, parts: Parts) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which of mlx-lm's layers kernels for NVIDIA GPUs stand for, and where those have their parts."""
+"""Layers of mlx-lm that kernels for NVIDIA GPUs replace, and where their parts are."""
 
 from __future__ import annotations
 
@@ -164,19 +164,19 @@ class MLPParts:
 
 
 def _named(module: Any) -> str:
-    """Module and name of a class of mlx-lm's; its module's whole name for those of others."""
+    """Module and name of a class of mlx-lm; the full module name for others."""
     return f"{type(module).__module__}.{type(module).__name__}".removeprefix("mlx_lm.models.")
 
 
 def mixer_name(layer: Any) -> str | None:
-    """What a decoder layer that is in LAYERS calls its mixer; None for others."""
+    """The name of the mixer in a decoder layer of LAYERS; None for others."""
     if _named(layer) not in LAYERS:
         return None
     return "linear_attn" if "linear_attn" in layer else "self_attn"
 
 
 def mlp_parts(inner: Any) -> MLPParts | None:
-    """The parts of an MLP that is in MLPS; None for others."""
+    """The parts of an MLP of MLPS; None for others."""
     names = MLPS.get(_named(inner))
     if names is None or not can_fuse([inner[name] for name in (*names[0], names[1])]):
         return None
@@ -184,7 +184,7 @@ def mlp_parts(inner: Any) -> MLPParts | None:
 
 
 def attention_parts(inner: Any) -> AttentionParts | None:
-    """The parts of a layer that the kernels can do; None for others."""
+    """The parts of a layer that the kernels support; None for others."""
     names = ATTENTIONS.get(_named(inner))
     if names is None or not can_fuse([inner[name] for name in (*names.inputs, names.output)]):
         return None
@@ -210,7 +210,7 @@ def attention_parts(inner: Any) -> AttentionParts | None:
         inner[names.output],
         None if not norms else (_weight(norms[0]), _weight(norms[1]), mx.array([norms[0].eps])),
         frequencies,
-        # longer queries and keys make larger scores, and nothing else of them is seen
+        # longer queries and keys only make larger scores
         getattr(inner, names.scale) * factor**2,
         None if names.sinks is None else inner[names.sinks].astype(dtype),
         dtype,
@@ -228,7 +228,7 @@ def _turns(rope: Any, head_dim: int) -> tuple[np.ndarray, float] | None:
     """Radians a position by pair of channels, and a factor on queries and keys; None for ropes of other kinds."""
     if isinstance(rope, smollm3.NoPE):
         return np.zeros(head_dim // 2), 1.0
-    if getattr(rope, "traditional", False):  # some kinds never are, and don't say so
+    if getattr(rope, "traditional", False):  # some kinds never are, and lack the attribute
         return None
     if type(rope) is nn.RoPE:
         pairs = np.arange(rope.dims // 2)

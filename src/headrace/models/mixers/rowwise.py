@@ -1,7 +1,7 @@
 """Any module with any mlx-lm cache, row by row inside the packed step.
 
-The module sees one row at a time, with that row's own cache; everything around it stays packed. This serves latent
-attention, Mamba, short convolutions and whatever else does not fit the seams.
+The module gets one row at a time, with that row's own cache; everything around it stays packed. For latent attention,
+Mamba, short convolutions and whatever else does not fit the adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FreshCache = Callable[[LayerKey], Any]
 
 
 class RowwiseMixer(nn.Module):
-    """Stands where a module with a `cache` parameter stood. ropes: those inside of it."""
+    """Replaces a module with a `cache` parameter. ropes: those inside of it."""
 
     def __init__(self, inner: nn.Module, fresh_cache: FreshCache, ropes: Sequence[RowRope]) -> None:
         super().__init__()

@@ -14,11 +14,11 @@ from headrace.state.layer import LayerKey
 from headrace.state.module import Feed, ModuleState, token_by_token
 
 WHOLE_MODEL: LayerKey = ()
-"""The key of the one state that a sequence has at this level: all caches of the model."""
+"""The key of the one state per sequence at this level: all caches of the model."""
 
 
 def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: PackedStep, inputs: mx.array) -> mx.array:
-    """Logits `[T, vocab]` of packed ids `[1, T]`, or what else the model takes, each row by a forward of its own."""
+    """Logits `[T, vocab]` of packed ids `[1, T]`, or other inputs of the model, each row by a separate forward."""
 
     def feed_all(caches: Any, row: mx.array) -> mx.array:
         logits: mx.array = model(row, cache=caches)
