@@ -49,7 +49,7 @@ class Kernels:
 
     @property
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Functions to put in place of mlx-lm's of the same global name."""
+        """Functions that replace mlx-lm's of the same global name."""
         return {"swiglu": swiglu} if self.device == "cpu" and self.numerics == "fast" else {}
 
     @property

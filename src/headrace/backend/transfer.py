@@ -2,7 +2,7 @@
 
 MLX keeps what comes from the host in memory that CUDA moves between the two by page faults: in a step on an H200 arrays
 of 8 to 64 numbers cost 0.2 to 0.9 ms. Kernels' parameters, and arrays of up to 8 bytes, for which MLX has memory that
-both reach, cost some microseconds. See docs/benchmarks.md.
+both reach, cost some microseconds. See docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_NUMBERS = 1024
 """That go as parameters of one kernel. CUDA 12.1 and later take eight times as many, but building such a kernel takes
 seconds."""
 MOST_KERNELS = 4
-"""That bring numbers; more of these, as a long prompt has them, are no matter beside what is computed with them."""
+"""That bring numbers; more of these, as a long prompt has them, don't matter beside what is computed with them."""
 MOST_READ = 64
 """That come back in pairs."""
 

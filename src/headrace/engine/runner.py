@@ -140,7 +140,7 @@ class Runner:
         for one, outcome in zip(windows, outcomes, strict=True):
             try:
                 results += self._take_over(one, outcome, failures)
-            except Exception as error:  # a row's outer wall
+            except Exception as error:  # a row's exception boundary
                 logger.exception("the row of %s failed", one.chunk.sequence_id)
                 one.live.is_sound = False
                 failures += failures_of(one.chunk, error)
@@ -153,7 +153,7 @@ class Runner:
             live = self._live[sequence_id]
             try:
                 live.record = live.state.checkpoint()
-            except Exception:  # a row's outer wall
+            except Exception:  # a row's exception boundary
                 logger.exception("the state of %s could not be kept", sequence_id)
                 live.is_sound = False
             live.state.release()
@@ -172,7 +172,7 @@ class Runner:
         for chunk in chunks:
             try:
                 windows.append(self._begin(chunk, requests[chunk.request_id]))
-            except Exception as error:  # a row's outer wall
+            except Exception as error:  # a row's exception boundary
                 logger.exception("the row of %s failed", chunk.sequence_id)
                 failures += failures_of(chunk, error)
         return windows
@@ -184,7 +184,7 @@ class Runner:
             if chunk.start and self._prefixes is not None:
                 self._prefixes.restore(request.request_id, live.state)
         if not live.is_sound:
-            raise GenerationFailed("its state was lost when it made room for others")
+            raise GenerationFailed("its state was lost in a preemption")
         if live.record is not None:
             self._resume(live, live.record)
         ahead, live.ahead = live.ahead, None
@@ -326,7 +326,7 @@ class Runner:
         for at, one in prompts:
             try:
                 self._keep_prompt(one.chunk, one.live, one.live.state.take_snapshots())
-            except Exception as error:  # a row's outer wall
+            except Exception as error:  # a row's exception boundary
                 errors[at] = error
         return errors
 

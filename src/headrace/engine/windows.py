@@ -1,4 +1,4 @@
-"""A sequence between steps, its window in a step, and what the window gains."""
+"""A sequence between steps, its window in a step, and the window's result."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class Ahead:
 
 @dataclass(slots=True)
 class LiveSequence:
-    """What the runner holds of a sequence.
+    """The runner's record of a sequence.
 
-    token_ids: every known token, as many as the state has seen and more. drafted: None if nothing is ever drafted.
-    positions: where the tokens stand if the prompt was thinned. watch: notes queries, for whoever scores the prompt.
+    token_ids: every known token, at least as many as the state has seen.
+    drafted: None without drafting.
+    positions: of the tokens, in sparse prefill.
+    watch: records queries for scoring the prompt.
     """
 
     state: SequenceState
@@ -55,9 +57,9 @@ class LiveSequence:
     ahead: Ahead | None = None
     """Then the state has all known tokens, and not one fewer."""
     is_sound: bool = True
-    """Whether the state is what the tokens say; not so after a failure."""
+    """Whether the state matches the tokens; false after a failure."""
     record: SequenceRecord | None = None
-    """In place of the state, as long as the sequence is preempted."""
+    """Replaces the state while the sequence is preempted."""
 
     @property
     def num_output(self) -> int:
@@ -66,12 +68,12 @@ class LiveSequence:
 
     @property
     def settings(self) -> SamplingRow:
-        """How the next token is drawn, but for a constraint."""
+        """How to sample the next token, without constraints."""
         return SamplingRow(self.params, self.num_output, self.history, self.request.stop_token_ids)
 
     @property
     def entry_media(self) -> EntryMedia | None:
-        """What a prediction head needs of the sequence's media, or of the positions of a thinned prompt."""
+        """What a prediction head needs of the sequence's media, or of its positions in sparse prefill."""
         if self.positions is not None:
             return partial(entry_at, self.positions)
         return None if self.media is None else self.media.entry
@@ -103,12 +105,12 @@ class LiveSequence:
         return self.request.max_tokens - self.num_output - 1
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """Those, at most so many, that its constraint leaves as the only ones to come next."""
+        """At most `limit` tokens that its constraint leaves as the only ones to come next."""
         return () if self.constraint is None else self.constraint.forced_tokens(limit)
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Sampling of one of several choices: each has a seed of its own. params: those of choice 0."""
+    """Sampling of one of several choices, each with its own seed. params: those of choice 0."""
     return replace(params, seed=params.seed + choice)
 
 
@@ -166,7 +168,7 @@ class Window:
 
     @property
     def row(self) -> Row:
-        """What the model computes; in place of drafts that only the device knows there is any token."""
+        """What the model computes; drafts known only to the device are placeholders."""
         token_ids = self.chunk.token_ids + self._likely_drafts
         # a chunk inside a prompt has no token whose queries are wanted
         watch = self.live.watch if self.chunk.samples else None
@@ -254,7 +256,7 @@ def places_of(windows: Sequence[Window]) -> tuple[dict[int, Exception], list[lis
     for at, one in enumerate(windows):
         try:
             places.append(one.limited().places())
-        except Exception as error:  # a row's outer wall
+        except Exception as error:  # a row's exception boundary
             errors[at] = error
             places.append([])
     return errors, places

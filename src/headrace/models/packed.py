@@ -92,7 +92,7 @@ class PackedModel:
         """
         logits = self.graph(rows, picks, ids)
         if self._installation.writes_in_place:
-            # also where nobody wants logits: nothing but they depends on what the last layers have written
+            # even if no logits are wanted: only they depend on what the last layers have written
             mx.async_eval(logits)
         return logits
 

@@ -49,7 +49,7 @@ class PictureProcessor:
             with self._lock:  # the tokenizer library refuses two threads at once
                 made = self._processor(text=[self._mark], images=[Image.fromarray(picture)])
             fields = {name: np.array(value) for name, value in made.items() if value is not None}
-        except Exception as error:  # an outer wall to other projects' code
+        except Exception as error:  # an exception boundary to other projects' code
             raise ValueError(f"{type(self._processor).__name__} does not take it: {error}") from error
         ids = fields.pop("input_ids")[0].tolist()
         fields.pop("attention_mask", None)
@@ -69,5 +69,5 @@ def load_picture_processor(directory: Path, config: Mapping[str, Any]) -> Pictur
         return PictureProcessor(library.load_processor(directory, add_detokenizer=False, trust_remote_code=False))
     except ModelError:
         raise
-    except Exception as error:  # an outer wall to other projects' code
+    except Exception as error:  # an exception boundary to other projects' code
         raise ModelError(f"the processor of {directory} can't be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""A checkpoint's vision tower: pixels of pictures to embeddings in the place of their placeholder tokens.
+"""A checkpoint's vision tower: pixels of pictures to embeddings that replace their placeholder tokens.
 
 The tower is mlx-vlm's module with the checkpoint's weights. Its attention is replaced: patches attend within one frame
 or window, and what mlx-vlm computes for each of these one after the other, and on a CPU with all scores at once, is

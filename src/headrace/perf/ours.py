@@ -102,7 +102,7 @@ class _Engine:
     def step(self, token_ids: Sequence[int] = ()) -> int:
         """One step; gives how many rows have got a token.
 
-        token_ids: for the rows in place of those that they got last, if any.
+        token_ids: for the rows instead of those that they got last, if any.
         """
         started = time.monotonic()
         plan = self.scheduler.schedule()

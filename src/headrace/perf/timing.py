@@ -23,7 +23,7 @@ class Figure:
     """One measure of one side.
 
     times_s: of each timed repeat. num_tokens: that each of them computed. num_bytes: that each had to move at least;
-    None where nobody counts. forward_s, build_s: the forward alone of a decode step, and of that the time in which the
+    None if not counted. forward_s, build_s: the forward alone of a decode step, and of that the time in which the
     host builds its graph. num_operations, num_launches: of the forward; the latter without those that only name views.
     host: what a decode step costs the host. peak_bytes: of all memory held meanwhile. note: what is to be known of it.
     """

@@ -1,4 +1,4 @@
-"""State of attention layers: full attention in a slab's slot, sliding attention in a buffer that moves along."""
+"""State of attention layers: full attention in a slab's slot, sliding attention in a moving buffer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def joined(records: Sequence[KVRecord], end: int) -> KVRecord:
 
 
 class FullAttentionState:
-    """Sliceable: any prefix of what was written is valid, so rollback moves a length and nothing else.
+    """Sliceable: any prefix of what was written is valid, so rollback only changes a length.
 
-    first: the first token that has keys and values; those of a prediction head begin at token 1.
+    first: the first token with keys and values; those of a prediction head begin at token 1.
     """
 
     is_sliceable = True
@@ -66,7 +66,7 @@ class FullAttentionState:
         """Nothing to do: any length can be sliced out later."""
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the tokens `start` to `end`, as far as they have any."""
+        """Keys and values of the tokens `start` to `end`, as far as they exist."""
         return self.slot.read(self.layer, max(start, self.first), end)
 
     def commit(self, num_kept: int, num_window: int) -> None:
@@ -84,7 +84,7 @@ class FullAttentionState:
         return KVRecord(start, copy_of(keys), copy_of(values))
 
     def restore(self, record: KVRecord, length: int) -> list[mx.array]:
-        """Write the record's tokens up to `length` back in their place; gives what is to be launched before a step."""
+        """Write the record's tokens up to `length` back; returns what is to be launched before a step."""
         if record.keys is None or record.values is None:
             return []
         keys, values = (array[:, :, : length - record.start] for array in (record.keys, record.values))
@@ -102,7 +102,8 @@ class FullAttentionState:
 
 
 def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: int) -> dict[LayerKey, KVRecord]:
-    """Copies of the tokens `start` to `end` in all layers of a sequence, not evaluated: one launch where they agree."""
+    """Copies of the tokens `start` to `end` in all layers of a sequence, not evaluated: one launch where shapes
+    agree."""
     records = {key: KVRecord(start, None, None) for key in states}
     groups: dict[Any, list[tuple[LayerKey, tuple[mx.array, ...]]]] = {}
     for key, state in states.items():
@@ -125,8 +126,8 @@ def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: 
 class SlidingAttentionState:
     """Windowed: the last `window` tokens count. One buffer per row, in token order.
 
-    The buffer starts at token `base`. When a window of new tokens doesn't fit behind the old ones, the last
-    `window - 1` committed tokens move to its front: amortised O(1), reads stay contiguous, nothing wraps.
+    The buffer starts at token `base`. When new tokens don't fit after the old ones, the last `window - 1` committed
+    tokens move to its front: amortised O(1), reads stay contiguous, nothing wraps.
     """
 
     is_sliceable = False
@@ -140,16 +141,16 @@ class SlidingAttentionState:
         self.values: mx.array | None = None
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
-        """Put `[1, num_kv_heads, n, head_dim]` at token `start`, behind what is committed."""
+        """Put `[1, num_kv_heads, n, head_dim]` at token `start`, after the committed ones."""
         _, num_heads, num_tokens, head_dim = keys.shape
         self.prepare(start, num_tokens, num_heads, (head_dim, values.shape[3]), keys.dtype)
         for buffer, new in zip(self.arrays(), (keys, values), strict=True):
-            # what fills a buffer whole would become the buffer, and be written in place
+            # an update that fills the buffer would become it, and be written in place
             part = copy_of(new) if new.shape == buffer.shape else new
             buffer[:, :, start - self.base : start - self.base + num_tokens] = part
 
     def prepare(self, start: int, num_tokens: int, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
-        """Let `num_tokens` fit behind what is committed, which is all before `start`."""
+        """Make room for `num_tokens` after the committed tokens, which end at `start`."""
         oldest = max(self.base, start - self.window + 1)
         # twice the window, so that a move happens once in a window of tokens; after a longer chunk that again, since a
         # compiled step is compiled for the sizes of its rows' buffers
@@ -185,7 +186,7 @@ class SlidingAttentionState:
         return KVRecord(start, copy_of(keys), copy_of(values))
 
     def restore(self, record: KVRecord, length: int) -> None:
-        """Start anew from the record."""
+        """Start again from the record."""
         self.base, self.capacity, self.keys, self.values = record.start, 0, None, None
         if record.keys is not None and record.values is not None:
             self.write(record.start, record.keys, record.values)
@@ -195,7 +196,7 @@ class SlidingAttentionState:
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def cost(self) -> LayerCost:
-        """A buffer of two windows; a long chunk makes it longer, by its own length, until the next one."""
+        """A buffer of two windows; a long chunk extends it by its own length until the next one."""
         if self.keys is None or self.values is None:
             return LayerCost()
         per_token = (self.keys.nbytes + self.values.nbytes) // self.keys.shape[2]

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _COUNTED = "num_hits num_hit_tokens num_reads num_read_bytes num_writes num_written_bytes num_dropped".split()
 
 FLUSH_S = 10.0
-"""How long closing waits for what is still to be written."""
+"""How long closing waits for pending writes."""
 
 
 class DiskTier:
@@ -57,11 +57,13 @@ class DiskTier:
         max_pending_bytes: int,
         max_load_bytes: int,
     ) -> None:
-        """Looks through the folder, which is made if need be. Raises OSError if it can't be.
+        """Scans the folder, creating it if necessary. Raises OSError if it can't be created.
 
-        weights: fingerprint of the model and of how it is held. form: of the model's states.
-        prefill_tokens_per_s: a guess, see DiskPace.
-        max_pending_bytes: what may wait to be written. max_load_bytes: of the largest state that is restored.
+        weights: fingerprint of the weights and their format.
+        form: of the model's states.
+        prefill_tokens_per_s: an estimate, see DiskPace.
+        max_pending_bytes: that may wait to be written.
+        max_load_bytes: of the largest state that is restored.
         """
         self._folder = DiskFolder(folder, quota_bytes)
         self._folder.create()
@@ -99,7 +101,7 @@ class DiskTier:
         )
 
     def status(self) -> DiskStatus:
-        """What there is and what was done. Asks no disk."""
+        """Contents and counts. Does no I/O."""
         num_files, num_bytes = self._held
         with self._lock:
             counts = dict(self._counts)
@@ -113,20 +115,20 @@ class DiskTier:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that wait to be written."""
+        """Bytes waiting to be written."""
         return sum(list(self._pending.values()))
 
     def count_hit(self, num_tokens: int) -> None:
-        """What was read has spared a prompt so many tokens."""
+        """A read has saved a prompt this many tokens."""
         self._count(num_hits=1, num_hit_tokens=num_tokens)
 
     def _count(self, **amounts: int) -> None:
-        """On any thread."""
+        """Thread-safe."""
         with self._lock:
             self._counts.update(amounts)
 
     def _scan(self) -> None:
-        """Find this model's files; those that are torn or changed are removed."""
+        """Find this model's files; damaged ones are removed."""
         for file in self._folder.files():
             if not file.name.startswith(self._model):
                 continue
@@ -148,11 +150,11 @@ class DiskTier:
         spans: Sequence[SpanRecord],
         snapshots: Mapping[int, SequenceRecord],
     ) -> None:
-        """Take over what the disk lacks of a state, which stands at the key's length.
+        """Take over what the disk lacks of a state at the key's length.
 
-        ends: lengths at which a prompt may go on later, rising; the whole blocks of the key are kept besides.
-        spans: records of some of its tokens that were made anyhow. snapshots: by length, all of `ends` if the model
-        needs them.
+        ends: lengths at which a prompt may continue later, rising; the key's whole blocks are kept in addition.
+        spans: existing records of some of its tokens.
+        snapshots: by length, all of `ends` if the model needs them.
         """
         root = self._digests.root(namespace)
         plans, known = plan_save(self._digests, self._model, root, key, ends, self._is_known, self._form.has_spans)
@@ -175,7 +177,7 @@ class DiskTier:
         return min(self._max_pending_bytes, self.memory_bytes) - self.pending_bytes
 
     def advance(self, seconds: float) -> bool:
-        """Hand arrays over to the thread that writes, for about so long; whether there are more."""
+        """Hand arrays over to the writer's thread for about this long. Returns whether there are more."""
         until = time.monotonic() + seconds
         while self._staging:
             _, steps = self._staging[0]
@@ -230,7 +232,7 @@ class DiskTier:
         self._folder.touch((*save.known, *(plan.name for plan in save.plans)), time.time_ns())
 
     def _forget_missing(self) -> None:
-        """Somebody may have removed files, or the folder."""
+        """Files, or the folder, may have been removed from outside."""
         present = {file.name for file in self._folder.files()}
         self._index.discard([name for name in self._index.names() if name not in present])
 
@@ -239,9 +241,9 @@ class DiskTier:
         return self._index.match(self._digests.root(namespace), key, limit)
 
     def load(self, match: DiskMatch, num_held: int) -> Load | None:
-        """Begin to read what is missing to a match, where `num_held` tokens are held already.
+        """Begin to read what a match needs beyond `num_held` tokens.
 
-        None if that would take longer than to compute it, or more memory than there is for it.
+        None if that would take longer than computing it, or more memory than allowed.
         """
         entries = match.behind(num_held)
         num_bytes = sum(entry.num_bytes for entry in entries)
@@ -277,11 +279,11 @@ class DiskTier:
             load.is_over.set()
 
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
-        """A step with this many prompt tokens took so long."""
+        """A step with this many prompt tokens took this long."""
         self._pace.observe_prefill(num_tokens, duration_s)
 
     def clear(self) -> None:
-        """Forget this model's states and remove their files; others' stay."""
+        """Remove this model's states and files; others' stay."""
         with self._lock:
             self._generation += 1
             names = self._index.clear()
@@ -298,7 +300,7 @@ class DiskTier:
         self._held = self._folder.held()
 
     def close(self) -> None:
-        """Write what is still to be written, but wait for it no longer than FLUSH_S."""
+        """Finish pending writes, waiting at most FLUSH_S."""
         while self.advance(FLUSH_S):
             pass
         self._reader.close(0.0)

@@ -25,14 +25,14 @@ _NAME = rf"v{FORMAT_VERSION}-[0-9a-f]{{16}}-(?:block|tail)-[0-9a-f]{{40}}\.safet
 _OURS = re.compile(_NAME)
 _UNFINISHED = re.compile(rf"\.(?:{_NAME}|\.key)\.[0-9]+-[0-9]+\.part")
 _EARLIER = re.compile(r"\.?[0-9a-f]{16}-(?:block|tail)-[0-9a-f]{40}\.safetensors(\.[0-9]+-[0-9]+\.part)?")
-"""Of an earlier version, whose files hold token ids."""
+"""Files of an older version, which contain token ids."""
 _KEY = ".key"
 KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """used_ns: when it was of use last, in nanoseconds since the epoch."""
+    """used_ns: last use, in nanoseconds since the epoch."""
 
     name: str
     num_bytes: int
@@ -40,7 +40,7 @@ class StoredFile:
 
 
 class DiskFolder:
-    """A folder that may be deleted, filled up or shared while it is in use."""
+    """A folder that may be deleted, filled up or shared while in use."""
 
     def __init__(self, path: Path, quota_bytes: int) -> None:
         self.path = path
@@ -48,7 +48,7 @@ class DiskFolder:
         self._key: bytes | None = None
 
     def create(self) -> None:
-        """Make the folder and its key if they aren't there; others can't enter it. Raises OSError."""
+        """Create the folder and its key if necessary, private to its owner. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.stat().st_mode & 0o077:
             if any(not self._is_ours(name) for name in os.listdir(self.path)):
@@ -74,7 +74,7 @@ class DiskFolder:
             part.unlink(missing_ok=True)
 
     def key(self) -> bytes:
-        """The key that all who share the folder make digests and signatures with. Raises OSError."""
+        """The key for digests and signatures, common to all servers of the folder. Raises OSError."""
         if self._key is None:
             with self.open(_KEY) as file:
                 key = file.read()
@@ -84,7 +84,7 @@ class DiskFolder:
         return self._key
 
     def open(self, name: str) -> BinaryIO:
-        """A file, to be read without a buffer; others can't read it from now on. Raises OSError if it is none."""
+        """Open a file unbuffered, and make it private. Raises OSError if there is none."""
         number = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         file = os.fdopen(number, "rb", buffering=0)
         try:
@@ -99,9 +99,9 @@ class DiskFolder:
         return file
 
     def files(self) -> list[StoredFile]:
-        """All regular files of ours, unfinished ones too, the one that was of use last at the end.
+        """All our regular files, unfinished ones too, most recently used last.
 
-        None without a folder, or where somebody has put something else in its place.
+        Empty without a folder, or if something else is in its place.
         """
         found = []
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as entries:
@@ -114,12 +114,12 @@ class DiskFolder:
         return sorted(found, key=lambda file: (file.used_ns, file.name))
 
     def held(self) -> tuple[int, int]:
-        """How many files there are, and how many bytes in them."""
+        """Number of files and their bytes."""
         files = self.files()
         return len(files), sum(file.num_bytes for file in files)
 
     def make_room(self, num_bytes: int) -> list[str]:
-        """Remove what is oldest until `num_bytes` more fit the quota; gives the names of what was removed."""
+        """Remove the oldest files until `num_bytes` more fit the quota. Returns their names."""
         files = self.files()
         excess = sum(file.num_bytes for file in files) + num_bytes - self.quota_bytes
         removed = []
@@ -132,7 +132,7 @@ class DiskFolder:
         return removed
 
     def remove_useless(self) -> None:
-        """Remove files whose writer died while writing them, and those of an earlier version."""
+        """Remove files whose writer died, and those of older versions."""
         for name in os.listdir(self.path):
             if _EARLIER.fullmatch(name):
                 self.remove(name)
@@ -141,7 +141,7 @@ class DiskFolder:
                 self.remove(file.name)
 
     def _is_abandoned(self, name: str) -> bool:
-        """Whether nobody holds the lock that a writer holds as long as it lives."""
+        """Whether no writer holds the file's lock, which a writer holds as long as it lives."""
         try:
             with self.open(name) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,7 +152,7 @@ class DiskFolder:
         return True
 
     def write(self, name: str, write: Callable[[BinaryIO], None]) -> int:
-        """Write a file under its name, whole or not at all; gives its bytes. Raises OSError."""
+        """Write a file atomically under its name; returns its bytes. Raises OSError."""
         self.create()
         part = self._part(name)
         try:
@@ -173,7 +173,7 @@ class DiskFolder:
         return self.path / f".{name}.{os.getpid()}-{threading.get_ident()}.part"
 
     def _sync(self) -> None:
-        """Have the folder's list of names on the disk."""
+        """Flush the folder's list of names to the disk."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -181,14 +181,14 @@ class DiskFolder:
             os.close(folder)
 
     def touch(self, names: Iterable[str], now_ns: int) -> None:
-        """Files were of use; the first a little later than the next one, so that it stays longer."""
+        """Mark files as used; the first a little later than the next one, so that it stays longer."""
         for index, name in enumerate(names):
             with suppress(OSError):
                 used_ns = now_ns - index * 1000
                 os.utime(self.path / name, ns=(used_ns, used_ns), follow_symlinks=False)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; whether it is gone."""
+        """Remove a file. Returns whether it is gone."""
         try:
             (self.path / name).unlink(missing_ok=True)
         except OSError:
@@ -197,13 +197,13 @@ class DiskFolder:
 
 
 def _create(path: Path) -> BinaryIO:
-    """A new file that others can't read, in place of whatever had its name. Raises OSError."""
+    """A new private file, replacing whatever had its name. Raises OSError."""
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
 
 def _give_name(part: Path, path: Path) -> None:
-    """Let a file have its name, unless one has it already. Raises OSError."""
+    """Give a file its name, unless one has it already. Raises OSError."""
     try:
         os.link(part, path)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""From files to records: read by one thread, made into arrays by another in slices."""
+"""Loads records from files: one thread reads, another makes arrays in slices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.state.stored_layers import Description, rebuild
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """Records of a state at `num_tokens`. span: of the tokens that were missing; None without sliceable layers.
+    """Records of a state at `num_tokens`. span: of the missing tokens; None without sliceable layers.
 
     snapshot: of windowed and opaque layers; None if the model has none.
     """
@@ -43,10 +43,11 @@ class _HostState:
 
 
 class Load:
-    """One state on its way from the disk.
+    """A state being read from the disk.
 
-    entries: the files to be read. num_tokens: length of the state. deadline_s: monotonic seconds after which nobody
-    should wait for the read any longer. is_over: the read has ended, well or not. current: name of the file being read.
+    entries: the files to read.
+    num_tokens: length of the state. deadline_s: monotonic seconds after which waiting for the read is pointless.
+    is_over: the read has ended, successfully or not. current: name of the file being read.
     """
 
     def __init__(self, entries: Sequence[Entry], num_tokens: int, deadline_s: float) -> None:
@@ -63,11 +64,11 @@ class Load:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files, and about those that it holds once they are read."""
+        """Bytes of the files, and roughly of their arrays."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def advance(self, seconds: float) -> bool:
-        """Make arrays out of what was read, for about so long; whether there is more to do or to wait for."""
+        """Make arrays from what was read, for about this long. Returns whether there is more to do or to wait for."""
         if self.loaded is not None:
             return False
         if not self.is_over.is_set():
@@ -86,14 +87,15 @@ class Load:
         return True
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any more."""
         self.is_abandoned = True
 
 
 def read_load(load: Load, folder: DiskFolder, form: StateForm) -> bool:
-    """Read a load's files; whether it was done and not abandoned. Raises BadFile and OSError; see `load.current`.
+    """Read a load's files. Returns whether it was completed and not abandoned. Raises BadFile and OSError; see
+    `load.current`.
 
-    form: that what was read must have.
+    form: the required form of what is read.
     """
     parts: dict[LayerKey, tuple[list[HostArray], list[HostArray]]] = {}
     host = _HostState({}, [], {})

@@ -1,4 +1,4 @@
-"""From a sequence's records to the files that the disk lacks."""
+"""Splits a sequence's records into the files that the disk lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.state.stored_layers import Description, describe
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A file to be written. before, digest: as in its Entry. num_bytes: about so many, 0 if that is not known yet."""
+    """A file to write. before, digest: as in its Entry. num_bytes: approximate, 0 if unknown."""
 
     name: str
     before: bytes
@@ -34,7 +34,7 @@ class Plan:
         return self.start + len(self.tokens)
 
     def entry(self, digests: Digests) -> Entry:
-        """The file's entry, with the size that is planned."""
+        """The file's entry, with the planned size."""
         marks = digests.marks(self.before, self.tokens)
         return Entry(self.name, self.before, self.digest, self.start, marks, self.is_tail, self.num_bytes)
 
@@ -48,9 +48,9 @@ def plan_save(
     is_known: Callable[[str], bool],
     has_spans: bool,
 ) -> tuple[list[Plan], list[str]]:
-    """The files that lack for a key's blocks and for states of its first `ends` tokens; the names of those that don't.
+    """The missing files for a key's blocks and for states of its first `ends` tokens; and the names of existing ones.
 
-    Both in the order of tokens, blocks before tails.
+    Both in token order, blocks before tails.
     """
     chain = [root]
     parts: list[tuple[int, int, bool]] = []
@@ -74,9 +74,10 @@ def plan_save(
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Files to be written, with about so many bytes, and the records that they are made of.
+    """Files to write, with their approximate size, and their records.
 
-    known: names of files that are of use again. descriptions: of the snapshots, by length, with their arrays.
+    known: names of files used again.
+    descriptions: of the snapshots, by length, with their arrays.
     num_dropped: files that there was no room for.
     """
 
@@ -96,7 +97,7 @@ class Save:
         snapshots: Mapping[int, SequenceRecord],
         room_bytes: int,
     ) -> Save:
-        """Of as many of the plans as `room_bytes` hold; what no record has is copied out of the state.
+        """As many of the plans as fit `room_bytes`; what no record has is copied from the state.
 
         Raises NotStorable.
         """
@@ -162,7 +163,7 @@ class HostSpan:
 
 @dataclass(slots=True)
 class HostSave:
-    """A Save that any thread may hold."""
+    """A Save without device arrays, for any thread."""
 
     plans: tuple[Plan, ...]
     known: tuple[str, ...]
@@ -171,7 +172,7 @@ class HostSave:
 
 
 def stage(save: Save) -> Iterator[HostSave | None]:
-    """Take the arrays off the device, one with each step; the last step gives the result, the others None."""
+    """Copy the arrays off the device, one per step; the last step gives the result, the others None."""
     host = HostSave(save.plans, save.known)
     for span in save.spans:
         layers: dict[LayerKey, tuple[HostArray, HostArray]] = {}
@@ -189,7 +190,7 @@ def stage(save: Save) -> Iterator[HostSave | None]:
 
 
 def contents(save: HostSave, plan: Plan, entry: Entry) -> tuple[dict[str, Any], dict[str, HostArray]]:
-    """What a file says about itself, and its arrays. entry: the plan's."""
+    """A file's metadata and arrays. entry: the plan's."""
     description, arrays = save.snapshots.get(plan.end, ([], {})) if plan.is_tail else ([], {})
     arrays = dict(arrays)
     keys: list[LayerKey] = []
@@ -210,7 +211,7 @@ def contents(save: HostSave, plan: Plan, entry: Entry) -> tuple[dict[str, Any], 
 
 
 def span_name(key: Sequence[int], part: str) -> str:
-    """Name of an array of a span: part is `keys` or `values`."""
+    """The name of an array of a span: part is `keys` or `values`."""
     return f"span.{'.'.join(map(str, key))}.{part}"
 
 
@@ -226,7 +227,7 @@ def _rows(spans: Sequence[HostSpan], key: LayerKey, index: int, start: int, end:
 
 
 def entry_of(name: str, num_bytes: int, head: FileHead) -> Entry:
-    """The entry of a file that lies in the folder under a name of ours. Raises BadFile if its head tells of another."""
+    """The entry of a file in the folder. Raises BadFile if its head doesn't match its name."""
     try:
         about = head.about
         before, marks, start = bytes.fromhex(about["before"]), bytes.fromhex(about["marks"]), about["start"]

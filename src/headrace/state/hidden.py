@@ -1,8 +1,8 @@
-"""Hidden rows of the trunk that a multi-token prediction head has not read yet, and a few that it may read again.
+"""Hidden states of the trunk that are pending for a multi-token prediction head, and a few that it may process again.
 
-The head's entry for token i is made of the trunk's hidden row of token i - 1 and of token i itself, and lies in the
-cache of keys and values at i. So entries before a length belong to the tokens before that length, whatever comes
-after; what the next entry needs is the last hidden row, and that is what a record carries.
+The head's entry for token i is made from the trunk's hidden state of token i - 1 and token i itself, and is cached at
+i. So entries before a length only depend on the tokens before it; the next entry needs the last hidden state, which is
+what a record contains.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from headrace.backend.transfer import to_device
 from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 _MOST_PIECES = 96
-"""Pieces that are held before they are joined, which takes a launch for each: as a rule the head reads them before."""
+"""Pieces held before they are joined, which takes a launch each; usually the head processes them before."""
 
 _LARGEST_SHARE = 64
-"""Rows of a step for each of a sequence's own; beside more, as in a step with others' prompts, its own are copied."""
+"""Rows of a step per own row; with more, as in a step with other prompts, the own ones are copied."""
 
 _LARGEST_REST = 8
-"""Rows that were written together and may stay together when only some of them are needed."""
+"""Rows written together that may stay together when only some of them are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenRecord(LayerRecord):
-    """Hidden rows `[1, n, hidden]` of the last n tokens before a length; None at length 0.
+    """Hidden states `[1, n, hidden]` of the last n tokens before a length; None at length 0.
 
-    The head has entries for all tokens before the one behind the first of these rows.
+    The head has entries for all tokens before the one after the first of these rows.
     """
 
     rows: mx.array | None
@@ -43,9 +43,9 @@ class HiddenRecord(LayerRecord):
 
 @dataclass(slots=True)
 class _Piece:
-    """The rows `lo` to `hi` of an array `[1, n, hidden]`, which may hold those of a whole step.
+    """The rows `lo` to `hi` of an array `[1, n, hidden]`, possibly a whole step's.
 
-    num_written: how many of them were the sequence's own when it was added.
+    num_written: how many of them were the sequence's when it was added.
     """
 
     array: mx.array
@@ -60,19 +60,19 @@ class _Piece:
 
 
 NUM_AGAIN = 7
-"""Rows that stay although the head has the entries that need them: it may read so many tokens again."""
+"""Rows kept although the head has processed them: it may process this many tokens again."""
 
 HiddenRows = tuple[mx.array, int, int]
 """The rows from one to another of an array `[1, n, hidden]`."""
 
 
 def gathered(parts: Sequence[HiddenRows]) -> mx.array:
-    """The rows one after the other, `[1, T, hidden]`: whatever their number, a launch for each array and one more."""
+    """The rows concatenated, `[1, T, hidden]`: one launch per array and one more, whatever their number."""
     spans: dict[int, HiddenRows] = {}
     for array, lo, hi in parts:
         _, first, last = spans.get(id(array), (array, lo, hi))
         spans[id(array)] = array, min(first, lo), max(last, hi)
-    # a step's rows lie together, so hardly any are joined that nobody wants
+    # rows of one step are contiguous, so little is copied needlessly
     arrays = [array if (lo, hi) == (0, array.shape[1]) else array[:, lo:hi] for array, lo, hi in spans.values()]
     ends = accumulate([hi - lo for _, lo, hi in spans.values()], initial=0)
     starts = {key: end - lo for (key, (_, lo, _)), end in zip(spans.items(), ends, strict=False)}
@@ -84,10 +84,10 @@ def gathered(parts: Sequence[HiddenRows]) -> mx.array:
 
 
 class HiddenState:
-    """Opaque. Holds the rows of the tokens `first` to `end`, which is the end of the last window: of all that the head
-    has not read, and a few before.
+    """Opaque. Holds the rows of the tokens `first` to `end`, the end of the last window: all pending ones, and a few
+    before.
 
-    They stay where the steps computed them, a piece for each, so that a step has nothing to do here.
+    They stay where the steps computed them, a piece each, so that a step has nothing to do here.
 
     num_folded: the head has the entries of all tokens before this one; token 0 has none and counts as had.
     """
@@ -102,7 +102,7 @@ class HiddenState:
         self._pieces: list[_Piece] = []
 
     def write(self, start: int, rows: mx.array, marks: tuple[int, ...], lo: int = 0, hi: int | None = None) -> None:
-        """Add the rows `lo` to `hi` of `[1, n, hidden]`, a window's that begins at token `start`; note each mark."""
+        """Add the rows `lo` to `hi` of `[1, n, hidden]`, a window's that begins at token `start`; record each mark."""
         hi = rows.shape[1] if hi is None else hi
         if not self._pieces:
             self.first = self.end = start
@@ -119,7 +119,7 @@ class HiddenState:
             self.noted[mark] = HiddenRecord(copy_of(self.part(mark - 1, mark)))
 
     def places(self, start: int, end: int) -> list[HiddenRows]:
-        """Where the rows of tokens are that are held; there is at least one place, be it empty."""
+        """Where the tokens' rows are held; at least one, possibly empty, place."""
         assert self._pieces and self.first <= start <= end <= self.end
         found: list[HiddenRows] = []
         at = self.first
@@ -135,7 +135,7 @@ class HiddenState:
         return gathered(self.places(start, end))
 
     def fold(self, num_folded: int) -> None:
-        """The head has the entries before `num_folded` now: only rows that later ones need stay, and NUM_AGAIN more."""
+        """The head now has the entries before `num_folded`: keep only rows that later ones need, and NUM_AGAIN more."""
         self.num_folded = num_folded
         kept = min(num_folded, self.end) - 1 - NUM_AGAIN
         while self.first < kept:
@@ -169,11 +169,11 @@ class HiddenState:
 
     @property
     def newest(self) -> tuple[mx.array, ...]:
-        """What the last window's rows lie in."""
+        """The array of the last window's rows."""
         return tuple(piece.array for piece in self._pieces[-1:])
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """What all rows lie in."""
+        """The arrays of all rows."""
         return tuple(piece.array for piece in self._pieces)
 
     def cost(self) -> LayerCost:

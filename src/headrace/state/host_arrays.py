@@ -1,4 +1,4 @@
-"""Arrays of the device as NumPy arrays, which any thread may hold, and back."""
+"""Converts device arrays to NumPy arrays, which any thread may hold, and back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HostArray:
 
 
 def to_host(array: mx.array) -> HostArray:
-    """An evaluated array's numbers, without a copy where device and host share memory. On the thread that owns arrays.
+    """An evaluated array's values, without a copy where device and host share memory. On the thread that owns arrays.
 
     Raises KeyError for a type that can't be stored; see `is_storable`.
     """
@@ -61,7 +61,7 @@ def is_storable(dtype: mx.Dtype) -> bool:
 
 
 def to_device(array: HostArray) -> mx.array:
-    """An evaluated array with a copy of the numbers. On the thread that owns arrays."""
+    """An evaluated array with a copy of the values. On the thread that owns arrays."""
     made = mx.array(array.data)
     if array.dtype == "BF16":
         made = made.view(mx.bfloat16)
@@ -70,7 +70,7 @@ def to_device(array: HostArray) -> mx.array:
 
 
 def join(arrays: list[HostArray]) -> HostArray:
-    """Several `[1, num_heads, n, head_dim]` one after the other."""
+    """Several `[1, num_heads, n, head_dim]` concatenated."""
     if len(arrays) == 1:
         return arrays[0]
     return HostArray(arrays[0].dtype, np.concatenate([one.data for one in arrays], axis=2))

@@ -1,8 +1,8 @@
-"""The border between a sequence and the state of one of its layers.
+"""The interface of a layer's state in a sequence.
 
 A mixer writes a window of tokens; until `commit` says how many of them are kept, the window's uncertain tokens can
-still be dropped. A state that `is_sliceable` is valid at any length up to what was written, others at the lengths of
-their records only, of which `noted` has those that the last window left at its marks.
+still be dropped. A state that `is_sliceable` is valid at any length up to what was written, others only at the lengths
+of their records, of which `noted` has those that the last window left at its marks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LayerKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Bytes that a layer's state takes: `fixed` and, for each token up to `max_tokens` (None: all), `per_token`.
+    """Bytes of a layer's state: `fixed` plus `per_token` for each token up to `max_tokens` (None: all).
 
     in_slots: the tokens are held in a slot, whose capacity is a power of two.
     """
@@ -35,10 +35,10 @@ class LayerCost:
 
 
 def copy_of(view: mx.array) -> mx.array:
-    """The same numbers in memory of their own, not evaluated.
+    """The same values in separate memory, not evaluated.
 
-    `mx.contiguous` doesn't do: it shares the memory of a view that is nearly all of its array, and that may be written
-    in place; see state/slabs.py.
+    `mx.contiguous` isn't enough: it shares the memory of a view that is nearly all of its array, and that may be
+    written in place; see state/slabs.py.
     """
     return view * mx.array(1, view.dtype)
 

@@ -1,8 +1,8 @@
 """State of a module that runs row by row with its own mlx-lm cache.
 
-Rollback needs no knowledge of the module: the cache from before the window is kept, and the window's accepted
-inputs are fed again before the next step (deferred replay at the module's level). A cache that can be trimmed
-is trimmed instead.
+Rollback needs no knowledge of the module: the cache from before the window is kept, and the window's accepted inputs
+are fed again before the next step (deferred replay at the module's level). A cache that can be trimmed is trimmed
+instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ModuleState:
         return ModuleRecord(copy.deepcopy(self._cache))
 
     def restore(self, record: ModuleRecord, length: int) -> None:
-        """Go on from a copy of the record."""
+        """Continue from a copy of the record."""
         self._cache = copy.deepcopy(record.cache)
         self._forget_window()
 

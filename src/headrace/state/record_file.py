@@ -1,7 +1,7 @@
-"""The file of a stored state: safetensors, with a JSON text of our own in its metadata.
+"""The file of a stored state: safetensors, with our JSON in its metadata.
 
-A file is whole or it is an error: its size must be what the header says, the header is signed with a key, and the data
-has a checksum in it.
+A file is complete or an error: its size must match the header, the header is signed with a key, and the data has a
+checksum in it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 from headrace.state.host_arrays import CARRIERS, HostArray
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-"""A header that claims to be longer is no header."""
+"""A longer header is invalid."""
 
 
 class BadFile(Exception):
-    """A file that is torn, changed or none of ours; the message says how."""
+    """A truncated, changed or foreign file; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
-    """What a file says about itself. about: our JSON. places: dtype, shape, first and last byte + 1 of each array."""
+    """A file's metadata. about: our JSON. places: dtype, shape, first and last byte + 1 of each array."""
 
     about: Mapping[str, Any]
     places: Mapping[str, tuple[str, tuple[int, ...], int, int]]
@@ -39,7 +39,7 @@ class FileHead:
 
 
 def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, HostArray], key: bytes) -> None:
-    """Write a whole file, signed with the key, and have it on the disk when this returns. Raises OSError."""
+    """Write a whole file, signed with the key, and flush it to the disk. Raises OSError."""
     tensors: dict[str, Any] = {}
     num_bytes = data_sum = 0
     # the widest first, so that every array lies at a multiple of its items' size
@@ -64,7 +64,7 @@ def write_file(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, Ho
 
 
 def read_head(file: BinaryIO, key: bytes) -> FileHead:
-    """The head of a file that is open at its beginning and was signed with the key. Raises BadFile and OSError."""
+    """Read the head of a file signed with the key. Raises BadFile and OSError."""
     size = os.fstat(file.fileno()).st_size
     num_bytes = int.from_bytes(file.read(8), "little")
     if not 0 < num_bytes <= min(size - 8, MAX_HEADER_BYTES):
@@ -97,7 +97,7 @@ def _follow_each_other(places: Mapping[str, tuple[str, tuple[int, ...], int, int
 
 
 def read_file(file: BinaryIO, key: bytes) -> tuple[FileHead, dict[str, HostArray]]:
-    """A whole file, open without a buffer, that was signed with the key. Raises BadFile and OSError."""
+    """Read a whole file signed with the key, open without a buffer. Raises BadFile and OSError."""
     head = read_head(file, key)
     data = np.empty(head.data_bytes, np.uint8)
     num_read = 0

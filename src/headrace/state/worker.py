@@ -40,6 +40,6 @@ class Worker:
                 return
             try:
                 task()
-            except Exception:  # the thread's outer wall: the next task may be well
+            except Exception:  # the thread's exception boundary: the next task may succeed
                 logger.exception("work on the disk cache failed")
             del task  # or it would keep its arrays until the next one comes
