@@ -1,7 +1,7 @@
-"""Running states of gated delta layers as kernels of ours keep them: tables with a slot for each sequence.
+"""Running states of gated delta layers for our kernels: tables with a slot for each sequence.
 
-A step reads and writes them in place, see state/slabs.py. What of a step's tokens is uncertain is kept as inputs of the
-recurrence, and replayed by the next step once it is known how many of them count.
+A step reads and writes them in place, see state/slabs.py. Uncertain tokens are kept as inputs of the recurrence, and
+replayed by the next step once it is known how many of them count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.state.recurrent import RecurrentRecord
 
 
 class DeltaTables:
-    """Those of all layers, each made when it is first asked for. They double when there is no free slot."""
+    """The tables of all layers, each made at its first use. They double when there is no free slot."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -35,7 +35,7 @@ class DeltaTables:
 
     @property
     def layers(self) -> Mapping[LayerKey, DeltaTable]:
-        """By their places in the model."""
+        """By layer key."""
         return self._layers
 
     @property
@@ -44,23 +44,22 @@ class DeltaTables:
         return [sum(array.nbytes for array in arrays_of(table)) // self._num_slots for table in self._layers.values()]
 
     def prepare(self, layer: LayerKey, shape: DeltaShape, dtype: mx.Dtype) -> DeltaTable:
-        """A layer's table, of activations in `dtype`."""
+        """A layer's table, for activations in `dtype`."""
         if layer not in self._layers:
             self._layers[layer] = _empty(shape, dtype, self._num_slots)
         return self._layers[layer]
 
     def allocate(self) -> int:
-        """A slot; what is in it is another sequence's."""
+        """A slot, with another sequence's old contents."""
         if not self._free:
             self._grow()
         return self._free.pop()
 
     def free(self, slot: int) -> None:
-        """Give a slot back."""
         self._free.append(slot)
 
     def settle(self, plan: mx.array) -> list[mx.array]:
-        """Replay tokens of the stash, the rows of it seen as packed tokens; plan: as `delta.scan_chunks` has it."""
+        """Replay tokens of the stash, its rows as packed tokens; plan: as in `delta.scan_chunks`."""
         arrays = [arrays_of(table) for table in self._layers.values()]
         return _settle(plan, arrays)
 
@@ -91,7 +90,7 @@ def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
 
 
 def _replay(plan: mx.array, tables: Sequence[Sequence[mx.array]]) -> list[mx.array]:
-    """An array for each table, to be launched."""
+    """One array per table, to be launched."""
     launched: list[mx.array] = []
     for state, _, *stash in tables:
         k, v, g, beta = (array.reshape(-1, *array.shape[2:]) for array in stash)
@@ -103,9 +102,9 @@ _settle = mx.compile(_replay) if mx.cuda.is_available() else _replay
 
 
 def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int) -> list[mx.array]:
-    """Of each array the rows `[number, …]` from `at` on, its first axes seen as one; copies by one launch for all.
+    """Of each array the rows `[1, number, …]` from `at` on, with its first axes merged; one launch copies all.
 
-    Arrays of several shapes or types take one each.
+    Arrays of different shapes or types take one each.
     """
     shapes = {(array.shape, array.dtype) for array in arrays}
     groups = [list(arrays)] if len(shapes) == 1 else [[array] for array in arrays]
@@ -140,7 +139,7 @@ class Stops:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
-    """Where a step finds a sequence and leaves it, as the plans of backend/cuda/delta.py say it.
+    """Where a step reads and writes a sequence, as in the plans of backend/cuda/delta.py.
 
     old: of the raw inputs and the stash, -1 before any token.
     """
@@ -156,9 +155,11 @@ class DeltaRow:
 class DeltaSlot:
     """A sequence's running states in all layers: one slot of the tables, and what changes from step to step.
 
-    Opaque. end: where its raw inputs end; 0 before any token. num_uncertain: tokens in the stash. num_replay: those of
-    them, the first ones, that count and that the state has not seen. pending: what the tables are to be filled from.
-    marks: of the last window, with what the step leaves there and its place.
+    Opaque.
+    end: where its raw inputs end; 0 before any token.
+    num_uncertain: tokens in the stash.
+    num_replay: those of them, the first ones, that count and are not in the state yet.
+    pending: records to fill the tables from. noted: records at the last window's marks, by length and layer.
     """
 
     is_sliceable: ClassVar[bool] = False
@@ -178,7 +179,7 @@ class DeltaSlot:
         return 2 * self.index + self._parity
 
     def step(self, num_tokens: int, num_certain: int, end: int) -> DeltaRow:
-        """Open a window. end: where the raw inputs will end in what it leaves."""
+        """Open a window. end: where the raw inputs will end after it."""
         old = self._row if self.end else -1
         self._parity = 1 - self._parity
         row = DeltaRow(self.num_replay, self.end, self.index, old, self._row)
@@ -186,12 +187,12 @@ class DeltaSlot:
         return row
 
     def commit(self, num_kept: int, num_window: int) -> None:
-        """Keep the first `num_kept` tokens; what the state has not seen of them is replayed by the next step."""
+        """Keep the first `num_kept` tokens; the next step replays those that are not in the state."""
         self.end -= num_window - num_kept
         self.num_replay = max(0, self.num_uncertain - (num_window - num_kept))
 
     def fill(self, layer: LayerKey) -> list[mx.array]:
-        """Bring a layer's table to what was restored, in its first step; gives what is to be launched before."""
+        """Restore a layer's table in its first step; returns what is to be launched before."""
         record, table = self.pending.pop(layer, None), self.tables.layers[layer]
         if record is None or record.state is None or record.context is None:
             return []
@@ -201,7 +202,7 @@ class DeltaSlot:
         return [put.put(table.state, 0, self.index, record.state), put.put(table.raw, 0, 2 * self.index, raw)]
 
     def settle(self) -> list[mx.array]:
-        """Replay what is pending in all layers; gives what is to be launched before the next step."""
+        """Replay what is pending in all layers; returns what is to be launched before the next step."""
         count, row = self.num_replay, self._row
         self.num_replay = self.num_uncertain = 0
         if not count:
@@ -229,9 +230,9 @@ class DeltaSlot:
         return {length: stops.records(place) for length, (stops, place) in marks.items()}
 
     def cost(self) -> list[LayerCost]:
-        """A slot, in each layer: the same at every length."""
+        """One slot per layer, the same at every length."""
         return [LayerCost(fixed=num_bytes) for num_bytes in self.tables.slot_bytes]
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The tables', which all sequences share."""
+        """The tables, which all sequences share."""
         return tuple(array for table in self.tables.layers.values() for array in arrays_of(table))
