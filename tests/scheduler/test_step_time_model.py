@@ -11,7 +11,7 @@ from scheduler.made_up import AMPLE, answer, request
 
 from headrace.scheduler.prefill import PREFILL_GRID
 from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.step_time_model import REMEASURE_EVERY, SLOWDOWN, StepTimeModel
+from headrace.scheduler.step_time_model import REMEASURE_EVERY, SLOWDOWN, STREAM_GAP_S, StepTimeModel
 from headrace.types.step import Chunk, StepPlan
 
 CHUNK = 2048
@@ -230,3 +230,14 @@ def test_on_a_gpu_a_prompt_is_a_few_large_pieces() -> None:
     steps, alone = serve(GPU, 7, {"long": 20_000}, 2048), serve(GPU, 0, {"long": 20_000}, 2048)
     assert len(steps.seconds) <= 30
     assert sum(steps.seconds) <= 2.2 * sum(alone.seconds)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_beside_fast_streams_chunks_fill_a_gap_that_no_reader_sees(num_rows: int) -> None:
+    # as compiled steps on a large GPU, where three plain steps have room for a third of what a gap has
+    fast = Machine(fixed_s=0.003, row_s=0.0001, piece_s=0.004, token_s=28e-6)
+    budgets = run(StepTimeModel(), fast, num_rows, 60)[-REMEASURE_EVERY - 1 :]
+    assert 3 * fast.step_s(num_rows, 0) < STREAM_GAP_S
+    # by hand: of 25 ms the plain step and the fixed cost go off
+    assert max(budgets) == pytest.approx((0.025 - fast.step_s(num_rows, 0) - 0.004) / 28e-6, abs=1)
+    assert fast.step_s(num_rows, max(budgets)) <= STREAM_GAP_S * (1 + 1e-9)
