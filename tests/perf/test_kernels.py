@@ -57,7 +57,7 @@ def test_bytes_are_those_of_inputs_and_outputs() -> None:
 def test_what_comes_from_memory_differs_from_call_to_call() -> None:
     """A turn's own rows, states and weights: the same input gives another result."""
     found = [case for name in ("delta-layers", "attention-layers", "few-tokens") for case in KERNELS[name]("cpu")]
-    turning = [case for case in found if case.kernel in ("delta.window", "matmul.skinny")]
+    turning = [case for case in found if case.kernel in ("delta.step", "matmul.skinny")]
     assert len(turning) == 9
     for case in turning:
         assert case.chain is not None

@@ -109,8 +109,12 @@ def _joined(name: str, parts: Sequence[Any]) -> mx.array:
 
 
 def can_be_head(module: Any) -> bool:
-    """Whether the library's product of hidden states with it would be slow: whether it is quantised."""
-    return type(module) in (nn.QuantizedEmbedding, nn.QuantizedLinear)
+    """Whether it may be an output matrix with which the library's product would be slow, or would depend on how many rows
+    there are: a quantised one, or one that our kernels do."""
+    if type(module) in (nn.QuantizedEmbedding, nn.QuantizedLinear):
+        return True
+    is_plain = type(module) in (nn.Embedding, nn.Linear) and "bias" not in module
+    return is_plain and matmul.refusal(weights_of(module), module.weight.dtype) is None
 
 
 class FusedHead(nn.Module):
@@ -123,7 +127,7 @@ class FusedHead(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """An embedding's rows `[…, hidden]` of ids `[…]`, or the linear's product."""
-        if isinstance(self.inner, nn.QuantizedLinear):
+        if isinstance(self.inner, nn.QuantizedLinear | nn.Linear):
             return self._product(x)
         rows: mx.array = self.inner(x)
         return rows

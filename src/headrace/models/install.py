@@ -217,7 +217,7 @@ class Installation:
             self.fused.clear()
         if kernels.fuses_layers:
             for place in _places_where(can_be_head, model):
-                if place.name in LONE_LINEARS or isinstance(place.module, nn.QuantizedEmbedding):
+                if place.name in LONE_LINEARS or isinstance(place.module, nn.QuantizedEmbedding | nn.Embedding):
                     self._replace(place, FusedHead(place.module))
             for place in _places_where(lambda module: mlp_parts(module) is not None, model):
                 self._replace(place, CudaMLP(place.module))

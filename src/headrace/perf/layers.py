@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.backend.cuda import attention, delta
-from headrace.backend.cuda.shapes import Gate, ProjectedHeads, Projection, Stash, Weights
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaTable, Gate, ProjectedHeads, Projection, Stash, Weights
 from headrace.backend.device import DeviceKind
 from headrace.perf import layer_references as right
 from headrace.perf.case import Case, Chain
@@ -36,71 +36,84 @@ def delta_layers(kind: DeviceKind) -> Iterator[Case]:
     )
     mx.eval(weights)
     for num_rows, num_tokens in sizes.rows:
-        yield _window(sizes, weights, num_rows, num_tokens)
+        yield _step(sizes, weights, num_rows, num_tokens)
     for num_tokens in sizes.chunks:
         yield _prepare(sizes, weights, num_tokens)
     for num_tokens in sizes.num_tokens:
         yield _gated_norm(sizes, weights, num_tokens)
 
 
-def _window(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int) -> Case:
+def _table(sizes: LayerSizes, num_slots: int) -> DeltaTable:
+    shape = sizes.delta
+    keys, values = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
+    stashed = (2 * num_slots, LONGEST_WINDOW - 1)
+    return DeltaTable(
+        mx.random.normal((num_slots, *values, shape.head_k_dim)),
+        normal(sizes, 2 * num_slots, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels),
+        Stash(
+            normal(sizes, *stashed, *keys, scale=shape.head_k_dim**-0.5),
+            normal(sizes, *stashed, *values),
+            *(mx.random.uniform(0.5, 1.0, (*stashed, shape.num_v_heads)) for _ in range(2)),
+        ),
+    )
+
+
+def _step(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int) -> Case:
     """One token of a row is certain; all those of the window before were accepted."""
     shape, context, replayed = sizes.delta, sizes.delta.kernel_size - 1, num_tokens - 1
-    keys, values = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
     state_bytes = 4 * shape.num_v_heads * shape.head_v_dim * shape.head_k_dim
     turns = num_turns(sizes, num_rows * state_bytes)
-    held = turns * num_rows
-    state = mx.random.normal((held, *values, shape.head_k_dim))
-    raw, old = normal(sizes, held, context + num_tokens, shape.num_channels), (held, max(replayed, 1))
-    stash = Stash(
-        normal(sizes, *old, *keys, scale=shape.head_k_dim**-0.5),
-        normal(sizes, *old, *values),
-        *(mx.random.uniform(0.5, 1.0, (*old, shape.num_v_heads)) for _ in range(2)),
-    )
-    x = normal(sizes, 1, num_rows * num_tokens, shape.width)
+    table, x = _table(sizes, turns * num_rows), normal(sizes, 1, num_rows * num_tokens, shape.width)
     row = (num_tokens, 1, replayed, context + num_tokens)
     plans = [
-        mx.array([(r * num_tokens, *row, t * num_rows + r) for r in range(num_rows)], mx.int32) for t in range(turns)
+        mx.array([(r * num_tokens, *row, slot, 2 * slot, 2 * slot + 1) for r, slot in enumerate(slots)], mx.int32)
+        for slots in (range(t * num_rows, (t + 1) * num_rows) for t in range(turns))
     ]
-    mx.eval(state, raw, stash, x, plans)
+    mx.eval(table, x, plans)
+    own = double(x)[0]
+    before: list[mx.array] = []
 
     def step(given: mx.array, i: int) -> list[mx.array]:
-        found = delta.window(shape, weights, plans[i % turns], given, raw, stash, state)
-        return [found.out, found.state, found.raw, *found.stash]
+        if i == 0:  # the first row goes on from where the last call has left it
+            before[:] = [table.state[:1] + 0]
+            mx.eval(before)
+        return [delta.step(shape, weights, plans[i % turns], given, table)]
 
-    first = Stash(*(array[:1] for array in stash))
-    own = double(x)[0]
-    y, kept, *_ = right.window(shape, weights, (0, *row, 0), own, double(raw[:1]), first, double(state[:1]))
-    out = right.gated_norm(shape, weights, y, own[:num_tokens])
-    read = state_bytes + raw[:1, :context].nbytes + num_bytes([array[:1, :replayed] for array in stash])
+    def error(found: Sequence[mx.array]) -> float:
+        first, of_row = Stash(*(array[:1] for array in table.stash)), (0, *row, 0)
+        y, *_ = right.window(shape, weights, of_row, own, double(table.raw[:1]), first, double(before[0]))
+        return largest_error(found[0][:, :num_tokens], right.gated_norm(shape, weights, y, own[:num_tokens]))
+
+    # the state and the context are written as they are read, a window's raw inputs and uncertain tokens once more
+    stashed = num_bytes([array[:1, :replayed] for array in table.stash])
+    moved = 2 * (state_bytes + table.raw[:1, :context].nbytes + stashed) + table.raw[:1, :num_tokens].nbytes
     return case_of(
-        "delta.window",
+        "delta.step",
         form_here(),
         rows_name(num_rows, num_tokens),
-        x.nbytes + num_rows * read + num_bytes(step(x, 0)),
+        x.nbytes + num_rows * (moved + num_tokens * shape.num_v_heads * shape.head_v_dim * x.itemsize),
         Chain(x, step),
-        lambda found: max(largest_error(found[0][:, :num_tokens], out), largest_error(found[1][0], kept)),
+        error,
     )
 
 
 def _prepare(sizes: LayerSizes, weights: Weights, num_tokens: int) -> Case:
-    shape = sizes.delta
-    x, context = (
-        normal(sizes, 1, num_tokens, shape.width),
-        normal(sizes, 1, shape.kernel_size - 1, shape.num_channels),
-    )
-    plan = mx.array([(0, num_tokens, shape.kernel_size - 1, 0, 0, 1)], mx.int32)
-    stops = mx.array([num_tokens], mx.int32)
-    mx.eval(x, context, plan, stops)
+    """A row without tokens so far."""
+    shape, table = sizes.delta, _table(sizes, 1)
+    x = normal(sizes, 1, num_tokens, shape.width)
+    plan = mx.array([(0, num_tokens, num_tokens, 0, 0, -1, 0, 0, 0)], mx.int32)
+    stops = mx.array([0], mx.int32)
+    mx.eval(x, table, plan, stops)
 
     def step(given: mx.array, _: int) -> list[mx.array]:
-        return list(delta.prepare(shape, weights, plan, stops, num_tokens, given, context)[0])
+        return list(delta.prepare_chunks(shape, weights, plan, stops, num_tokens, given, table)[0])
 
-    *wanted, _ = right.prepare(shape, weights, double(x)[0], double(context)[0])
+    context = np.zeros((shape.kernel_size - 1, shape.num_channels))
+    *wanted, _ = right.prepare(shape, weights, double(x)[0], context)
     # gates of the output's norm are not read
     read = x.nbytes * (shape.num_channels + 2 * shape.num_v_heads) // shape.width
     return case_of(
-        "delta.prepare",
+        "delta.prepare_chunks",
         form_here(),
         rows_name(1, num_tokens),
         read + num_bytes(step(x, 0)),

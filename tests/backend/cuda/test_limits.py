@@ -35,7 +35,7 @@ def weights(form: tuple[int, int], *shape: int) -> Weights:
 def test_attention_is_done_on_every_card(head_dim: int, room: int) -> None:
     assert attention.refusal(HeadShape(8, 2, head_dim), mx.bfloat16) is None
     stages = attention._stages(head_dim)
-    # what attention.cuh declares: 16 rows of queries, sums of four rows by four warps, maxima and weights of warps, a flag
+    # what attention.cuh declares: 16 rows of queries, sums of four rows by four warps, maxima and weights, a flag
     declared = 16 * head_dim * 2 + 4 * 4 * head_dim * 4 + 2 * 4 * 16 * 4 + 4
     # and what it adds up in shared memory: 16 rows of sums, two maxima and two weights of each
     declared += 16 * (head_dim + 4) * 4 if attention._runs_in_shared(head_dim) else 16
