@@ -14,6 +14,7 @@ from models import tiny
 
 from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.draws import Drawn, Draws
 from headrace.engine.engine import Engine
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window
@@ -195,6 +196,25 @@ async def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(
     assert "a step of 1 rows failed" in caplog.text
     assert shared_engine.health() is None
     assert await collect(shared_engine, REQUESTS[1]) == alone
+
+
+async def test_a_step_that_fails_leaves_nothing_of_its_prompts_for_others(
+    shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = request(60, 31)
+
+    async def num_cached() -> int:
+        return [output async for output in await shared_engine.submit(prompt)][0].num_cached_tokens
+
+    def fail(self: Draws) -> list[Drawn]:
+        raise RuntimeError("the device gave no tokens")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draws, "read", fail)
+        with pytest.raises(GenerationFailed):
+            await num_cached()
+    assert await num_cached() == 0
+    assert await num_cached() > 0
 
 
 async def test_stop_tokens_and_max_tokens_end_an_output(shared_engine: Engine) -> None:

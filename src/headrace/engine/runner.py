@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -132,6 +133,9 @@ class Runner:
                 raise EngineDead("the device fails at every call since a step failed") from error
             for one in windows:
                 one.live.is_sound = False
+            if self._prefixes is not None:
+                # copies of what prompts of this step have computed may be in it
+                self._prefixes.evict(sys.maxsize)
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
         self._known_at = time.monotonic()
