@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.memo import Memo, TextDigest, chain, digest_of_variables
+from headrace.text.memo import BeginningDigests, Memo, chain, digest_of_variables
 from headrace.types.chat import ChatMessage, MediaPart, TextPart
 
 
@@ -32,9 +32,11 @@ def test_weights_count_and_a_value_that_weighs_too_much_is_not_kept() -> None:
 TEXTS = st.text(st.sampled_from("ab\udc80é"), max_size=6)
 
 
-@given(TEXTS, TEXTS)
-def test_a_digest_tells_what_begins_with_its_text(head: str, text: str) -> None:
-    assert TextDigest.of(head).begins(text) == text.startswith(head)
+@given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
+def test_digests_tell_what_a_text_begins_with(heads: list[str], text: str) -> None:
+    digests = BeginningDigests(text)
+    for head in heads:
+        assert digests.include(BeginningDigests(head).of(len(head))) == text.startswith(head)
 
 
 def test_a_chain_tells_every_beginning_apart() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.text.memo import Memo, TextDigest, chain
+from headrace.text.memo import BeginningDigests, Memo, TextDigest, chain
 from headrace.text.normalise import num_leading_system
 from headrace.types.chat import ChatMessage, Role, TextPart
 from headrace.types.request import BoundaryKind
@@ -33,36 +33,35 @@ class TextBoundary:
 
 
 class Beginnings:
-    """Beginnings of one conversation by themselves, rendered where that isn't remembered.
+    """Beginnings of one rendered conversation by themselves, rendered where that isn't remembered.
 
     memo: beginnings of any conversations. salt: digest of what decides a rendering beside the messages.
     """
 
-    def __init__(self, messages: tuple[ChatMessage, ...], render: Render, memo: Memo[TextDigest], salt: bytes) -> None:
+    def __init__(
+        self, rendered: str, messages: tuple[ChatMessage, ...], render: Render, memo: Memo[TextDigest], salt: bytes
+    ) -> None:
+        self.rendered = rendered
         self.render = render
         self._memo = memo
-        self._digests = chain(messages, salt)
+        self._keys = chain(messages, salt)
+        self._digests = BeginningDigests(rendered)
 
-    def length_in(self, rendered: str, head: tuple[ChatMessage, ...]) -> int | None:
-        """Characters of the head by itself, if a rendered text begins with it. head: the first of the messages."""
-        key = self._digests[len(head)]
+    def length_of(self, head: tuple[ChatMessage, ...]) -> int | None:
+        """Characters of the head by itself, if the rendered text begins with it. head: the first of the messages."""
+        key = self._keys[len(head)]
         known = self._memo.get(key)
-        if known is not None and known.begins(rendered):
+        if known is not None and self._digests.include(known):
             return known.length
         alone = self.render(head)
-        if alone is None or not rendered.startswith(alone):
+        if alone is None or not self.rendered.startswith(alone):
             return None
-        self._memo.put(key, TextDigest.of(alone))
+        self._memo.put(key, self._digests.of(len(alone)))
         return len(alone)
 
 
 def find_boundaries(
-    rendered: str,
-    messages: tuple[ChatMessage, ...],
-    settled: tuple[ChatMessage, ...],
-    beginnings: Beginnings,
-    *,
-    has_tools: bool,
+    messages: tuple[ChatMessage, ...], settled: tuple[ChatMessage, ...], beginnings: Beginnings, *, has_tools: bool
 ) -> list[TextBoundary]:
     """Boundaries of a rendered prompt, not yet moved to token borders and perhaps not rising.
 
@@ -73,33 +72,32 @@ def find_boundaries(
     num_system = num_leading_system(settled)
     following = messages[num_system].role if num_system < len(messages) else "user"
     if num_system or has_tools:
-        found.append((shared_length(rendered, messages[:num_system], following, beginnings), BoundaryKind.SYSTEM))
+        found.append((shared_length(messages[:num_system], following, beginnings), BoundaryKind.SYSTEM))
     for end in range(max(num_system + 1, len(settled) - MAX_MESSAGES), len(settled)):
-        length = shared_length(rendered, settled[:end], settled[end].role, beginnings)
-        found.append((length, BoundaryKind.MESSAGE))
+        found.append((shared_length(settled[:end], settled[end].role, beginnings), BoundaryKind.MESSAGE))
     if settled:
-        found.append((_prompt_length(rendered, settled, beginnings), BoundaryKind.PROMPT))
+        found.append((_prompt_length(settled, beginnings), BoundaryKind.PROMPT))
     return [TextBoundary(length, kind) for length, kind in found if length]
 
 
-def _prompt_length(rendered: str, messages: tuple[ChatMessage, ...], beginnings: Beginnings) -> int:
+def _prompt_length(messages: tuple[ChatMessage, ...], beginnings: Beginnings) -> int:
     """Characters that also stand in the history once there is an answer."""
+    length = shared_length(messages, "assistant", beginnings)
     answered = beginnings.render((*messages, _probe("assistant")))
-    length = shared_length(rendered, messages, "assistant", beginnings)
-    return length if answered is None else min(length, common_length(rendered, answered))
+    return length if answered is None else min(length, common_length(beginnings.rendered, answered))
 
 
-def shared_length(rendered: str, head: tuple[ChatMessage, ...], following: Role, beginnings: Beginnings) -> int:
+def shared_length(head: tuple[ChatMessage, ...], following: Role, beginnings: Beginnings) -> int:
     """How many characters of the rendered text the head of the conversation decides; 0 if that can't be known.
 
     Where the head by itself is a beginning of the text, that is all of it. Some templates write a turn
     differently once another one follows; then a head with some other next turn is compared.
     """
-    alone = beginnings.length_in(rendered, head) if head else None
+    alone = beginnings.length_of(head) if head else None
     if alone is not None:
         return alone
     followed = beginnings.render((*head, _probe(following)))
-    return 0 if followed is None else common_length(rendered, followed)
+    return 0 if followed is None else common_length(beginnings.rendered, followed)
 
 
 def common_length(first: str | tuple[int, ...], second: str | tuple[int, ...]) -> int:

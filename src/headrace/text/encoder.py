@@ -1,8 +1,13 @@
-"""Texts to token ids: short ones in this process, long ones in helper processes with limits."""
+"""Texts to token ids: short ones in this process, long ones in helper processes with limits.
+
+A conversation sends all of its text with every turn. Its segments are remembered with their tokens, so that only new
+ones are encoded.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from hashlib import sha256
 
 import numpy as np
@@ -12,9 +17,17 @@ from tokenizers import Tokenizer as Backend
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest
 from headrace.sandbox import LimitExceeded, Sandbox
+from headrace.text.memo import Memo
+from headrace.text.segments import MIN_SEGMENT, NO_CUTS, Cuts, find_cuts
 
 LONG_TEXT = 512 * 1024
-"""Characters from which a text is encoded in a helper process. Up to there the library takes at most seconds."""
+"""Characters from which new text is encoded in a helper process. Up to there the library takes at most seconds."""
+
+REMEMBERED_BYTES = 128 * 1024 * 1024
+"""Of segments with their tokens, for each tokenizer: about 9 bytes for each token of English text."""
+
+_ENTRY_BYTES = 400
+"""What a remembered segment takes beside its text and its token ids."""
 
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 3 * 1024**3
@@ -22,23 +35,25 @@ _MAX_BACKENDS = 4
 _NUM_PROCESSES = 2
 
 
+EncodedIds = npt.NDArray[np.uint32]
+"""Token ids of a text."""
+
+
 class TextEncoder:
-    """Encodes with one tokenizer."""
+    """Encodes with one tokenizer. Safe to share between threads."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._memo: Memo[EncodedIds] = Memo(REMEMBERED_BYTES)
 
-    def encode(self, text: str, *, frames: bool) -> list[int]:
+    def encode(self, text: str, *, frames: bool) -> EncodedIds:
         """Token ids of one text. frames: with the tokens that the tokenizer puts around a document.
 
         Raises InvalidRequest for a text that the library fails on, or that takes it too long or too much memory.
         """
         check_cancelled()
         try:
-            if len(text) > LONG_TEXT:
-                token_ids: list[int] = self._encode_apart(text, frames=frames).tolist()
-                return token_ids
-            return encode_whole(self._backend, text, frames=frames)
+            return self._encode(text, frames=frames)
         except LimitExceeded as error:
             raise InvalidRequest(f"the text can't be split into tokens: {_REASONS[error.reason]}") from error
         except BaseException as error:
@@ -46,27 +61,73 @@ class TextEncoder:
                 raise
             raise InvalidRequest("the text can't be split into tokens: the tokenizer fails on it") from error
 
-    def _encode_apart(self, text: str, *, frames: bool) -> npt.NDArray[np.uint32]:
+    def _encode(self, text: str, *, frames: bool) -> EncodedIds:
+        if len(text) < MIN_SEGMENT:
+            return self._encode_new([text], frames=frames)[0]
+        if not frames:
+            return self._encode_segments(text)
+        if self._frame is None:
+            return self._encode_new([text], frames=True)[0]
+        before, behind = self._frame
+        return np.concatenate([before, self._encode_segments(text), behind])
+
+    def _encode_segments(self, text: str) -> EncodedIds:
+        """Of a text without a frame; only its new segments are encoded."""
+        segments = self._cuts.segments(text)
+        known = [self._memo.get(segment) for segment in segments]
+        missing = [segment for segment, token_ids in zip(segments, known, strict=True) if token_ids is None]
+        encoded = iter(self._encode_new(missing, frames=False))
+        parts = [next(encoded) if token_ids is None else token_ids for token_ids in known]
+        if not self._cuts.fit(parts):
+            # The library does not split this tokenizer's texts as its list of added tokens says.
+            self._cuts = NO_CUTS
+            return self._encode_segments(text)
+        for segment, token_ids, remembered in zip(segments, parts, known, strict=True):
+            if remembered is None:
+                self._memo.put(segment, token_ids, sys.getsizeof(segment) + token_ids.nbytes + _ENTRY_BYTES)
+        return np.concatenate([parts[0], *(token_ids[1:] for token_ids in parts[1:])])
+
+    def _encode_new(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:
+        if sum(map(len, texts)) > LONG_TEXT:
+            return self._encode_apart(texts, frames=frames)
+        return encode_all(self._backend, texts, frames=frames)
+
+    def _encode_apart(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:
         try:
             try:
-                return _sandbox().run(_encode_known, self._key, text, frames, timeout_s=_TIMEOUT_S)
+                return _sandbox().run(_encode_known, self._key, texts, frames, timeout_s=_TIMEOUT_S)
             except KeyError:  # a process that has not seen this tokenizer
                 specification = self._backend.to_str()
-                return _sandbox().run(_encode_new, specification, self._key, text, frames, timeout_s=_TIMEOUT_S)
+                return _sandbox().run(_encode_first, specification, self._key, texts, frames, timeout_s=_TIMEOUT_S)
         except RuntimeError as error:  # a panic, which can't be returned
             raise LimitExceeded("crash") from error
+
+    @functools.cached_property
+    def _cuts(self) -> Cuts:
+        return find_cuts(self._backend)
+
+    @functools.cached_property
+    def _frame(self) -> tuple[EncodedIds, EncodedIds] | None:
+        """What the tokenizer puts before and behind a document; None if that can't be told."""
+        for text, token_id in self._cuts.token_ids.items():
+            (framed,) = self._encode_new([text], frames=True)
+            if np.count_nonzero(framed == token_id) == 1:
+                before, _, behind = np.split(framed, [place := int(np.argmax(framed == token_id)), place + 1])
+                return before, behind
+        return None
 
     @functools.cached_property
     def _key(self) -> bytes:
         return sha256(self._backend.to_str().encode()).digest()
 
 
-def encode_whole(backend: Backend, text: str, *, frames: bool) -> list[int]:
-    """Token ids of one text, in this process.
+def encode_all(backend: Backend, texts: list[str], *, frames: bool) -> list[EncodedIds]:
+    """Token ids of texts, in this process.
 
-    As a batch of one: the library's call for a single text keeps every other thread of the process waiting.
+    As a batch, also of one: the library's call for a single text keeps every other thread of the process waiting.
     """
-    return list(backend.encode_batch_fast([text], add_special_tokens=frames)[0].ids)
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=frames)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
 _REASONS = {
@@ -90,12 +151,12 @@ def _sandbox() -> Sandbox:
 _backends: dict[bytes, Backend] = {}
 
 
-def _encode_known(key: bytes, text: str, frames: bool) -> npt.NDArray[np.uint32]:
-    return np.array(encode_whole(_backends[key], text, frames=frames), np.uint32)
+def _encode_known(key: bytes, texts: list[str], frames: bool) -> list[EncodedIds]:
+    return encode_all(_backends[key], texts, frames=frames)
 
 
-def _encode_new(specification: str, key: bytes, text: str, frames: bool) -> npt.NDArray[np.uint32]:
+def _encode_first(specification: str, key: bytes, texts: list[str], frames: bool) -> list[EncodedIds]:
     if len(_backends) == _MAX_BACKENDS:
         _backends.clear()
     _backends[key] = Backend.from_str(specification)
-    return _encode_known(key, text, frames)
+    return _encode_known(key, texts, frames)

@@ -61,6 +61,7 @@ class StableRenderer:
     def __init__(self, renderer: RequestRenderer, forms: TurnForms) -> None:
         self._renderer = renderer
         self._forms = forms
+        self._found: dict[Group, TurnForm] = {}
 
     def render(self, messages: tuple[ChatMessage, ...]) -> str:
         return self._fixed(self._renderer.render(messages), messages)
@@ -75,7 +76,9 @@ class StableRenderer:
     def _fixed(self, rendered: str, messages: tuple[ChatMessage, ...]) -> str:
         parts, end = [], 0
         for group in assistant_groups(messages):
-            form = self._forms.of(group)
+            form = self._found.get(group)
+            if form is None:
+                form = self._found[group] = self._forms.of(group)
             found = form.find(rendered, end)
             if found is None:
                 break

@@ -11,17 +11,19 @@ from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
+_DIGEST_BYTES = 20
+
 
 class Memo(Generic[Value]):
-    """The values that were of use last, by a digest of what decides them. Any thread may use it."""
+    """The values that were of use last, by what decides them or its digest. Any thread may use it."""
 
     def __init__(self, max_weight: int) -> None:
         self._max_weight = max_weight
         self._weight = 0
-        self._values: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
+        self._values: OrderedDict[bytes | str, tuple[Value, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> Value | None:
+    def get(self, key: bytes | str) -> Value | None:
         with self._lock:
             found = self._values.get(key)
             if found is None:
@@ -29,7 +31,7 @@ class Memo(Generic[Value]):
             self._values.move_to_end(key)
             return found[0]
 
-    def put(self, key: bytes, value: Value, weight: int = 1) -> None:
+    def put(self, key: bytes | str, value: Value, weight: int = 1) -> None:
         """Remember a value, and forget old ones until all together weigh no more than they may."""
         with self._lock:
             replaced = self._values.pop(key, None)
@@ -42,23 +44,40 @@ class Memo(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class TextDigest:
-    """A text by its length and digest: tells whether another one begins with it."""
+    """A text by its length and digest."""
 
     length: int
     digest: bytes
 
-    @classmethod
-    def of(cls, text: str) -> TextDigest:
-        return cls(len(text), digest_of(text))
 
-    def begins(self, text: str) -> bool:
-        """Whether a text begins with the one that this is of."""
-        return len(text) >= self.length and digest_of(text[: self.length]) == self.digest
+class BeginningDigests:
+    """Digests of a text's beginnings; asked for in rising order, they are made in one pass over it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._length = 0
+        self._hash = blake2b(digest_size=_DIGEST_BYTES)
+
+    def of(self, length: int) -> TextDigest:
+        """Of the first `length` characters."""
+        if length < self._length:
+            self._length, self._hash = 0, blake2b(digest_size=_DIGEST_BYTES)
+        self._hash.update(_as_bytes(self._text[self._length : length]))
+        self._length = length
+        return TextDigest(length, self._hash.digest())
+
+    def include(self, known: TextDigest) -> bool:
+        """Whether the text begins with the one that a digest is of."""
+        return known.length <= len(self._text) and self.of(known.length) == known
 
 
 def digest_of(text: str, before: bytes = b"") -> bytes:
     """Of a text behind whatever `before` is the digest of."""
-    return blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=20).digest()
+    return blake2b(before + _as_bytes(text), digest_size=_DIGEST_BYTES).digest()
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def digest_of_variables(variables: Mapping[str, Any]) -> bytes:

@@ -42,7 +42,7 @@ def normalise(
 
     Raises InvalidRequest for an empty conversation, UnsupportedField for media that are not a user's or a tool's.
     """
-    joined = tuple(replace(message, content=_normal_content(message)) for message in messages)
+    joined = tuple(map(_with_normal_content, messages))
     without_volatile = _without_volatile_line(joined)
     if not without_volatile:
         raise InvalidRequest("messages must not be empty", param="messages")
@@ -108,6 +108,11 @@ def _template_content(message: ChatMessage) -> str | list[dict[str, str]]:
 def _template_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call_arguments(call.arguments, traits.tools)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _with_normal_content(message: ChatMessage) -> ChatMessage:
+    content = _normal_content(message)
+    return message if content == message.content else replace(message, content=content)
 
 
 def _normal_content(message: ChatMessage) -> tuple[ContentPart, ...]:

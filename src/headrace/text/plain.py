@@ -14,9 +14,11 @@ import secrets
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tokenizers import Tokenizer as Backend
 
-from headrace.text.encoder import TextEncoder
+from headrace.text.encoder import EncodedIds, TextEncoder
+from headrace.text.spellings import any_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,18 +37,19 @@ class PlainTextEncoder:
         # A noncharacter and a number drawn at start: text from outside can't contain it but by guessing 64 bits.
         nonce = secrets.token_hex(8)
         self._names = {text: f"\ufdd3{nonce}:{index}\ufdd4" for index, text in enumerate(texts)}
-        longest_first = sorted(texts, key=len, reverse=True)
-        self._added_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._added_text = re.compile(any_of(texts))
         _rename(specification, self._names)
         renamed = Backend.from_str(json.dumps(specification))
         self._encoder = TextEncoder(renamed)
-        self._original_ids = {renamed.token_to_id(name): original_ids[text] for text, name in self._names.items()}
+        vocabulary = renamed.get_vocab()
+        self._original_ids = np.arange(max(vocabulary.values(), default=-1) + 1, dtype=np.uint32)
+        for text, name in self._names.items():
+            self._original_ids[vocabulary[name]] = original_ids[text]
 
-    def encode(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
+    def encode(self, runs: Iterable[tuple[str, bool]]) -> EncodedIds:
         """Token ids of the runs as one text; in runs marked true the spelling of an added token is text."""
         text = "".join(run if is_plain else self._with_names(run) for run, is_plain in runs)
-        encoded = self._encoder.encode(text, frames=False)
-        return [self._original_ids.get(token_id, token_id) for token_id in encoded]
+        return self._original_ids[self._encoder.encode(text, frames=False)]
 
     def _with_names(self, text: str) -> str:
         return self._added_text.sub(lambda match: self._names[match[0]], text)

@@ -6,6 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.vision import PatchVision
@@ -17,6 +19,7 @@ from headrace.text.boundaries import (
     shared_length,
 )
 from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
+from headrace.text.encoder import EncodedIds
 from headrace.text.history import FormsMemory, HistoryPolicy, Renderer, StableRenderer, with_thinking_apart
 from headrace.text.memo import Memo, TextDigest, digest_of_variables
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
@@ -95,8 +98,8 @@ class ChatTemplate:
         source = tokenizer.chat_template or ""
         controls = find_control_tokens(tokenizer.added_tokens, tokenizer.special_ids, source)
         # A token that only matches as a whole word is no sure border: what follows decides whether it stands.
-        self._border_ids = frozenset(controls.values())
-        self._has_unsure_borders = bool(self._border_ids & tokenizer.word_bound_ids)
+        self._border_ids = np.array(sorted(set(controls.values())), np.uint32)
+        self._has_unsure_borders = not tokenizer.word_bound_ids.isdisjoint(controls.values())
         self._control_text = ControlText(frozenset(controls))
         self._source = (
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
@@ -127,15 +130,16 @@ class ChatTemplate:
         else:
             settled = messages
             rendered = renderer.render(messages)
-        token_ids, text = self._encode(rendered, max_model_len)
+        runs, ends = self._control_text.parts(rendered)
+        encoded, text = self._encode(runs, max_model_len)
         boundaries: tuple[Boundary, ...] = ()
         if finds_boundaries:  # not before it is known that the prompt fits
             has_tools = any(not tool.is_deferred for tool in request.tools)
-            beginnings = self._beginnings_of(request, messages, renderer)
-            found = find_boundaries(rendered, messages, settled, beginnings, has_tools=has_tools)
-            boundaries = self._token_boundaries(rendered, token_ids, found)
+            beginnings = self._beginnings_of(rendered, request, messages, renderer)
+            found = find_boundaries(messages, settled, beginnings, has_tools=has_tools)
+            boundaries = self._token_boundaries(ends, encoded, found)
         return RenderedPrompt(
-            token_ids=token_ids,
+            token_ids=tuple(encoded.tolist()),
             boundaries=boundaries,
             thinking_open=self._is_thinking_open(rendered, renderer, settled),
             text=text,
@@ -155,11 +159,13 @@ class ChatTemplate:
         followed = replace(request, messages=(*request.messages, answer, _NEXT_QUESTION))
         messages, renderer = self._begin(followed)
         rendered = renderer.render(messages)
-        token_ids, _ = self._encode(rendered, None)
-        beginnings = self._beginnings_of(request, messages, renderer)
-        length = shared_length(rendered, messages[:-1], "user", beginnings)
-        boundaries = self._token_boundaries(rendered, token_ids, [TextBoundary(length, BoundaryKind.MESSAGE)])
-        return PromptHead(token_ids[: boundaries[0].num_tokens] if boundaries else (), boundaries)
+        runs, ends = self._control_text.parts(rendered)
+        encoded, _ = self._encode(runs, None)
+        beginnings = self._beginnings_of(rendered, request, messages, renderer)
+        length = shared_length(messages[:-1], "user", beginnings)
+        boundaries = self._token_boundaries(ends, encoded, [TextBoundary(length, BoundaryKind.MESSAGE)])
+        num_tokens = boundaries[0].num_tokens if boundaries else 0
+        return PromptHead(tuple(encoded[:num_tokens].tolist()), boundaries)
 
     def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], Renderer]:
         """The messages as the template takes them, and what renders them."""
@@ -182,9 +188,11 @@ class ChatTemplate:
                 return apart, StableRenderer(RequestRenderer(source, variables, keeps_edges=True), forms)
         return messages, RequestRenderer(source, variables)
 
-    def _beginnings_of(self, request: ChatRequest, messages: tuple[ChatMessage, ...], renderer: Renderer) -> Beginnings:
+    def _beginnings_of(
+        self, rendered: str, request: ChatRequest, messages: tuple[ChatMessage, ...], renderer: Renderer
+    ) -> Beginnings:
         salt = digest_of_variables(self._variables(request))
-        return Beginnings(messages, renderer.try_render, self._beginnings, salt)
+        return Beginnings(rendered, messages, renderer.try_render, self._beginnings, salt)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """What the template is given beside the messages."""
@@ -216,24 +224,21 @@ class ChatTemplate:
             raise UnsupportedField(f"the model {why}, its chat template has no switch", param="enable_thinking")
         return thinking
 
-    def _encode(self, rendered: str, max_model_len: int | None) -> tuple[tuple[int, ...], str]:
+    def _encode(self, runs: list[Run], max_model_len: int | None) -> tuple[EncodedIds, str]:
         """Token ids and text of a rendered prompt. Raises ContextTooLong."""
-        runs = self._with_margins(self._control_text.runs(rendered))
+        runs = self._with_margins(runs)
         text = well_formed("".join(run.text for run in runs))
         if max_model_len is not None and len(text) >= max_model_len:
             least = self._tokenizer.least_num_tokens((text,))
             if least >= max_model_len:
                 raise ContextTooLong.of_prompt(max_model_len, least, "messages", at_least=True)
         try:
-            if any(run.typed for run in runs):  # somebody typed the spelling of a control token
-                token_ids = self._tokenizer.encode_mixed((run.text, run.typed) for run in runs)
-            else:
-                token_ids = self._tokenizer.encode(text)
+            encoded = self._tokenizer.encode_mixed([(run.text, run.typed) for run in runs])
         except InvalidRequest as error:
             raise InvalidRequest(f"messages: {error.message}", param="messages") from error
-        if max_model_len is not None and len(token_ids) >= max_model_len:
-            raise ContextTooLong.of_prompt(max_model_len, len(token_ids), "messages")
-        return tuple(token_ids), text
+        if max_model_len is not None and len(encoded) >= max_model_len:
+            raise ContextTooLong.of_prompt(max_model_len, len(encoded), "messages")
+        return encoded, text
 
     def _with_margins(self, runs: list[Run]) -> list[Run]:
         """The text with what the template has left out around pictures."""
@@ -245,11 +250,13 @@ class ChatTemplate:
         ]
 
     def _token_boundaries(
-        self, rendered: str, token_ids: tuple[int, ...], found: list[TextBoundary]
+        self, ends: list[int], encoded: EncodedIds, found: list[TextBoundary]
     ) -> tuple[Boundary, ...]:
-        """Move boundaries in the text back to control tokens and count tokens up to there."""
-        ends = self._control_text.control_ends(rendered)
-        num_tokens = [index + 1 for index, token_id in enumerate(token_ids) if token_id in self._border_ids]
+        """Move boundaries in the text back to control tokens and count tokens up to there.
+
+        ends: where in the rendered text each control token of the template ends.
+        """
+        num_tokens = (np.flatnonzero(np.isin(encoded, self._border_ids)) + 1).tolist()
         if len(ends) != len(num_tokens) or self._has_unsure_borders:
             return ()  # the tokenizer found others than the text shows: nothing is certain
         boundaries: list[Boundary] = []

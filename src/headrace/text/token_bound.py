@@ -42,8 +42,11 @@ class TokenBound:
         return -(-sum(map(self._num_certain_bytes, texts)) // self.max_bytes)
 
     def _num_certain_bytes(self, text: str) -> int:
+        is_ascii = text.isascii()
+        if is_ascii and not self.vanishing:
+            return len(text)
         num_bytes = len(text.encode(errors="replace").translate(None, self.vanishing))
-        return num_bytes if text.isascii() else num_bytes // self.max_shrink
+        return num_bytes if is_ascii else num_bytes // self.max_shrink
 
 
 def find_token_bound(backend: Backend) -> TokenBound | None:

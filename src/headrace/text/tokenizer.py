@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from headrace.errors import ModelError
 from headrace.text.decoding import TokenPieces
 from headrace.text.detokenize import Detokenizer
-from headrace.text.encoder import TextEncoder
+from headrace.text.encoder import EncodedIds, TextEncoder
 from headrace.text.plain import PlainTextEncoder
 from headrace.text.token_bound import TokenBound, find_token_bound
 from headrace.types.model import TokenIds
@@ -91,19 +91,23 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. No token is put in front or behind."""
-        return self._encoder.encode(well_formed(text), frames=False)
+        token_ids: list[int] = self._encoder.encode(well_formed(text), frames=False).tolist()
+        return token_ids
 
     def encode_document(self, text: str) -> list[int]:
         """Token ids of a text as the tokenizer frames one by itself: with BOS, for instance, if it adds that."""
-        return self._encoder.encode(well_formed(text), frames=True)
+        token_ids: list[int] = self._encoder.encode(well_formed(text), frames=True).tolist()
+        return token_ids
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
         """Tokens that texts come to at the very least, told by their length; 0 if this tokenizer gives no bound."""
         return 0 if self._bound is None else self._bound.least_num_tokens(texts)
 
-    def encode_mixed(self, runs: Iterable[tuple[str, bool]]) -> list[int]:
+    def encode_mixed(self, runs: Sequence[tuple[str, bool]]) -> EncodedIds:
         """Token ids of runs of text that belong together; in those marked true, added tokens stay text."""
-        return self._plain_encoder.encode((well_formed(text), is_plain) for text, is_plain in runs)
+        if any(is_plain for _, is_plain in runs):
+            return self._plain_encoder.encode((well_formed(text), is_plain) for text, is_plain in runs)
+        return self._encoder.encode(well_formed("".join(text for text, _ in runs)), frames=False)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
         """Text of token ids. Special tokens are left out unless kept; unknown ids are nothing."""
