@@ -13,7 +13,6 @@ from headrace.cli.startup import summary
 from headrace.config import Config, EngineConfig
 from headrace.session.session import Session
 
-
 DEFAULT = Config()
 
 

@@ -28,7 +28,7 @@ from headrace.errors import GenerationFailed, HeadraceError, RequestCancelled, R
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
 from headrace.server.live import LiveRequests
 from headrace.server.record import RequestRecord
-from headrace.server.responses import closing_error, ignored_headers, read_body
+from headrace.server.responses import closing_error, ignored_headers, read_call
 from headrace.server.unknown_fields import UnknownFields
 from headrace.session.generation import generation_ids
 from headrace.session.session import Session
@@ -38,9 +38,6 @@ from headrace.types.events import Event
 log = logging.getLogger("headrace.server")
 
 Asked = TypeVar("Asked", bound=ChatRequest | CompletionRequest)
-
-# A larger body is parsed in a thread: half a second of parsing would delay every stream.
-_INLINE_BODY_BYTES = 64 * 1024
 
 # Headers that name a client's session; the first one present counts.
 _SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
@@ -136,11 +133,7 @@ class AnswerRoute(Generic[Asked]):
             raise
 
     async def _read(self, request: Request) -> Call[Asked]:
-        body = await read_body(request, self._config.max_body_bytes)
-        if len(body) > _INLINE_BODY_BYTES:
-            call = await asyncio.to_thread(self._dialect.read, body)
-        else:
-            call = self._dialect.read(body)
+        call = await read_call(request, self._dialect.read, self._config.max_body_bytes)
         self._ignored.add(call.ignored)
         whose = _session_header(request) or call.request.session or _address(request)
         return replace(call, request=replace(call.request, session=whose[:_MAX_SESSION_LENGTH]))

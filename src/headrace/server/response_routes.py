@@ -26,7 +26,7 @@ from headrace.server.answers import Dialect
 from headrace.server.connection import while_connected
 from headrace.server.live import LiveRequests
 from headrace.server.response_store import ResponseStore, StoredResponse
-from headrace.server.responses import ignored_headers, read_body
+from headrace.server.responses import ignored_headers, read_call
 from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
@@ -53,8 +53,8 @@ class ResponseRoutes:
 
     async def count_input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
-        body = await read_body(request, self._config.max_body_bytes)
-        call = await asyncio.to_thread(read_response, body, self._store)
+        read = partial(read_response, earlier=self._store)
+        call = await read_call(request, read, self._config.max_body_bytes)
         answer_name(call.model, self._names, strict=self._config.strict_model_name)
         self._ignored.add(call.ignored)
         with _own_field_names():

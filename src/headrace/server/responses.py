@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api import anthropic_errors, openai_errors
+from headrace.cancellation import run_in_pool
 from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError, Overloaded
+from headrace.long_work import in_turn
 
 IGNORED_HEADER = "x-headrace-ignored"
 
@@ -23,6 +27,15 @@ _MAX_NAME_LENGTH = 64
 # Timeouts for the next piece of a body, and for all of it by a minimum rate.
 _PIECE_S = 60.0
 _BYTES_PER_S = 16_384
+
+# A larger body is parsed in a thread: half a second of parsing would delay every stream.
+_INLINE_BODY_BYTES = 64 * 1024
+
+# Parsers of larger ones take turns: each holds the interpreter for most of its time, and several hand it to each other.
+_SHORT_BODY_BYTES = 256 * 1024
+_LARGE_BODIES = ThreadPoolExecutor(4, "large-body")
+
+Parsed = TypeVar("Parsed")
 
 
 def error_response(error: HeadraceError, path: str, headers: Mapping[str, str]) -> Response:
@@ -79,3 +92,16 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             f"the body did not arrive in time: no piece of it for {_PIECE_S:g} s, or less than {_BYTES_PER_S} bytes/s"
         ) from error
     return b"".join(pieces)
+
+
+async def read_call(request: Request, read: Callable[[bytes], Parsed], max_bytes: int) -> Parsed:
+    """What the body says. read: its parser; large bodies are parsed one at a time, beside the event loop.
+
+    Raises what `read_body` and the parser raise.
+    """
+    body = await read_body(request, max_bytes)
+    if len(body) <= _INLINE_BODY_BYTES:
+        return read(body)
+    if len(body) <= _SHORT_BODY_BYTES:
+        return await asyncio.to_thread(read, body)
+    return await run_in_pool(_LARGE_BODIES, in_turn, read, body)

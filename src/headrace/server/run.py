@@ -23,6 +23,7 @@ import uvicorn
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead
+from headrace.long_work import hand_over_soon
 from headrace.server.app import build_app
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.watchdog import start_watchdog
@@ -87,6 +88,7 @@ def serve(session: Session, config: ServerConfig, listener: socket.socket, annou
     KeyboardInterrupt after a second SIGINT, upon which the process should end at once, and EngineDead if the engine has
     died.
     """
+    hand_over_soon()
     server = HttpServer(session, config, announce)
     # Everything loaded so far stays. A full collection that searches it stops all threads for up to 0.3 s.
     gc.collect()

@@ -22,7 +22,7 @@ from headrace.api.openai_tokenize import (
 )
 from headrace.config import ServerConfig
 from headrace.server.connection import while_connected
-from headrace.server.responses import ignored_headers, read_body
+from headrace.server.responses import ignored_headers, read_call
 from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 
@@ -71,7 +71,7 @@ class TokenRoutes:
         return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))
 
     async def _read(self, request: Request, read: Callable[[bytes], Parsed]) -> Parsed:
-        return await asyncio.to_thread(read, await read_body(request, self._config.max_body_bytes))
+        return await read_call(request, read, self._config.max_body_bytes)
 
     def _check(self, model: str | None, ignored: tuple[str, ...]) -> None:
         answer_name(model, self._names, strict=self._config.strict_model_name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -47,10 +47,12 @@ class FinishedTurn:
 class IdleTurns:
     """Finished turns waiting for an idle moment, latest first; the oldest are dropped.
 
-    render: how a request and its answer begin the next prompt; called in a thread.
+    render: how a request and its answer begin the next prompt.
     """
 
-    def __init__(self, engine: TokenSource, render: Callable[[ChatRequest, ChatMessage], PromptHead]) -> None:
+    def __init__(
+        self, engine: TokenSource, render: Callable[[ChatRequest, ChatMessage], Awaitable[PromptHead]]
+    ) -> None:
         self._engine = engine
         self._render = render
         self._waiting: deque[FinishedTurn] = deque(maxlen=_MAX_WAITING)
@@ -94,7 +96,7 @@ class IdleTurns:
                 log.debug("%s is not prepared for its next turn: %s", turn.generation.request_id, error)
 
     async def _prepare(self, turn: FinishedTurn) -> None:
-        head = await asyncio.to_thread(self._render, turn.request, turn.answer)
+        head = await self._render(turn.request, turn.answer)
         held = (*turn.generation.prompt, *turn.output)
         num_held = common_length(head.token_ids, held)
         if num_held >= min(len(head.token_ids), len(held)):

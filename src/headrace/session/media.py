@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -28,7 +28,7 @@ KEPT_BYTES = 256 * 1024 * 1024
 
 log = logging.getLogger("headrace.session")
 
-Render = Callable[[ChatRequest], RenderedPrompt]
+Render = Callable[[ChatRequest], Awaitable[RenderedPrompt]]
 """Renders a chat's prompt, with one placeholder per image or video."""
 
 _Key = tuple[bytes, str, bool, object]
@@ -48,21 +48,20 @@ class MediaReader:
         self._kept_bytes = 0
 
     async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
-        """The prompt of a chat with all of its media. render: renders it without them, in any thread.
+        """The prompt of a chat with all of its media. render: renders it without them.
 
         Raises InvalidRequest that names a part, ContextTooLong for `max_tokens` or more, and what `render` raises.
         """
         parts = media_parts(request.messages)
         if self._processor.sees_videos or all(part.kind == "image" for part in parts):
-            # Rendering and encoding a long prompt takes up to a second; other streams go on meanwhile.
-            prompt = await run_in_thread(render, request)
+            prompt = await render(request)
             prepared = await self._read_all(parts, max_tokens)
         else:
             prepared = await self._read_all(parts, max_tokens)
             num_frames = {id(part): len(items) for part, items in zip(parts, prepared, strict=True)}
             videos = [num_frames[id(part)] for part in parts if part.kind == "video"]
             log.info("%s: the model knows no videos, it is shown %s frames as images", request.request_id, videos)
-            prompt = await run_in_thread(render, _with_frames(request, num_frames))
+            prompt = await render(_with_frames(request, num_frames))
         return await run_in_thread(self._place, prompt, [item for items in prepared for item in items])
 
     async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ProcessedItem, ...]]:

@@ -23,6 +23,7 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.long_work import in_turn
 from headrace.session.completion import CompletionPrompts
 from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.generation import Generations
@@ -51,7 +52,7 @@ from headrace.text.fences import LineTracker
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
 from headrace.text.stream_parser import StreamParser, visible_tokens
-from headrace.text.template import ChatTemplate, RenderedPrompt
+from headrace.text.template import ChatTemplate, PromptHead, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Finished, Progress, Started, TokenOutput
@@ -65,8 +66,12 @@ log = logging.getLogger("headrace.session")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-_NUM_LONG_TEXTS = 4
-"""Prompts of long texts that are made at once."""
+_SHORT_PROMPT = 32 * 1024
+"""Characters up to which a prompt takes a few milliseconds to render; longer ones are rendered one at a time."""
+
+# While one is rendered others may be encoded; the longest are encoded in helper processes and wait for these.
+_NUM_LONG_PROMPTS = 16
+_NUM_LONGEST_PROMPTS = 4
 
 
 class Session:
@@ -99,10 +104,11 @@ class Session:
         self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_malformed_calls = 0
-        self._long_texts = HelperGate(_NUM_LONG_TEXTS, "long-text")
+        self._long_prompts = HelperGate(_NUM_LONG_PROMPTS, "long-prompt")
+        self._longest_prompts = HelperGate(_NUM_LONGEST_PROMPTS, "longest-prompt")
         self._num_call_violations = 0
         self._media = media
-        self._idle = IdleTurns(engine, template.render_answered) if prepares_turns else None
+        self._idle = IdleTurns(engine, self._render_answered) if prepares_turns else None
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer), LineTracker)
         self._constraints = ChatConstraints(family, template, factory)
 
@@ -351,13 +357,19 @@ class Session:
         if parts and self._media is None:
             message = f"{parts[0].param}: the model takes no {parts[0].kind}s"
             raise UnsupportedField(message, param=parts[0].param)
-        if self._media is None or not parts:
+
+        async def render(shown: ChatRequest) -> RenderedPrompt:
             # Rendering and encoding a long prompt takes up to a second; other streams go on meanwhile.
-            return await self._host_work(_texts(request), self._render, request, max_model_len), None
-        render = partial(self._render, max_model_len=max_model_len)
+            return await self._host_work(_texts(shown), self._render, shown, max_model_len)
+
+        if self._media is None or not parts:
+            return await render(request), None
         # Media are matched by their order in the prompt.
         ordered = self._template.with_matched_results(request)
         return await self._media.prompt(ordered, render, self.model.max_model_len)
+
+    async def _render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+        return await self._host_work(_texts(request), self._template.render_answered, request, answer)
 
     async def _host_work(
         self,
@@ -368,9 +380,11 @@ class Session:
         **kwargs: Arguments.kwargs,
     ) -> Result:
         """Run work on texts in a thread, which ends soon after the caller is cancelled."""
-        if sum(map(len, texts)) > LONG_TEXT:
-            return await self._long_texts.run(partial(work, *args, **kwargs))
-        return await run_in_thread(work, *args, **kwargs)
+        num_chars = sum(map(len, texts))
+        if num_chars <= _SHORT_PROMPT:
+            return await run_in_thread(work, *args, **kwargs)
+        gate = self._long_prompts if num_chars <= LONG_TEXT else self._longest_prompts
+        return await gate.run(partial(in_turn, work, *args, **kwargs))
 
     async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
         self._generations.check(request)

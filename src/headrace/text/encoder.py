@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import nullcontext
 from hashlib import sha256
 
 import numpy as np
@@ -16,12 +17,16 @@ from tokenizers import Tokenizer as Backend
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest
+from headrace.long_work import set_aside
 from headrace.sandbox import LimitExceeded, Sandbox
 from headrace.text.memo import Memo
 from headrace.text.segments import MIN_SEGMENT, NO_CUTS, Cuts, find_cuts
 
 LONG_TEXT = 512 * 1024
 """Characters from which new text is encoded in a helper process. Up to there the library takes at most seconds."""
+
+_SHORT_TEXT = 32 * 1024
+"""Characters up to which encoding takes less time than handing the interpreter to another thread and waiting for it."""
 
 REMEMBERED_BYTES = 128 * 1024 * 1024
 """Of segments with their tokens, for each tokenizer: about 9 bytes for each token of English text."""
@@ -88,9 +93,11 @@ class TextEncoder:
         return np.concatenate([parts[0], *(token_ids[1:] for token_ids in parts[1:])])
 
     def _encode_new(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:
-        if sum(map(len, texts)) > LONG_TEXT:
-            return self._encode_apart(texts, frames=frames)
-        return encode_all(self._backend, texts, frames=frames)
+        num_chars = sum(map(len, texts))
+        with nullcontext() if num_chars <= _SHORT_TEXT else set_aside():
+            if num_chars > LONG_TEXT:
+                return self._encode_apart(texts, frames=frames)
+            return encode_all(self._backend, texts, frames=frames)
 
     def _encode_apart(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:
         try:

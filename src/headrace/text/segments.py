@@ -1,8 +1,8 @@
 """Where a text may be cut so that its segments come to the same tokens as the whole.
 
-A tokenizer splits a text at added tokens first. It normalises, splits and merges what stands between two of them by
-itself, so a text may be cut behind such a token, and only there for tokenizers of all kinds. What stands right behind
-the token may depend on it: some tokens take white space on their right, and some tokenizers put a space in front of a
+A tokenizer splits a text at added tokens first. It normalises, splits and merges what stands between two of them
+separately, so a text may be cut behind such a token, and only there for tokenizers of all kinds. What comes right after
+the token may depend on it: some tokens take white space on their right, and some tokenizers put a space before a
 text. So every segment but the first begins with the token that the segment before ends with.
 
 Not every added token will do. Its spelling must be that token wherever it stands:

@@ -1,0 +1,59 @@
+"""Turns of threads that compute for long: rendering a long conversation, parsing a large body.
+
+One thread of a process runs Python at a time, and one that computes hands over only when its switch interval is over.
+If several conversations were rendered at once, the threads that streams need, the event loop's and the engine's, would
+wait for each of them again and again. So such threads take turns.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+from headrace.cancellation import check_cancelled
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+SWITCH_INTERVAL_S = 0.0002
+"""How long a thread that needs the interpreter waits for one that computes. Python's own 5 ms are a whole step."""
+
+_POLL_S = 0.1
+
+_turn = threading.Lock()
+_holds_turn: ContextVar[bool] = ContextVar("holds_turn", default=False)
+
+
+def hand_over_soon() -> None:
+    """Let the threads of this process that need the interpreter for a moment have it soon."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def in_turn(function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    """The function's result, computed when no other long work computes. Raises WorkCancelled."""
+    while not _turn.acquire(timeout=_POLL_S):
+        check_cancelled()
+    holding = _holds_turn.set(True)
+    try:
+        check_cancelled()
+        return function(*args, **kwargs)
+    finally:
+        _holds_turn.reset(holding)
+        _turn.release()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Around a part of long work that runs no Python, such as a wait for another process: others take their turn."""
+    if not _holds_turn.get():
+        yield
+        return
+    _turn.release()
+    try:
+        yield
+    finally:
+        _turn.acquire()
