@@ -1,4 +1,4 @@
-"""Time to the first token of long prompts, computed whole and thinned, and how near thinning comes to its bound.
+"""Time to the first token of long prompts, computed whole and thinned, and how near sparse_options comes to its bound.
 
     python -m training.sparse_ttft [--lengths 8192 32768] [--keep 0.1 0.2] [--repeats 3] [--models tiny] [--clock cpu]
 
@@ -7,10 +7,10 @@ Qwen3.5-0.8B, text models only, stored in bfloat16 and held as the engine holds 
 bundled models', with `--models miniature`; with `--models tiny` all of it is tried in seconds. Requests go through the
 engine, with its defaults, but without a prefix cache: each prompt is new to it. The bound is the share of
 the whole prompt's time that the draft model takes to compute it when it is served alone, plus the share of the prompt
-that the served model computes. Thinning asks for each prompt twice: the second time the draft model's work is
+that the served model computes. SparseOptions asks for each prompt twice: the second time the draft model's work is
 remembered, and the difference is what that work really takes, its continuation and the scores too.
 
-Every time is printed when it is measured; the last lines are the medians, and from what length on thinning pays.
+Every time is printed when it is measured; the last lines are the medians, and from what length on sparse_options pays.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from mlx_lm.models.qwen3_5 import Model, ModelArgs
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.perf.shapes import SHAPES as PUBLISHED
-from headrace.types.request import GenerationRequest, SamplingParams, Thinning
+from headrace.types.request import GenerationRequest, SamplingParams, SparseOptions
 
 _QWEN3_5_4B: Mapping[str, Any] = {
     **PUBLISHED["qwen3.5-4b"],
@@ -86,7 +86,7 @@ def launch(model: str, draft: str | None) -> Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
+class SelectedTokens:
     """One prompt: seconds to its first token, the same without the draft model's work, and the share computed."""
 
     first_s: float
@@ -107,23 +107,23 @@ class Clock:
         """Seconds to the first token behind a prompt that is computed whole."""
         return (await self._ask(self._prompt(length), None))[0]
 
-    async def thinned(self, length: int, keep: float) -> Thinned:
+    async def thinned(self, length: int, keep: float) -> SelectedTokens:
         """The same of one that is thinned. Raises RuntimeError if it was not."""
-        prompt, thinning = self._prompt(length), Thinning(keep)
-        first_s, num_kept = await self._ask(prompt, thinning)
-        known_s, num_again = await self._ask(prompt, thinning)
+        prompt, sparse_options = self._prompt(length), SparseOptions(keep)
+        first_s, num_kept = await self._ask(prompt, sparse_options)
+        known_s, num_again = await self._ask(prompt, sparse_options)
         if num_kept != num_again or num_kept == length:
             raise RuntimeError(f"of {length} tokens {num_kept} were computed, and then {num_again}")
-        return Thinned(first_s, known_s, num_kept / length)
+        return SelectedTokens(first_s, known_s, num_kept / length)
 
     def _prompt(self, length: int) -> tuple[int, ...]:
         return tuple(self._random.integers(0, self._engine.model.tokens.end, length).tolist())
 
-    async def _ask(self, prompt: tuple[int, ...], thinning: Thinning | None) -> tuple[float, int]:
+    async def _ask(self, prompt: tuple[int, ...], sparse_options: SparseOptions | None) -> tuple[float, int]:
         """Seconds, and the tokens of the prompt that were computed."""
         self._num_asked += 1
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
-        request = GenerationRequest(str(self._num_asked), prompt, sampling, max_tokens=1, thinning=thinning)
+        request = GenerationRequest(str(self._num_asked), prompt, sampling, max_tokens=1, sparse_options=sparse_options)
         started = self._now()
         outputs = [output async for output in await self._engine.submit(request)]
         told_s = self._now() - started
@@ -162,7 +162,7 @@ class Line:
 HEADINGS = "length  keep   whole s  thinned s  draft alone  choosing  computed  thinned / whole  bound  of bound"
 
 
-def median_line(length: int, keep: float, alone_s: float, wholes: list[float], rounds: list[Thinned]) -> Line:
+def median_line(length: int, keep: float, alone_s: float, wholes: list[float], rounds: list[SelectedTokens]) -> Line:
     """Ratios are taken within a round, in which one prompt was computed whole and one thinned."""
     pairs = list(zip(wholes, rounds, strict=True))
     return Line(
@@ -178,7 +178,7 @@ def median_line(length: int, keep: float, alone_s: float, wholes: list[float], r
 
 
 def pays_from(lines: list[Line]) -> int | None:
-    """The shortest length from which on thinning takes less time, at one share; None if it does at none."""
+    """The shortest length from which on sparse_options takes less time, at one share; None if it does at none."""
     found = None
     for line in sorted(lines, key=lambda line: -line.length):
         if line.ratio >= 1.0:
@@ -203,7 +203,7 @@ async def measure(
     lines = []
     for length in lengths:
         wholes: list[float] = []
-        rounds: dict[float, list[Thinned]] = {keep: [] for keep in keeps}
+        rounds: dict[float, list[SelectedTokens]] = {keep: [] for keep in keeps}
         for repeat in range(repeats + 1):
             whole_s = await clock.whole(length)
             print(f"{length} whole: {whole_s:.3f} s" + ("" if repeat else " (warm-up)"), flush=True)

@@ -19,7 +19,7 @@ from headrace.engine.engine import Engine
 from headrace.models.packed import PackedModel, Row
 from headrace.sparse.select import select
 from headrace.types.events import SparseUsage
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, Thinning
+from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SparseOptions
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ WARM = replace(GREEDY, temperature=0.9, seed=5)
 FAMILIES = ("qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.slow), "gpt_oss")
 """Gated delta nets, Mamba-2 layers with compacted caches, windows with sinks: of the served model and of its draft."""
 PROMPT = tokens(1, 230)
-THIN = Thinning(0.3, (range(10), range(100, 110)))
+THIN = SparseOptions(0.3, (range(10), range(100, 110)))
 
 counter = iter(range(1_000_000))
 
@@ -57,8 +57,10 @@ def engines(family: str, draft: Path, tmp_path_factory: pytest.TempPathFactory) 
         engine.stop()
 
 
-def make(prompt: Sequence[int] = PROMPT, thinning: Thinning | None = None, **fields: object) -> GenerationRequest:
-    made = GenerationRequest(f"r{next(counter)}", tuple(prompt), GREEDY, 8, thinning=thinning)
+def make(
+    prompt: Sequence[int] = PROMPT, sparse_options: SparseOptions | None = None, **fields: object
+) -> GenerationRequest:
+    made = GenerationRequest(f"r{next(counter)}", tuple(prompt), GREEDY, 8, sparse_options=sparse_options)
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
@@ -100,7 +102,7 @@ def says(family: str, said: Sequence[int], prompt: Sequence[int], positions: Seq
 async def test_what_is_said_is_what_the_model_says_to_the_kept_tokens_at_their_positions(
     engines: tuple[Engine, Engine], family: str, chosen: list[tuple[int, ...]]
 ) -> None:
-    (said,), usage, num_cached = await ask(engines[0], make(thinning=THIN))
+    (said,), usage, num_cached = await ask(engines[0], make(sparse_options=THIN))
     (kept,) = chosen
     assert num_cached == 0
     assert usage == SparseUsage(len(kept), 230 - len(kept))
@@ -112,8 +114,8 @@ async def test_what_is_said_is_what_the_model_says_to_the_kept_tokens_at_their_p
 async def test_nothing_of_a_thinned_prompt_is_there_for_others(engines: tuple[Engine, Engine]) -> None:
     sparse, cold = engines
     await sparse.clear_cache()
-    first, usage, _ = await ask(sparse, make(thinning=THIN))
-    again, usage_again, num_cached = await ask(sparse, make(thinning=THIN))
+    first, usage, _ = await ask(sparse, make(sparse_options=THIN))
+    again, usage_again, num_cached = await ask(sparse, make(sparse_options=THIN))
     assert (again, usage_again, num_cached) == (first, usage, 0)
     dense, _, num_cached = await ask(sparse, make())
     expected, _, _ = await ask(cold, make())
@@ -144,10 +146,10 @@ async def test_thinned_and_whole_prompts_in_one_batch_say_what_they_say_alone(en
     sparse, _ = engines
     await sparse.clear_cache()
     asked = [
-        make(thinning=THIN, max_tokens=24),
+        make(sparse_options=THIN, max_tokens=24),
         make(tokens(4, 150), THIN, num_choices=2, sampling=replace(WARM, repetition_penalty=1.3)),
         make(tokens(5, 40), max_tokens=30),
-        make(tokens(6, 300), Thinning(0.2), sampling=WARM, num_logprobs=1),
+        make(tokens(6, 300), SparseOptions(0.2), sampling=WARM, num_logprobs=1),
     ]
     alone = [(await ask(sparse, one))[0] for one in asked]
     await sparse.clear_cache()
@@ -160,8 +162,8 @@ async def test_thinned_and_whole_prompts_in_one_batch_say_what_they_say_alone(en
 async def test_a_thinned_sequence_makes_room_and_goes_on_where_it_was(family: str, draft: Path, tmp_path: Path) -> None:
     engine = Engine.launch(config(save(family, tmp_path), draft, max_num_seqs=1))
     try:
-        alone = await ask(engine, make(thinning=THIN, max_tokens=80))
-        stream = await engine.submit(make(thinning=THIN, max_tokens=80, priority=5))
+        alone = await ask(engine, make(sparse_options=THIN, max_tokens=80))
+        stream = await engine.submit(make(sparse_options=THIN, max_tokens=80, priority=5))
         said: list[int] = []
         urgent = None
         async for part in stream:
@@ -197,7 +199,7 @@ async def test_the_model_is_handed_exactly_the_chosen_positions(
     engine = Engine.launch(config(folder, folder))
     try:
         monkeypatch.setattr(PackedModel, "forward", forward)
-        (said,), usage, _ = await ask(engine, make(prompt, Thinning(), max_tokens=3))
+        (said,), usage, _ = await ask(engine, make(prompt, SparseOptions(), max_tokens=3))
     finally:
         engine.stop()
     assert usage == SparseUsage(3, 898)

@@ -1,4 +1,4 @@
-"""Which prompts are thinned, why others are not, and what is left of them when a request ends: no model takes part."""
+"""Which prompts are selected, why others are not, and what is left of them when a request ends: no model takes part."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headrace.errors import ContextTooLong
 from headrace.scheduler.prefixes import CachedPrefix, NoPrefixes
 from headrace.types.events import SparseUsage
 from headrace.types.media import PromptMedia
-from headrace.types.request import Bypass, ConstraintSpec, GenerationRequest, ThinkingLimit, Thinning
+from headrace.types.request import Bypass, ConstraintSpec, GenerationRequest, SparseOptions, ThinkingLimit
 
 NUM_TOKENS = 320
 WINDOW = 64
-LONG = GenerationRequest("long", tokens(1, NUM_TOKENS), GREEDY, 4, thinning=Thinning())
+LONG = GenerationRequest("long", tokens(1, NUM_TOKENS), GREEDY, 4, sparse_options=SparseOptions())
 
 
 class Draft(SparseDraft):
@@ -105,7 +105,7 @@ def test_a_long_prompt_waits_for_its_scores_and_keeps_what_is_important_and_its_
 
 
 def test_a_request_has_a_share_and_ranges_of_its_own() -> None:
-    asked = replace(LONG, thinning=Thinning(0.05, (range(5), range(200, 210))))
+    asked = replace(LONG, sparse_options=SparseOptions(0.05, (range(5), range(200, 210))))
     found = find_scored(front(Draft(), Prefixes()), asked)
     # a twentieth of the 241 others is less than what is left of any chunk
     assert found.kept == (*range(5), *range(200, 210), *range(256, 320))
@@ -126,8 +126,8 @@ def test_cached_tokens_are_neither_chosen_nor_counted() -> None:
         ({"constraint": ConstraintSpec('start: "x"')}, Bypass.GRAMMAR),
         ({"num_prompt_logprobs": 0}, Bypass.PROMPT_LOGPROBS),
         ({"media": PromptMedia(())}, Bypass.MEDIA),
-        ({"thinning": Thinning(bypass=Bypass.TOOLS)}, Bypass.TOOLS),
-        ({"thinning": Thinning(bypass=Bypass.UNLOCATED)}, Bypass.UNLOCATED),
+        ({"sparse_options": SparseOptions(bypass=Bypass.TOOLS)}, Bypass.TOOLS),
+        ({"sparse_options": SparseOptions(bypass=Bypass.UNLOCATED)}, Bypass.UNLOCATED),
     ],
 )
 def test_some_prompts_are_never_thinned(changes: dict[str, object], reason: Bypass) -> None:
@@ -152,17 +152,17 @@ def test_it_is_the_uncached_tokens_that_make_a_prompt_long() -> None:
     assert bypassed(sparse) == {Bypass.SHORT.value: 1}
 
 
-@pytest.mark.parametrize("thinning", [Thinning(1.0), Thinning(protected=(range(1000),))])
-def test_where_nothing_would_be_left_out_the_prompt_counts_as_computed_whole(thinning: Thinning) -> None:
+@pytest.mark.parametrize("sparse_options", [SparseOptions(1.0), SparseOptions(protected=(range(1000),))])
+def test_where_nothing_would_be_left_out_the_prompt_counts_as_computed_whole(sparse_options: SparseOptions) -> None:
     sparse = front(Draft(), Prefixes())
-    found = find_scored(sparse, replace(LONG, thinning=thinning))
+    found = find_scored(sparse, replace(LONG, sparse_options=sparse_options))
     assert found == CachedPrefix(0, "report", None, SparseUsage(NUM_TOKENS, 0, (Bypass.ALL_KEPT,)))
     assert bypassed(sparse) == {Bypass.ALL_KEPT.value: 1}
 
 
 def test_a_request_that_does_not_want_it_hears_nothing_of_it() -> None:
     sparse = front(Draft(), Prefixes())
-    assert sparse.find(replace(LONG, thinning=None)) == CachedPrefix(0, "report")
+    assert sparse.find(replace(LONG, sparse_options=None)) == CachedPrefix(0, "report")
     assert bypassed(sparse) == {}
 
 
@@ -249,6 +249,6 @@ def test_only_the_latest_prompts_are_remembered() -> None:
 def test_nobody_waits_for_a_prompt_that_is_thinned() -> None:
     pool = PrefixPool("weights", has_spans=True, needs_snapshots=False)
     sparse = SparsePrefill(Draft(), pool, pool, threshold=THRESHOLD, keep=0.2, window=0)
-    second = replace(LONG, request_id="second", thinning=None)
+    second = replace(LONG, request_id="second", sparse_options=None)
     assert find_scored(sparse, LONG).kept is not None
     assert sparse.find(second) is not None

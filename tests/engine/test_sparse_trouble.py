@@ -22,13 +22,13 @@ from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, 
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner
 from headrace.types.events import SparseUsage, TokenOutput
-from headrace.types.request import Bypass, GenerationRequest, Thinning
+from headrace.types.request import Bypass, GenerationRequest, SparseOptions
 from headrace.types.step import StepPlan, StepResult
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = tokens(1, 230)
-LONG = GenerationRequest("long", PROMPT, GREEDY, 6, thinning=Thinning(0.3))
+LONG = GenerationRequest("long", PROMPT, GREEDY, 6, sparse_options=SparseOptions(0.3))
 FAILED = SparseUsage(230, 0, (Bypass.DRAFT_FAILED,))
 
 
@@ -92,7 +92,7 @@ TROUBLES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 async def test_a_draft_that_raises_costs_the_prompt_its_thinning_and_is_counted_once(
     trouble: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = await ask(engine, replace(LONG, request_id="dense", thinning=None, cache_salt="other"))
+    expected, _ = await ask(engine, replace(LONG, request_id="dense", sparse_options=None, cache_salt="other"))
     TROUBLES[trouble](monkeypatch)
     assert await ask(engine, LONG) == (expected, FAILED)
     status = await engine.status()
@@ -213,7 +213,7 @@ async def test_the_draft_models_memory_is_accounted_and_its_cache_can_be_cleared
     assert 0 < status.sparse.weights_bytes < status.memory.weights_bytes
     held = status.sparse.records_bytes
     assert held > 0
-    # nothing of the thinned prompt is kept by the served model
+    # nothing of the selected prompt is kept by the served model
     assert status.memory.records_bytes == held
     assert await engine.clear_cache() == held
     status = await engine.status()

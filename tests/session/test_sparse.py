@@ -1,4 +1,4 @@
-"""What of a prompt is kept when the rest may be thinned, and which chats may not be thinned at all."""
+"""What of a prompt is kept when the rest may be selected, and which chats may not be selected at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import headrace
 from headrace.errors import InvalidRequest
 from headrace.session import idle
 from headrace.session.session import Session
-from headrace.session.sparse import LONG_TURN, TURN_EDGE, chat_thinning, check_sparse, completion_thinning
+from headrace.session.sparse import LONG_TURN, TURN_EDGE, chat_sparse_options, check_sparse, completion_sparse_options
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
@@ -27,7 +27,7 @@ from headrace.types.chat import (
     ToolDefinition,
 )
 from headrace.types.events import Event, Finished, SparseUsage, TokenOutput
-from headrace.types.request import Boundary, BoundaryKind, Bypass, GenerationRequest, Thinning
+from headrace.types.request import Boundary, BoundaryKind, Bypass, GenerationRequest, SparseOptions
 
 SYSTEM, MESSAGE, PROMPT = BoundaryKind.SYSTEM, BoundaryKind.MESSAGE, BoundaryKind.PROMPT
 MINIATURE = Path(headrace.__file__).parent / "miniature"
@@ -47,10 +47,10 @@ def bounds(*marks: tuple[int, BoundaryKind]) -> tuple[Boundary, ...]:
 
 def kept(request: ChatRequest, num_tokens: int, boundaries: Sequence[Boundary]) -> set[int]:
     """Tokens that are protected."""
-    thinning = chat_thinning(request, "draft", num_tokens, boundaries)
-    assert thinning is not None
-    assert thinning.bypass is None
-    return {token for span in thinning.protected for token in span}
+    sparse_options = chat_sparse_options(request, "draft", num_tokens, boundaries)
+    assert sparse_options is not None
+    assert sparse_options.bypass is None
+    return {token for span in sparse_options.protected for token in span}
 
 
 def test_the_system_prompt_and_the_last_turn_are_kept() -> None:
@@ -90,7 +90,7 @@ def test_of_a_long_turn_the_ends_are_kept_for_it_is_the_document() -> None:
     ],
 )
 def test_a_chat_with_tools_or_calls_of_them_is_computed_whole(asked: ChatRequest) -> None:
-    assert chat_thinning(asked, "draft", 5000, ()) == Thinning(bypass=Bypass.TOOLS)
+    assert chat_sparse_options(asked, "draft", 5000, ()) == SparseOptions(bypass=Bypass.TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -104,31 +104,31 @@ def test_a_chat_with_tools_or_calls_of_them_is_computed_whole(asked: ChatRequest
 def test_a_chat_whose_system_prompt_cant_be_located_is_computed_whole(
     asked: ChatRequest, boundaries: Sequence[Boundary]
 ) -> None:
-    assert chat_thinning(asked, "draft", 5000, boundaries) == Thinning(bypass=Bypass.UNLOCATED)
+    assert chat_sparse_options(asked, "draft", 5000, boundaries) == SparseOptions(bypass=Bypass.UNLOCATED)
 
 
 def test_a_completion_keeps_its_ends() -> None:
-    thinning = completion_thinning(RequestedSparse(keep=0.4), "draft", 5000)
-    assert thinning == Thinning(0.4, (range(TURN_EDGE), range(5000 - TURN_EDGE, 5000)))
-    assert completion_thinning(RequestedSparse(), "draft", 10) == Thinning(None, (range(10), range(10)))
+    sparse_options = completion_sparse_options(RequestedSparse(keep=0.4), "draft", 5000)
+    assert sparse_options == SparseOptions(0.4, (range(TURN_EDGE), range(5000 - TURN_EDGE, 5000)))
+    assert completion_sparse_options(RequestedSparse(), "draft", 10) == SparseOptions(None, (range(10), range(10)))
 
 
 @pytest.mark.parametrize("sparse", [RequestedSparse(True), RequestedSparse(), RequestedSparse(True, 0.3)])
 def test_with_a_draft_model_it_is_on_unless_a_request_says_no(sparse: RequestedSparse) -> None:
     request = chat("user", sparse=sparse)
-    thinning = chat_thinning(request, "draft", 100, ())
-    assert thinning is not None
-    assert thinning.keep == sparse.keep
+    sparse_options = chat_sparse_options(request, "draft", 100, ())
+    assert sparse_options is not None
+    assert sparse_options.keep == sparse.keep
     off = RequestedSparse(False)
-    assert chat_thinning(replace(request, sparse=off), "draft", 100, ()) is None
-    assert completion_thinning(off, "draft", 100) is None
+    assert chat_sparse_options(replace(request, sparse=off), "draft", 100, ()) is None
+    assert completion_sparse_options(off, "draft", 100) is None
 
 
 def test_without_a_draft_model_it_is_off_and_only_who_insists_is_refused() -> None:
     for quiet in (RequestedSparse(), RequestedSparse(False)):
         check_sparse(quiet, None)
-        assert chat_thinning(chat("user", sparse=quiet), None, 9000, ()) is None
-        assert completion_thinning(quiet, None, 9000) is None
+        assert chat_sparse_options(chat("user", sparse=quiet), None, 9000, ()) is None
+        assert completion_sparse_options(quiet, None, 9000) is None
     for loud, param in ((RequestedSparse(True), "sparse_prefill"), (RequestedSparse(keep=0.3), "sparse_keep")):
         with pytest.raises(InvalidRequest, match="--sparse-draft") as caught:
             check_sparse(loud, None)
@@ -154,11 +154,11 @@ def test_the_bundled_models_template_shows_where_the_protected_turns_are() -> No
     )
     request = ChatRequest("chat", turns)
     prompt = words.template.render(request)
-    thinning = chat_thinning(request, "draft", len(prompt.token_ids), prompt.boundaries)
-    assert thinning is not None
+    sparse_options = chat_sparse_options(request, "draft", len(prompt.token_ids), prompt.boundaries)
+    assert sparse_options is not None
     texts = [
         words.tokenizer.decode(prompt.token_ids[span.start : span.stop], keep_special=frozenset())
-        for span in thinning.protected
+        for span in sparse_options.protected
     ]
     assert "Be brief." in texts[0]
     assert "Why?" in texts[1]
@@ -200,10 +200,10 @@ def test_a_request_says_how_its_prompts_may_be_thinned() -> None:
     run(fake_session(engine), chat("user", sparse=RequestedSparse(keep=0.5)))
     run(fake_session(engine), chat("user", sparse=RequestedSparse(False)))
     run(fake_session(engine), CompletionRequest("c", ("xyz",), sparse=RequestedSparse(keep=0.25)))
-    first, second, third = (request.thinning for request in engine.requests)
-    assert first == Thinning(0.5, (range(0), range(len("user: words\n"))))
+    first, second, third = (request.sparse_options for request in engine.requests)
+    assert first == SparseOptions(0.5, (range(0), range(len("user: words\n"))))
     assert second is None
-    assert third == Thinning(0.25, (range(4), range(4)))
+    assert third == SparseOptions(0.25, (range(4), range(4)))
 
 
 def test_a_wish_that_takes_a_draft_model_is_refused_without_one() -> None:
@@ -226,4 +226,4 @@ def test_a_turn_that_was_thinned_is_not_prepared_for_the_next(
             await session._idle._work
 
     asyncio.run(talk())
-    assert [request.thinning for request in engine.requests[1:]] == [None] * is_prepared
+    assert [request.sparse_options for request in engine.requests[1:]] == [None] * is_prepared

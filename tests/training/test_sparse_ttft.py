@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from training import sparse_ttft
-from training.sparse_ttft import Line, Thinned, median_line, pays_from
+from training.sparse_ttft import Line, SelectedTokens, median_line, pays_from
 
 
 def test_a_line_compares_within_rounds_and_its_bound_is_the_draft_alone_and_the_share_computed() -> None:
-    rounds = [Thinned(1.5, 1.0, 0.25), Thinned(2.0, 1.0, 0.25), Thinned(6.0, 2.0, 0.25)]
+    rounds = [SelectedTokens(1.5, 1.0, 0.25), SelectedTokens(2.0, 1.0, 0.25), SelectedTokens(6.0, 2.0, 0.25)]
     line = median_line(512, 0.2, 0.4, [2.0, 4.0, 8.0], rounds)
     assert (line.whole_s, line.thinned_s, line.computed) == (4.0, 2.0, 0.25)
     assert line.ratio == 0.75  # of 0.75, 0.5 and 0.75

@@ -45,7 +45,7 @@ class _Prompt:
     marks: lengths at which snapshots are still to be taken.
     num_computed: tokens given to the runner.
     counts: whether it counts as a lookup, once it begins.
-    is_thinned: sparse prefill has changed what is computed.
+    is_sparse: sparse prefill has changed what is computed.
     """
 
     namespace: Namespace
@@ -57,7 +57,7 @@ class _Prompt:
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
     has_begun: bool = False
     is_done: bool = False
-    is_thinned: bool = False
+    is_sparse: bool = False
 
 
 class PrefixPool:
@@ -178,7 +178,7 @@ class PrefixPool:
     def leave_out(self, request_id: str) -> None:
         """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
         prompt = self._prompts[request_id]
-        prompt.is_done = prompt.is_thinned = True
+        prompt.is_done = prompt.is_sparse = True
         prompt.marks.clear()
 
     def marks(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class PrefixPool:
         if state.is_untouched:  # it was resumed and ended before its next step
             return
         prompt = self._prompts[request_id]
-        if prompt.is_thinned:
+        if prompt.is_sparse:
             return
         length = state.length
         snapshots: dict[int, SequenceRecord] = {}

@@ -204,7 +204,7 @@ class Runner:
         return window
 
     def _new(self, request: GenerationRequest) -> LiveSequence:
-        history = History(request.whole_prompt, self._vocab_size) if needs_history(request.sampling) else None
+        history = History(request.full_prompt, self._vocab_size) if needs_history(request.sampling) else None
         state = SequenceState(self._pool, len(request.prompt) + 1)
         drafted = None if self._speculator is None else self._speculator.open(request.max_draft_tokens)
         return LiveSequence(
@@ -216,7 +216,7 @@ class Runner:
             self._constraint(request),
             None if self._features is None else self._features.media_of(request),
             drafted,
-            None if request.thinned is None else TokenPositions(np.array(request.thinned.positions, np.int32)),
+            None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
             QueryWatch() if self._watches else None,
         )
 

@@ -16,7 +16,7 @@ from headrace.errors import ContextTooLong
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.sparse.select import CHUNK, select
 from headrace.types.events import SparseUsage
-from headrace.types.request import Bypass, GenerationRequest, Thinning
+from headrace.types.request import Bypass, GenerationRequest, SparseOptions
 from headrace.types.status import SparseStatus
 
 logger = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ class SparsePrefill:
 
     def find(self, request: GenerationRequest) -> CachedPrefix | None:
         """See PrefixIndex. None also while the prompt is being scored."""
-        if request.thinning is None:
+        if request.sparse_options is None:
             return self._prefixes.find(request)
         if request.request_id in self._scoring:
             return None
         cached = self._prefixes.find(request)
         if cached is None:
             return None
-        reason = self._own_reason(request, request.thinning, len(request.prompt) - cached.num_tokens)
+        reason = self._own_reason(request, request.sparse_options, len(request.prompt) - cached.num_tokens)
         if reason is None and request.request_id not in self._scored and self._begin(request):
             # other requests should not wait for it meanwhile, and more may be cached by then
             self._prefixes.end(request.request_id)
@@ -79,12 +79,14 @@ class SparsePrefill:
         scored = reason or self._scored.pop(request.request_id)
         if isinstance(scored, Bypass):
             return self._whole(request, cached, scored)
-        return self._thinned(request, request.thinning, cached, scored)
+        return self._selected(request, request.sparse_options, cached, scored)
 
-    def _own_reason(self, request: GenerationRequest, thinning: Thinning, num_uncached: int) -> Bypass | None:
+    def _own_reason(
+        self, request: GenerationRequest, sparse_options: SparseOptions, num_uncached: int
+    ) -> Bypass | None:
         """Why the prompt is computed in full, whatever the draft model would find."""
-        if thinning.bypass is not None:
-            return thinning.bypass
+        if sparse_options.bypass is not None:
+            return sparse_options.bypass
         if request.constraint is not None and request.constraint.grammar is not None:
             return Bypass.GRAMMAR
         if request.num_prompt_logprobs is not None:
@@ -119,12 +121,14 @@ class SparsePrefill:
         self._bypassed[reason] += 1
         return replace(cached, sparse=SparseUsage(len(request.prompt) - cached.num_tokens, 0, (reason,)))
 
-    def _thinned(
-        self, request: GenerationRequest, thinning: Thinning, cached: CachedPrefix, found: Importance
+    def _selected(
+        self, request: GenerationRequest, sparse_options: SparseOptions, cached: CachedPrefix, found: Importance
     ) -> CachedPrefix:
         start, end = cached.num_tokens, len(request.prompt)
-        protected = (*thinning.protected, range(max(0, end - max(self._window, CHUNK)), end))
-        kept = select(found[start:], start, self._keep if thinning.keep is None else thinning.keep, protected)
+        protected = (*sparse_options.protected, range(max(0, end - max(self._window, CHUNK)), end))
+        kept = select(
+            found[start:], start, self._keep if sparse_options.keep is None else sparse_options.keep, protected
+        )
         num_dropped = end - start - len(kept)
         if not num_dropped:
             return self._whole(request, cached, Bypass.ALL_KEPT)
@@ -179,7 +183,7 @@ class SparsePrefill:
 
     def _break(self) -> None:
         """The draft model's engine is in an unknown state: it is not used again."""
-        logger.exception("sparse prefill has failed; prompts are computed whole from now on")
+        logger.exception("sparse prefill has failed; prompts are computed in full from now on")
         self._is_broken = True
         self.draft.close()
         self._scored.update(dict.fromkeys(self._scoring, Bypass.DRAFT_FAILED))

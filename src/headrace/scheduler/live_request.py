@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.scheduler.sequence import Sequence, sequence_ids
 from headrace.types.events import SparseUsage, TokenLogprobs
-from headrace.types.request import GenerationRequest, Thinned
+from headrace.types.request import GenerationRequest, SelectedTokens
 from headrace.types.status import Phase, RequestStatus
 
 
@@ -40,11 +40,11 @@ class LiveRequest:
         ids = sequence_ids(self.request)
         self.sequences = tuple(Sequence(self.request, id, choice) for choice, id in enumerate(ids))
 
-    def thin(self, num_cached: int, kept: tuple[int, ...]) -> None:
+    def select(self, num_cached: int, kept: tuple[int, ...]) -> None:
         """Before the start: keep only the first `num_cached` tokens of the prompt and those at the positions `kept`."""
         whole, positions = self.request.prompt, (*range(num_cached), *kept)
         prompt = tuple(whole[position] for position in positions)
-        self.request = replace(self.request, prompt=prompt, thinned=Thinned(whole, positions))
+        self.request = replace(self.request, prompt=prompt, selected=SelectedTokens(whole, positions))
         for sequence in self.sequences:
             sequence.begin_with(self.request)
 
@@ -79,7 +79,7 @@ class LiveRequest:
         return RequestStatus(
             request_id=self.id,
             phase=self._phase(),
-            num_prompt_tokens=len(self.request.whole_prompt),
+            num_prompt_tokens=len(self.request.full_prompt),
             num_computed_tokens=num_computed,
             num_cached_tokens=self.sequences[0].num_cached,
             num_output_tokens=self.num_output,

@@ -149,7 +149,7 @@ class Rows:
             return True
         self._preempt(preempted, lacks_bytes=False)
         if cached.kept is not None:
-            self._thin(live, cached.num_tokens, cached.kept)
+            self._select_tokens(live, cached.num_tokens, cached.kept)
         self._waiting.start(live, has_row=has_row)
         live.is_started = True
         live.reuse, live.sparse = cached.report, cached.sparse
@@ -158,11 +158,11 @@ class Rows:
         self._prefill.join(live.sequences[0])
         return True
 
-    def _thin(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
+    def _select_tokens(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
         """Leave out prompt tokens, and release their bytes."""
         for sequence in live.sequences:
             self._admission.end(sequence)
-        live.thin(num_cached, kept)
+        live.select(num_cached, kept)
         if not self._admission.start(live):
             raise RuntimeError(f"{live.id}: less than what there was room for finds none")
 

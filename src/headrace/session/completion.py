@@ -10,7 +10,7 @@ from headrace.session.generation import Generations, generation_ids
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
 from headrace.session.scores import Scorer
 from headrace.session.settings import check_prompt_ids, naming
-from headrace.session.sparse import completion_thinning
+from headrace.session.sparse import completion_sparse_options
 from headrace.text.stream_parser import StreamParser
 from headrace.text.template import RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class CompletionPrompts:
         generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
         draft = self._generations.model.sparse_draft
         return PromptOutputProcessor(
-            replace(generation, thinning=completion_thinning(request.sparse, draft, len(token_ids))),
+            replace(generation, sparse_options=completion_sparse_options(request.sparse, draft, len(token_ids))),
             choices,
             self._scorer,
             num_prompt_logprobs=request.answers.num_prompt_logprobs,

@@ -111,7 +111,7 @@ class IdleTurns:
             num_logprobs=None,
             num_prompt_logprobs=None,
             constraint=None,
-            thinning=None,
+            sparse_options=None,
             session=SESSION,
             priority=IDLE_PRIORITY,
         )

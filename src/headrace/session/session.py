@@ -44,7 +44,7 @@ from headrace.session.settings import (
     naming,
 )
 from headrace.session.source import TokenSource, TokenStream
-from headrace.session.sparse import chat_thinning
+from headrace.session.sparse import chat_sparse_options
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.text.detokenize import Detokenizer
 from headrace.text.encoder import LONG_TEXT
@@ -393,8 +393,8 @@ class Session:
         # In a thread: there may be many bad words to encode.
         make = partial(self._generations.make, request, request.request_id, prompt, "messages", media)
         generation = await run_in_thread(make) if request.sampling.bad_words else make()
-        thinning = chat_thinning(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
-        generation = replace(generation, constraint=constraint, thinning=thinning)
+        sparse_options = chat_sparse_options(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
+        generation = replace(generation, constraint=constraint, sparse_options=sparse_options)
         scorer = None if request.answers.num_logprobs is None else self._scorer
         choices = [
             ChoiceOutputProcessor(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.errors import InvalidRequest
 from headrace.types.chat import ChatMessage, ChatRequest, RequestedSparse
-from headrace.types.request import Boundary, BoundaryKind, Bypass, Thinning
+from headrace.types.request import Boundary, BoundaryKind, Bypass, SparseOptions
 
 LONG_TURN = 1024
 """Tokens of a last turn that is kept whole. A longer one holds a document, and a document is what is thinned."""
@@ -27,16 +27,16 @@ def check_sparse(sparse: RequestedSparse, draft: str | None) -> None:
             )
 
 
-def completion_thinning(sparse: RequestedSparse, draft: str | None, num_tokens: int) -> Thinning | None:
+def completion_sparse_options(sparse: RequestedSparse, draft: str | None, num_tokens: int) -> SparseOptions | None:
     """How a prompt of so many tokens without messages may be thinned; None where that is off. Its ends are kept."""
     if draft is None or sparse.prefill is False:
         return None
-    return Thinning(sparse.keep, _edges(0, num_tokens))
+    return SparseOptions(sparse.keep, _edges(0, num_tokens))
 
 
-def chat_thinning(
+def chat_sparse_options(
     request: ChatRequest, draft: str | None, num_tokens: int, boundaries: Sequence[Boundary]
-) -> Thinning | None:
+) -> SparseOptions | None:
     """How a chat's prompt of so many tokens may be thinned; None where that is off.
 
     What a template writes at the head, system prompt and all, and the last turn of the user's with all behind it are
@@ -46,14 +46,14 @@ def chat_thinning(
     if draft is None or sparse.prefill is False:
         return None
     if request.tools or any(message.tool_calls or message.role == "tool" for message in request.messages):
-        return Thinning(sparse.keep, bypass=Bypass.TOOLS)
+        return SparseOptions(sparse.keep, bypass=Bypass.TOOLS)
     head = _head(request.messages, boundaries)
     if head is None:
-        return Thinning(sparse.keep, bypass=Bypass.UNLOCATED)
+        return SparseOptions(sparse.keep, bypass=Bypass.UNLOCATED)
     start = _last_turn(request.messages, boundaries)
     is_long = num_tokens - start > LONG_TURN
     turn = _edges(start, num_tokens) if is_long else (range(start, num_tokens),)
-    return Thinning(sparse.keep, (range(head), *turn))
+    return SparseOptions(sparse.keep, (range(head), *turn))
 
 
 def _head(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int | None:

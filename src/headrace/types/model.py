@@ -40,7 +40,7 @@ class ModelDescription:
     max_model_len: context in tokens, prompt and answer together, after the server's own limit.
     tokens: those that both the tokenizer and the weights have. eos_token_ids: from generation_config, else config.
     takes_media: prompts may hold images and videos.
-    sparse_draft: the model by which long prompts are thinned; None if they aren't.
+    sparse_draft: the draft model of sparse prefill; None if it is off.
     report: lines for start-up: device, precision, level of each layer class.
     """
 

@@ -131,11 +131,12 @@ class Bypass(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Thinning:
-    """How a long prompt may be thinned (sparse prefill).
+class SparseOptions:
+    """How sparse prefill may treat a prompt.
 
-    keep: share of its uncached tokens that is computed, in (0, 1]; None leaves it to the server. protected: ranges of
-    its tokens that are computed in any case. bypass: why nothing may be left out, as far as the request itself says it.
+    keep: share of its uncached tokens to compute, in (0, 1]; None for the server's.
+    protected: ranges of tokens that are always computed.
+    bypass: why sparse prefill does not apply, as far as the request tells.
     """
 
     keep: float | None = None
@@ -144,32 +145,34 @@ class Thinning:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
-    """Of a prompt that was thinned. whole: all of its token ids. positions: where those that are computed stand in it.
+class SelectedTokens:
+    """The tokens of a prompt that sparse prefill computes. full: all of its token ids. positions: of the computed ones
+    in it.
 
     positions rise and end with the last token's.
     """
 
-    whole: tuple[int, ...]
+    full: tuple[int, ...]
     positions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to be continued, in one or several ways.
+    """One prompt to continue, in one or several choices.
 
-    prompt: token ids, not empty. max_tokens: 0 to compute the prompt and no more; prompt + max_tokens fits the context.
+    prompt: token ids, not empty.
+    max_tokens: 0 to only compute the prompt; prompt + max_tokens fits the context.
     stop_token_ids: the first of these ends the output and is not part of it.
     num_choices: continuations that share one prefill; choice i draws with seed + i.
-    num_logprobs: alternatives told with each output token, 0 for the token's own log-probability only, None for none.
+    num_logprobs: alternatives per output token, 0 for the token's own log-probability only, None for none.
     num_prompt_logprobs: the same for each prompt token.
-    session: requests of one session share a turn in the queue. priority: lower goes first.
-    cache_salt: prompts of different salts never share what the prefix cache holds.
-    constraint: what each choice's output may be; None for anything.
-    max_draft_tokens: tokens that may be guessed ahead at once; None leaves it to the server. The output is the same.
-    media: what the prompt's placeholder tokens stand for; None for text alone.
-    thinning: how the prompt may be thinned; None for not at all, and nothing is told about it.
-    thinned: what was chosen, by the engine; `prompt` then holds only the tokens that are computed.
+    session: requests of one session share a turn in the queue.
+    priority: lower goes first.
+    cache_salt: prompts of different salts share nothing in the prefix cache.
+    constraint: on each choice's output; None for none.
+    max_draft_tokens: draft tokens at once; None for the server's limit. The output is the same.
+    media: of the prompt's placeholder tokens; None for text alone. sparse_options: for sparse prefill; None if it is
+    off and not reported. selected: set by the engine; `prompt` then has only the computed tokens.
     """
 
     request_id: str
@@ -187,14 +190,14 @@ class GenerationRequest:
     constraint: ConstraintSpec | None = None
     max_draft_tokens: int | None = None
     media: PromptMedia | None = None
-    thinning: Thinning | None = None
-    thinned: Thinned | None = None
+    sparse_options: SparseOptions | None = None
+    selected: SelectedTokens | None = None
 
     @property
     def route(self) -> Route:
         return Route.TEXT if self.media is None else Route.MEDIA
 
     @property
-    def whole_prompt(self) -> tuple[int, ...]:
-        """All tokens of the prompt, those that are not computed too."""
-        return self.prompt if self.thinned is None else self.thinned.whole
+    def full_prompt(self) -> tuple[int, ...]:
+        """All tokens of the prompt, including those that sparse prefill leaves out."""
+        return self.prompt if self.selected is None else self.selected.full

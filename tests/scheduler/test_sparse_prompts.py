@@ -13,13 +13,13 @@ from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.step_time_model import SLOWDOWN, StepTimeModel
 from headrace.types.events import SparseUsage, TokenOutput
-from headrace.types.request import GenerationRequest, Thinned
+from headrace.types.request import GenerationRequest, SelectedTokens
 
 USAGE = SparseUsage(4, 90)
 KEPT = (10, 11, 70, 99)
 
 
-class Thinning(NoPrefixes):
+class KeepsSome(NoPrefixes):
     """Of every long prompt, 6 tokens are cached and those at KEPT are computed. num_waiting: that get nothing yet."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Thinning(NoPrefixes):
 
 
 def scheduler(memory: MemoryBudget = AMPLE, max_queue: int | None = None) -> Scheduler:
-    return Scheduler(4, 64, 1000, memory=memory, max_queue=max_queue, prefixes=Thinning())
+    return Scheduler(4, 64, 1000, memory=memory, max_queue=max_queue, prefixes=KeepsSome())
 
 
 def test_only_the_kept_tokens_are_computed_behind_the_cached_ones() -> None:
@@ -48,9 +48,9 @@ def test_only_the_kept_tokens_are_computed_behind_the_cached_ones() -> None:
     positions = (*range(6), *KEPT)
     known = planner.planned_requests()["a"]
     assert known.prompt == tuple(asked.prompt[each] for each in positions)
-    assert known.thinned == Thinned(asked.prompt, positions)
-    assert known.whole_prompt == asked.prompt
-    assert replace(known, prompt=asked.prompt, thinned=None) == asked
+    assert known.selected == SelectedTokens(asked.prompt, positions)
+    assert known.full_prompt == asked.prompt
+    assert replace(known, prompt=asked.prompt, selected=None) == asked
 
 
 def test_the_answer_goes_on_from_the_kept_tokens_and_its_first_output_tells_what_was_kept() -> None:
@@ -95,7 +95,7 @@ def test_its_status_tells_the_whole_prompts_length_and_what_was_kept() -> None:
 
 
 def test_what_waits_for_its_own_scores_takes_no_place_in_the_queue() -> None:
-    prefixes = Thinning()
+    prefixes = KeepsSome()
     planner = Scheduler(4, 64, 1000, memory=AMPLE, max_queue=0, prefixes=prefixes)
     prefixes.num_waiting = 1
     planner.add(request("a", 100), 0.0)
