@@ -109,8 +109,8 @@ def _joined(name: str, parts: Sequence[Any]) -> mx.array:
 
 
 def can_be_head(module: Any) -> bool:
-    """Whether it may be an output matrix with which the library's product would be slow, or would depend on how many rows
-    there are: a quantised one, or one that our kernels do."""
+    """Whether the library's product with this output matrix would be slow, or would depend on the number of rows: a
+    quantised one, or one that our kernels support."""
     if type(module) in (nn.QuantizedEmbedding, nn.QuantizedLinear):
         return True
     is_plain = type(module) in (nn.Embedding, nn.Linear) and "bias" not in module
