@@ -179,11 +179,16 @@ class PackedModel:
         if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
             return None
         tap = self._installation.tap
-        found = self._compiled.run(step, ids, picks, variant=(tap.keeps_hidden, tap.is_normed))
+        # of windows the logits of all tokens are computed: steps that want fewer would be of other forms
+        takes_all = all(map(_is_window, rows))
+        taken = range(step.num_tokens) if takes_all else picks
+        found = self._compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
         if found is None:
             return None
         logits, *hidden = found
         tap.hidden = hidden[0] if hidden else None
+        if len(picks) < len(taken):
+            return logits[to_device(picks, mx.int32)]
         return logits if logits.shape[0] == len(picks) else logits[: len(picks)]
 
     def _body(

@@ -81,6 +81,11 @@ def padded_rows(num_rows: int) -> int:
     return power * 3 // 4 if num_rows <= power * 3 // 4 else power
 
 
+def padded_chunk_tokens(num_tokens: int) -> int:
+    """The next power of two up to 512, 64 at least, and behind that the next multiple of 256."""
+    return max(64, coarse(num_tokens)) if num_tokens <= 512 else -(-num_tokens // 256) * 256
+
+
 def padded_chunks(number: int) -> int:
     """The next power of four: of rows in compiled steps of chunks, and of their stops."""
     return 1 << -(-(number - 1).bit_length() // 2) * 2
@@ -104,5 +109,4 @@ def room_of(spans: Sequence[RowSpan]) -> Room:
     if all(is_window(span) for span in spans):
         num_rows = padded_rows(len(spans))
         return Room(num_rows, num_rows * coarse(-(-num_tokens // num_rows)))
-    rounded = max(64, coarse(num_tokens)) if num_tokens <= 512 else -(-num_tokens // 256) * 256
-    return Room(padded_chunks(len(spans)), rounded)
+    return Room(padded_chunks(len(spans)), padded_chunk_tokens(num_tokens))
