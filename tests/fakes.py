@@ -29,6 +29,7 @@ from headrace.types.status import (
     MemoryStatus,
     Phase,
     RequestStatus,
+    WarmUpStatus,
 )
 
 END = 256
@@ -206,6 +207,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.refusal: Exception | None = None
         self.sick: str | None = None
+        self.warmth = WarmUpStatus()
         self.held: CacheStatus | None = None
         self.stopped = False
         self.on_start: Callable[[], None] = lambda: None
@@ -216,6 +218,9 @@ class FakeEngine:
 
     def health(self) -> str | None:
         return self.sick
+
+    def warm_up(self) -> WarmUpStatus:
+        return self.warmth
 
     def stop(self, timeout_s: float | None = None) -> bool:
         self.stopped = True
@@ -246,6 +251,7 @@ class FakeEngine:
             memory=MemoryStatus(1000, 500, 20, 10, 0, 5, 0, 515, 0),
             counters=Counters(1, 2, 3, 0, 4, (("stop", 1),), DraftCounters(), *[histogram] * 4, ((Route.TEXT, 1),)),
             cache=self.held,
+            warm_up=self.warmth,
         )
 
     async def clear_cache(self) -> int:

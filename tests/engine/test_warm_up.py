@@ -1,102 +1,320 @@
-"""Warm-up: an ordinary load finds all that its steps are built of."""
+"""Steps are warmed up while requests are served; afterwards an ordinary load finds all that its steps are built of."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
-from models import tiny_fused
+from engine.warming import VOCAB, launch, save, wait_until_warm
+from models import tiny, tiny_fused, tiny_head
 
-from headrace.backend import blas
-from headrace.engine.outcomes import Outcome
-from headrace.engine.runner import Runner
-from headrace.engine.warm_up import warm_up
-from headrace.engine.windows import Window
+from headrace.config import Config, ModelConfig
+from headrace.engine import warm_up
+from headrace.engine.engine import Engine
+from headrace.engine.head_check import load_head_check
+from headrace.engine.loop import Loop
+from headrace.engine.pool import PrefixPool
+from headrace.engine.warm_up import Piece, RowDrafts, Served, WarmUp, pieces_for
 from headrace.errors import EngineDead
-from headrace.models.install import choose_levels
-from headrace.models.packed import PackedModel
+from headrace.models import compiled
+from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
 from headrace.scheduler.reservations import MemoryBudget
-from headrace.scheduler.scheduler import Scheduler
+from headrace.speculate.drafts import DraftBatch
+from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.slabs import StatePool
+from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.status import WarmUpStatus
+from headrace.types.step import StepPlan
 
-VOCAB = 97
-AMPLE = MemoryBudget(2**62, lambda num_tokens: 1)
+pytestmark = [pytest.mark.anyio, pytest.mark.gpu]
+
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=30)
+TOKEN_BYTES = 10
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModel]:
-    blas.install("fast")
-    model = tiny_fused.build(tiny_fused.widen("qwen3_5", monkeypatch))
-    yield PackedModel(model, choose_levels(model), tiny_fused.KERNELS)
-    blas.uninstall()
+def anyio_backend() -> str:
+    return "asyncio"
 
 
-def answer(packed: PackedModel, states: StatePool, num_requests: int) -> None:
-    scheduler, runner = Scheduler(num_requests, 256, 64, memory=AMPLE), Runner(packed, VOCAB, pool=states, ahead=True)
-    for number in range(num_requests):
-        prompt = tuple((5 * number + 3 * place) % VOCAB for place in range(20))
-        scheduler.add(GenerationRequest(str(number), prompt, GREEDY, 12), 0.0)
-    while scheduler.num_running + scheduler.num_waiting:
-        result = runner.execute(scheduler.schedule(), scheduler.planned_requests())
-        assert not result.failures
-        scheduler.update(result, 0.001, 0.0)
-        runner.free(scheduler.released())
-        scheduler.forget_ended()
+@pytest.fixture(scope="module")
+def patched() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patched:
+        yield patched
 
 
-@pytest.mark.parametrize("num_requests", [1, 3, 5, 6])
-def test_requests_after_it_meet_no_step_that_has_to_be_built(packed: PackedModel, num_requests: int) -> None:
-    assert packed.is_compiled
-    states = StatePool(4096, 6)
-    line = warm_up(packed, VOCAB, states, AMPLE, 6, 256)
-    assert line.startswith("warm-up: steps of up to 6 rows in ")
-    num_built = packed.num_new_forms
-    assert num_built > 0
-    answer(packed, states, num_requests)
-    assert packed.num_new_forms == num_built
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("models") / "qwen3", patched)
 
 
-def test_a_failure_of_it_is_logged_and_stops_nothing(
-    packed: PackedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def request(number: int, num_prompt: int, num_tokens: int, sampling: SamplingParams = GREEDY) -> GenerationRequest:
+    prompt = np.random.default_rng(number).integers(0, VOCAB, num_prompt).tolist()
+    return GenerationRequest(f"r{number}", tuple(prompt), replace(sampling, seed=number), num_tokens)
+
+
+async def answer(engine: Engine, wanted: GenerationRequest) -> list[int]:
+    return [token async for output in await engine.submit(wanted) for token in output.token_ids]
+
+
+async def ordinary_load(engine: Engine) -> None:
+    """Requests that come and go, more than there are rows: one alone, some together, some while others are answered."""
+    dice, numbers = random.Random(4), iter(range(1000))
+
+    async def client(num_requests: int) -> None:
+        for _ in range(num_requests):
+            sampling = SAMPLED if dice.random() < 0.4 else GREEDY
+            wanted = request(next(numbers), dice.choice((3, 9, 20, 45, 110)), dice.randint(2, 24), sampling)
+            await answer(engine, replace(wanted, max_draft_tokens=dice.choice((None, None, 0))))
+
+    await client(2)
+    await asyncio.gather(*(client(3) for _ in range(5)))
+
+
+@pytest.mark.parametrize(
+    ("family", "has_head"),
+    [
+        ("qwen3", False),
+        pytest.param("qwen3_5", False, marks=pytest.mark.slow),
+        ("qwen3_5", True),
+    ],
+)
+async def test_an_ordinary_load_after_it_builds_no_step(
+    family: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("no device")
+    engine = launch(save(family, tmp_path / family, monkeypatch, has_head=has_head), mtp="on" if has_head else "off")
+    try:
+        wait_until_warm(engine)
+        before = (await engine.status()).step_forms
+        await ordinary_load(engine)
+        after = (await engine.status()).step_forms
+    finally:
+        engine.stop()
+    assert before.num_built > 10
+    assert before.num_built_since_ready == 0
+    assert after.num_built_since_ready == after.num_built - before.num_built == 0
 
-    monkeypatch.setattr("headrace.engine.warm_up.Scheduler", fail)
-    with caplog.at_level(logging.ERROR):
-        line = warm_up(packed, VOCAB, StatePool(), AMPLE, 2, 256)
-    assert "steps of 1 rows could not be warmed up" in caplog.text
-    assert line.startswith("warm-up: steps of up to 0 rows in ")
+
+async def test_rows_of_any_length_build_no_step(qwen3: Path) -> None:
+    engine = launch(qwen3, max_num_seqs=4)
+    wait_until_warm(engine)
+    await asyncio.gather(*(answer(engine, request(number, 260, 4)) for number in range(4)))
+    forms = (await engine.status()).step_forms
+    engine.stop()
+    assert forms.num_built_since_ready == 0
 
 
-def test_the_report_claims_no_size_whose_steps_fail(
-    packed: PackedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_steps_that_are_built_again_are_counted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_FORMS", 1)
+    engine = launch(qwen3)
+    wait_until_warm(engine)
+    before = (await engine.status()).step_forms
+    # a step of the prompt's tokens, and then of one token, whose logits are all wanted
+    await answer(engine, request(1, 5, 2))
+    after = (await engine.status()).step_forms
+    engine.stop()
+    assert before.num_built_since_ready == 0
+    assert after.num_built_since_ready == after.num_built - before.num_built == 2
+
+
+@tiny_fused.only_operations
+async def test_requests_are_answered_alike_before_while_and_after_steps_are_warmed_up(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = Runner._compute
+    """Between two steps there is a piece at most, and none while a request waits in the inbox."""
+    done, execute, advance = [], Loop._step, WarmUp.advance
 
-    def fail_from_three_rows(self: Runner, windows: Sequence[Window]) -> list[Outcome]:
-        if len(windows) >= 3:
+    def step(self: Loop, plan: StepPlan) -> None:
+        done.append("step")
+        execute(self, plan)
+
+    def piece(self: WarmUp) -> None:
+        done.append("piece")
+        advance(self)
+
+    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(WarmUp, "advance", piece)
+    # as if pieces took no time, so that one is always due
+    monkeypatch.setattr(WarmUp, "is_due", True)
+    wanted = [request(number, 12 + number, 20) for number in range(2)]
+    engine = launch(qwen3, max_num_seqs=6)
+    meanwhile = await asyncio.gather(*(answer(engine, each) for each in wanted))
+    first, last = done.index("step"), len(done) - 1 - done[::-1].index("step")
+    assert not engine.warm_up().is_over
+    wait_until_warm(engine)
+    assert await asyncio.gather(*(answer(engine, each) for each in wanted)) == meanwhile
+    engine.stop()
+    between = done[first : last + 1]
+    assert "piece" in between
+    assert all(pair != ("piece", "piece") for pair in zip(between, between[1:], strict=False))
+
+
+async def test_a_piece_that_fails_is_logged_and_the_rest_goes_on(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = warm_up._MadeUpRequests.run
+
+    def fail_with_two_rows(self: warm_up._MadeUpRequests) -> None:
+        if self._piece.num_rows == 2:
             raise RuntimeError("no such kernel")
-        return compute(self, windows)
+        run(self)
 
-    monkeypatch.setattr(Runner, "_compute", fail_from_three_rows)
-    with caplog.at_level(logging.ERROR):
-        line = warm_up(packed, VOCAB, StatePool(), AMPLE, 6, 256)
-    assert line.startswith("warm-up: steps of up to 2 rows in ")
-    assert "steps of 3 rows could not be warmed up" in caplog.text
-    assert "steps of 4 rows" not in caplog.text
+    monkeypatch.setattr(warm_up._MadeUpRequests, "run", fail_with_two_rows)
+    with caplog.at_level(logging.INFO, "headrace.engine.warm_up"):
+        engine = launch(qwen3)
+        wait_until_warm(engine)
+    status = engine.warm_up()
+    assert len(await answer(engine, request(1, 12, 5))) == 5
+    engine.stop()
+    assert 0 < status.num_failed < status.num_done == status.num_pieces
+    assert caplog.messages.count("steps of 2 rows could not be warmed up") == status.num_failed
+    assert caplog.messages[-1].startswith("ready: steps were warmed up in ")
+    assert caplog.messages[-1].endswith(f", {status.num_failed} of {status.num_pieces} pieces failed")
 
 
-def test_a_lost_device_ends_the_start(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_device_ends_the_engine(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA does after an illegal access."""
 
     def fail(*arrays: object) -> None:
         raise RuntimeError("CUDA error: misaligned address")
 
-    monkeypatch.setattr("mlx.core.eval", fail)
-    monkeypatch.setattr("mlx.core.async_eval", fail)
+    advance = WarmUp.advance
+
+    def lose_the_device(self: WarmUp) -> None:
+        with pytest.MonkeyPatch.context() as broken:
+            broken.setattr("mlx.core.eval", fail)
+            broken.setattr("mlx.core.async_eval", fail)
+            advance(self)
+
+    monkeypatch.setattr(WarmUp, "advance", lose_the_device)
+    engine = launch(qwen3)
     with pytest.raises(EngineDead, match="the device fails at every call since a step failed$"):
-        warm_up(packed, VOCAB, StatePool(), AMPLE, 2, 256)
+        await answer(engine, request(1, 12, 500))
+    assert engine.health() == "the device fails at every call since a step failed"
+
+
+@tiny_fused.only_operations
+def test_a_model_whose_steps_are_not_compiled_is_ready_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "headrace.engine.warm_up"):
+        engine = Engine.launch(Config(str(tiny.save("llama", tmp_path / "llama")), ModelConfig(self_check=False)))
+        status = engine.warm_up()
+        engine.stop()
+    assert status == WarmUpStatus()
+    assert status.is_over
+    assert not caplog.messages
+    assert not [line for line in engine.model.report if line.startswith("warm-up")]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model with a prediction head."""
+    head = tiny_head.prefixed(tiny_head.draw("qwen3_5"))
+    folder = tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("tiny"), head)
+    check = load_head_check(Config(str(folder), ModelConfig(self_check=False)), (), TokenIds(10**6))
+    memory = MemoryBudget(10_000, lambda num_tokens: TOKEN_BYTES * num_tokens, lambda num_tokens: 1_000)
+    make_cache = partial(PrefixPool, "", has_spans=True, needs_snapshots=True)
+    return Served(check.trunk, HeadDrafter(check.head), StatePool(), VOCAB, memory, make_cache)
+
+
+def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_that_a_step_may(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: set[tuple[int, int]] = set()
+    reads: set[int] = set()
+    report, read = Speculator.report, MtpHead.read
+
+    def verified(self: Speculator, rows: Sequence[Verified], seconds: float, **others: bool) -> None:
+        windows.update((len(rows), row.num_verified) for row in rows)
+        report(self, rows, seconds, **others)
+
+    def noted(self: MtpHead, entries: Sequence[HeadEntries], *arguments: Any, **others: Any) -> HeadOutputs:
+        reads.add(max(len(one.token_ids) for one in entries))
+        return read(self, entries, *arguments, **others)
+
+    monkeypatch.setattr(Speculator, "report", verified)
+    monkeypatch.setattr(MtpHead, "read", noted)
+    pieces = pieces_for(3, 64, 2, caches=True)
+    warming = WarmUp(served, 3, pieces)
+    while not warming.is_over:
+        warming.advance()
+    assert warming.status == WarmUpStatus(len(pieces), len(pieces), 0, warming.status.seconds)
+    assert windows == {(num_rows, num_drafts) for num_rows in (1, 2, 3) for num_drafts in (0, 1, 2)}
+    assert {1 << (number - 1).bit_length() for number in reads} >= {1, 2, 4, 8}
+    assert served.pool.num_bytes == 0
+
+
+def test_drafts_that_fail_fail_the_piece(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(HeadDrafter, "draft", fail)
+    warming = WarmUp(served, 2, [Piece(2, drafts=(RowDrafts(1, by_head=True),)), Piece(2)])
+    warming.advance()
+    warming.advance()
+    assert (warming.status.num_failed, warming.status.num_done) == (1, 2)
+
+
+def test_requests_get_three_quarters_of_the_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def take_two_seconds(self: object) -> None:
+        nonlocal now
+        now += 2.0
+
+    monkeypatch.setattr(warm_up, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(warm_up._MadeUpRequests, "run", take_two_seconds)
+    warming = WarmUp(served, 3, [Piece(1)] * 3)
+    assert warming.is_due
+    warming.advance()
+    due = []
+    for _ in range(7):
+        due.append(warming.is_due)
+        warming.served(1.0)
+    # six seconds are three quarters of eight
+    assert due == [False] * 6 + [True]
+    assert warming.status == WarmUpStatus(3, 1, 0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("num_running", "reserved_bytes", "fits"),
+    [(0, 0, True), (1, 9_300, True), (2, 10, False), (1, 9_301, False), (0, 9_301, False)],
+)
+def test_a_piece_waits_for_rows_and_bytes_that_requests_have(
+    num_running: int, reserved_bytes: int, fits: bool, served: Served
+) -> None:
+    """Two rows of 35 tokens, 700 bytes."""
+    piece = Piece(2, prompt_tokens=27)
+    assert piece.num_tokens == 35
+    assert WarmUp(served, 3, [piece]).fits(num_running, reserved_bytes) is fits
+
+
+def test_what_prompts_leave_in_a_cache_is_part_of_the_piece(served: Served) -> None:
+    assert Piece(2, 27, caches=True).num_bytes(served.memory) == 700 + 2 * 2 * 1_000
+
+
+def test_no_step_has_more_rows_or_tokens_than_there_may_be() -> None:
+    pieces = pieces_for(5, 300, 4, caches=True)
+    assert {piece.num_rows for piece in pieces} == {1, 2, 3, 4, 5}
+    assert max(piece.num_rows * piece.prompt_tokens for piece in pieces) == 300
+    assert max(piece.joining for piece in pieces) == 300
+
+
+def test_a_row_alone_without_drafts_or_a_cache_is_warmed_up_too() -> None:
+    pieces = pieces_for(1, 64, 0, caches=False)
+    assert {piece.num_rows for piece in pieces} == {1}
+    assert not any(each.number for piece in pieces for each in piece.drafts)
+    assert not any(piece.caches or piece.joining for piece in pieces)

@@ -20,6 +20,7 @@ from headrace.types.status import (
     MemoryStatus,
     ProcessStatus,
     SparseStatus,
+    StepForms,
 )
 
 FIRST_TOKEN = Histogram((0.5, 1.0), (3, 0, 2), 7.25)
@@ -38,6 +39,7 @@ STATUS = EngineStatus(
     num_malformed_calls=8,
     drafts=DraftStatus(3, 8),
     sparse=SparseStatus("small", 2, 30, 70, (("tools", 4), ("media", 0)), 1, 13, 14, 16),
+    step_forms=StepForms(43, 2),
 )  # fmt: skip
 PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
 
@@ -104,6 +106,8 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("vllm:generation_tokens_total", 22),
         ("vllm:num_preemptions_total", 4),
         ("headrace:steps_total", 99),
+        ("headrace:step_forms_total", 43),
+        ("headrace:step_forms_since_ready_total", 2),
         ("headrace:schema_misfits_total", 6),
         ("headrace:broken_tool_calls_total", 8),
         ("headrace:memory_budget_bytes", 1000),

@@ -16,7 +16,7 @@ from headrace import __version__
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, Overloaded
 from headrace.server.app import build_app
-from headrace.types.status import CacheStatus
+from headrace.types.status import CacheStatus, WarmUpStatus
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "any", "messages": [{"role": "user", "content": "tell me a secret"}]}
@@ -56,7 +56,10 @@ def test_status_tells_the_engine_the_model_and_what_was_ignored() -> None:
         await asyncio.gather(asking, return_exceptions=True)
         return status
 
+    engine.warmth = WarmUpStatus(num_pieces=12, num_done=5)
     status = talk(engine, conversation)
+    assert (status["status"], status["warm_up"]["num_done"]) == ("warming", 5)
+    assert status["step_forms"] == {"num_built": 0, "num_built_since_ready": 0}
     assert status["version"] == __version__
     assert (status["model"]["name"], status["model"]["served_names"]) == ("fake-model", ["fake-model"])
     assert status["ignored_fields"] == {"zeal": 1}

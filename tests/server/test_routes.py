@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from headrace.errors import ConfigError, GenerationFailed, Overloaded
 from headrace.server.app import build_app
 from headrace.server.log_format import TEXT_FORMAT, TextLines
 from headrace.session.session import Session
+from headrace.types.status import WarmUpStatus
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
@@ -114,6 +116,29 @@ def test_health_is_green_while_the_engine_lives_and_red_with_the_reason_after() 
     red = send("GET", "/health", session=fake_session(engine))
     assert red.status_code == 503
     assert "its thread ended" in error_of(red)["message"]
+
+
+def test_health_asks_to_wait_while_steps_are_warmed_up_and_chats_are_answered_all_the_same() -> None:
+    """As readiness probes want it: Kubernetes takes 200 to 399 as a success."""
+    engine = FakeEngine("hi")
+    engine.warmth = WarmUpStatus(num_pieces=12, num_done=5, num_failed=1, seconds=2.5)
+    session = fake_session(engine)
+    waiting = send("GET", "/health", session=session)
+    assert waiting.status_code == 503
+    progress = {"num_pieces": 12, "num_done": 5, "num_failed": 1, "seconds": 2.5}
+    assert waiting.json() == {"status": "warming", "warm_up": progress}
+    assert send("POST", CHAT, session=session, json=BODY).status_code == 200
+    engine.warmth = replace(engine.warmth, num_done=12)
+    ready = send("GET", "/health", session=session)
+    assert (ready.status_code, ready.json()) == (200, {"status": "ok"})
+
+
+def test_a_dead_engine_is_not_one_that_warms_up() -> None:
+    engine = FakeEngine("hi")
+    engine.warmth, engine.sick = WarmUpStatus(num_pieces=12), "its thread ended"
+    red = send("GET", "/health", session=fake_session(engine))
+    assert red.status_code == 503
+    assert error_of(red)["code"] == "engine_dead"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""GET /v1/status and /v1/cache: the server, the model, the prefix cache and every request in progress, as JSON."""
+"""GET /health, /v1/status and /v1/cache: the server, the model, the prefix cache and every request, as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headrace.types.model import ModelDescription
-from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus
+from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus, WarmUpStatus
 
 
 def status_body(
@@ -26,6 +26,7 @@ def status_body(
     if status.sparse is not None:
         body["sparse"]["bypassed"] = dict(status.sparse.bypassed)
     return {
+        "status": health_body(status.warm_up)["status"],
         "version": version,
         "process": asdict(process),
         "model": {
@@ -39,6 +40,11 @@ def status_body(
         **body,
         "ignored_fields": dict(ignored),
     }
+
+
+def health_body(warm_up: WarmUpStatus) -> dict[str, Any]:
+    """Of a server whose engine is alive."""
+    return {"status": "ok"} if warm_up.is_over else {"status": "warming", "warm_up": asdict(warm_up)}
 
 
 def cache_body(cache: CacheStatus | None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
-from headrace.engine.warm_up import warm_up
+from headrace.engine.warm_up import WarmUp, prepare_warm_up
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
@@ -49,7 +49,7 @@ from headrace.state.sequence import StateCost
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import EngineStatus
+from headrace.types.status import EngineStatus, WarmUpStatus
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,7 @@ class Engine:
         self._launch_error: BaseException | None = None
         self._death: str | None = None
         self._model: ModelDescription | None = None
+        self._warm_up: WarmUp | None = None
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
 
     @classmethod
@@ -168,6 +169,11 @@ class Engine:
     def health(self) -> str | None:
         """None while all is well, else why no request can be served."""
         return self._death
+
+    def warm_up(self) -> WarmUpStatus:
+        """How far the steps are warmed up."""
+        assert self._warm_up is not None, "an engine is made with Engine.launch"
+        return self._warm_up.status
 
     async def submit(self, request: GenerationRequest) -> OutputStream:
         """Queue a request; its outputs come from the stream that this gives.
@@ -239,6 +245,7 @@ class Engine:
     def _serve(self) -> None:
         try:
             loop, self._model = _prepare(self._config, self._inbox, self._constraints)
+            self._warm_up = loop.warm_up
         except HeadraceError as error:  # handed to whoever called launch
             self._launch_error = error
             return
@@ -312,11 +319,11 @@ def _prepare(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, prefixes=prefixes
     )
     states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
-    if loaded.packed.is_compiled:
-        report = (*report, warm_up(loaded.packed, loaded.tokens.end, states, memory, knobs.max_num_seqs, chunk))
+    warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
+    report = (*report, *warm_up.report)
     speculator, ahead = drafting.speculator, loaded.packed.is_compiled
     runner = Runner(loaded.packed, loaded.tokens.end, pool, constraints, speculator, features, pool=states, ahead=ahead)
-    loop = Loop(runner, scheduler, pool, features, sparse, MemoryPlan(budget_bytes, weights_bytes), inbox)
+    loop = Loop(runner, scheduler, pool, features, sparse, warm_up, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=features is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 

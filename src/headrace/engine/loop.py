@@ -17,6 +17,7 @@ from headrace.engine.features import FeatureCache
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import SparsePrefill
+from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, MemoryUsage
@@ -111,6 +112,7 @@ class Loop:
         prefixes: PrefixPool | None,
         features: FeatureCache | None,
         sparse: SparsePrefill | None,
+        warm_up: WarmUp,
         memory: MemoryPlan,
         inbox: queue.SimpleQueue[Command],
     ) -> None:
@@ -119,6 +121,8 @@ class Loop:
         self._prefixes = prefixes
         self._features = features
         self._sparse = sparse
+        self.warm_up = warm_up
+        """Its status may be read in any thread."""
         self._memory = memory
         self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes)
         self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
@@ -144,6 +148,8 @@ class Loop:
                 self._step(plan)
             if self._sparse is not None and self._sparse.is_scoring:
                 self._score(self._sparse)
+            elif self._can_warm_up(is_idle=plan.is_empty):
+                self._advance_warm_up()
             elif plan.is_empty:
                 self._wait_for_disk()
         self.fail_all(EngineDead("the server is shutting down"))
@@ -161,6 +167,18 @@ class Loop:
         self._stats.stepped()
         self._publish(self._scheduler.update(result, now - started, now), now)
         self._scheduler.note_drafts(self._runner.draft())
+        self.warm_up.served(time.monotonic() - started)
+
+    def _can_warm_up(self, *, is_idle: bool) -> bool:
+        """Whether the next piece of the warm-up may run. A request that has just arrived precedes it."""
+        if self.warm_up.is_over or not self.warm_up.fits(self._scheduler.num_running, self._scheduler.reserved_bytes):
+            return False
+        return self._inbox.empty() if is_idle else self.warm_up.is_due
+
+    def _advance_warm_up(self) -> None:
+        if self._prefixes is not None:
+            self._memory_usage.reclaim(self.warm_up.num_bytes, partial(self._evict, self._prefixes))
+        self.warm_up.advance()
 
     def _is_scorings_turn(self) -> bool:
         """Whether the next step leaves prompts to the draft model: streams bear those of one model at a time."""
@@ -193,8 +211,8 @@ class Loop:
 
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""
-        is_idle = self._scheduler.num_running + self._scheduler.num_waiting == 0
-        if is_idle:
+        has_requests = self._scheduler.num_running + self._scheduler.num_waiting > 0
+        if not has_requests and self.warm_up.is_over:
             # rows of what was just finished or aborted are freed before the wait, not after it
             self._free()
             while self._inbox.empty() and self._prefixes is not None and self._prefixes.hand_over():
@@ -311,6 +329,8 @@ class Loop:
             cache=None if self._prefixes is None else self._prefixes.status(),
             drafts=self._runner.draft_status(),
             sparse=None if self._sparse is None else self._sparse.status(),
+            warm_up=self.warm_up.status,
+            step_forms=self.warm_up.forms(),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )
 

@@ -1,85 +1,374 @@
-"""Steps of made-up requests before the first real one: they build what steps of each size need."""
+"""Made-up requests that build what steps of each size need, in pieces between the steps of real ones."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+from headrace.config import Config
+from headrace.engine.drafting import Drafting
+from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import EngineDead
-from headrace.models.mixers.fused import padded_rows
+from headrace.models.load import LoadedModel
+from headrace.models.mixers.fused import MOST_TOKENS, coarse, padded_chunk_tokens, padded_chunks, padded_rows
 from headrace.models.packed import PackedModel
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.head import HeadDrafter
+from headrace.speculate.proposal import Proposal, Source
+from headrace.speculate.ranking import Candidate, RankedDraft, Ranking, RowRecord
+from headrace.speculate.speculator import Speculator
+from headrace.speculate.step_costs import StepCosts
+from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.status import StepForms, WarmUpStatus
 
 _MOST_ROWS = 64
-_PROMPT_TOKENS = 16
-"""More than rows of a compiled step have, so that what prompts need is built too."""
-_MAX_TOKENS = 6
+_SHARE = 0.25
+"""Of the engine's time while it has requests."""
+
+_PROMPT_TOKENS = 2 * MOST_TOKENS
+
+_LARGEST_CHUNK = 1 << 20
+"""So that prompts of a piece are computed together."""
+
 _GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+_SAMPLED = replace(_GREEDY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05)
 
 logger = logging.getLogger(__name__)
 
 
-def warm_up(
-    model: PackedModel,
-    num_tokens: int,
-    states: StatePool,
-    memory: MemoryBudget,
-    max_num_seqs: int,
-    chunk_tokens: int,
-) -> str:
-    """Answer made-up requests, as many at once as a compiled step may have rows, for each such number.
+@dataclass(frozen=True, slots=True)
+class RowDrafts:
+    """Drafts of every row of a step. by_head: by the prediction head, else their tokens are known before the step."""
 
-    num_tokens: in the vocabulary. Returns a line for the report. A failure is logged and left to the first request that
-    meets it. Raises EngineDead where the device can compute nothing any more.
+    number: int
+    by_head: bool
+
+
+_NO_DRAFTS = RowDrafts(0, by_head=False)
+_PLAIN_STEPS = (_NO_DRAFTS,) * 4
+"""The second is launched before the first one's tokens are known, the third behind such a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Requests that start together, with prompts of `prompt_tokens`; then a step for each of `drafts`.
+
+    joining: length of a prompt that then takes the place of the oldest row; 0 for none. caches: whether the prompts
+    leave what they have computed in a prefix cache, which is dropped behind the piece.
     """
-    started = time.monotonic()
-    sizes = sorted({padded_rows(number) for number in range(1, min(max_num_seqs, _MOST_ROWS) + 1)})
-    logger.info("warming up steps of up to %d rows; the first time on a machine kernels are built", sizes[-1])
-    reached = 0
-    for size in sizes:
+
+    num_rows: int
+    prompt_tokens: int = _PROMPT_TOKENS
+    sampling: SamplingParams = _GREEDY
+    drafts: tuple[RowDrafts, ...] = ()
+    joining: int = 0
+    caches: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Of an answer: more than the piece has steps for."""
+        return 8 + sum(1 + each.number for each in self.drafts)
+
+    @property
+    def num_tokens(self) -> int:
+        """The most that a row comes to."""
+        return max(self.prompt_tokens, self.joining) + self.max_tokens
+
+    def num_bytes(self, memory: MemoryBudget) -> int:
+        """The most that it holds at once. A row leaves a record behind its prompt, and one before the last token."""
+        records = 2 * memory.checkpoint_bytes(self.num_tokens) if self.caches else 0
+        return self.num_rows * (memory.cost(self.num_tokens) + records)
+
+
+def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool) -> list[Piece]:
+    """What an ordinary load needs: steps of windows, then of chunks of prompts, the smallest first.
+
+    max_rows, chunk_tokens: of a step. max_drafts: of a sequence at once. caches: whether there is a prefix cache.
+    """
+    found: list[Piece] = []
+    for num_rows in _sizes(padded_rows, max_rows):
+        for sampling in (_GREEDY, _SAMPLED):
+            found.append(Piece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
+            if max_drafts:
+                found.append(Piece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))
+        windows = _sizes(coarse, 1 + max_drafts)
+        found += [Piece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
+        # steps of as many tokens, whose windows may be of any length, have one form
+        found += [Piece(num_rows, length) for length in _sizes(coarse, MOST_TOKENS)]
+        if max_drafts:
+            found += _short_prompts_beside_drafts(num_rows, max_drafts)
+    for num_rows in _sizes(padded_chunks, max_rows):
+        if caches:  # so short only where the prefix cache wants something of them
+            found.append(Piece(num_rows, MOST_TOKENS, caches=True))
+        for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
+            if num_tokens > num_rows * MOST_TOKENS:
+                found.append(Piece(num_rows, num_tokens // num_rows))
+                # fewer rows of the same size leave fewer snapshots on their way
+                both = {num_rows, -(-num_rows // 2)} if caches else ()
+                found += [Piece(each, num_tokens // each, caches=True) for each in sorted(both)]
+    if max_rows > 1:  # beside a row with drafts, or without
+        drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
+        found += [Piece(2, drafts=drafts, joining=length) for length in _sizes(padded_chunk_tokens, chunk_tokens)]
+    return found
+
+
+def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[Piece]:
+    """Where they make a step larger than drafts alone do."""
+    by_head, _ = _both(max_drafts)
+    num_decoding = (num_rows - 1) * (1 + max_drafts)
+    larger = [size for size in _sizes(coarse, MOST_TOKENS) if size > coarse(1 + max_drafts)]
+    lengths = [max(1, num_rows * size // 2 + 1 - num_decoding) for size in larger]
+    return [Piece(num_rows, drafts=(by_head,), joining=length) for length in lengths if length <= MOST_TOKENS]
+
+
+def _sizes(padded: Callable[[int], int], most: int) -> list[int]:
+    """All that numbers up to `most` are padded to, but no larger ones."""
+    return sorted({min(padded(number), most) for number in range(1, most + 1)})
+
+
+def _both(number: int) -> tuple[RowDrafts, ...]:
+    return RowDrafts(number, by_head=True), RowDrafts(number, by_head=False)
+
+
+def _reading(number: int) -> tuple[RowDrafts, ...]:
+    """Steps with drafts, for which the head reads one token of each row, two, up to four and up to eight."""
+    by_head, known = _both(number)
+    few, more, many = _PLAIN_STEPS[:1], _PLAIN_STEPS[:2], _PLAIN_STEPS
+    return by_head, *few, by_head, *more, by_head, known, *many, by_head
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What requests are served with. head: None if nothing is drafted. num_tokens: in the vocabulary.
+
+    make_cache: makes an empty prefix cache.
+    """
+
+    model: PackedModel
+    head: HeadDrafter | None
+    pool: StatePool
+    num_tokens: int
+    memory: MemoryBudget
+    make_cache: Callable[[], PrefixPool]
+
+    @property
+    def num_forms(self) -> int:
+        """Forms of steps built so far, the head's too."""
+        return self.model.num_new_forms if self.head is None else self.head.num_new_forms
+
+
+class WarmUp:
+    """Runs pieces one by one. Belongs to the engine's thread, but for `status`.
+
+    A piece is short and leaves nothing behind, so that the engine can serve requests between any two.
+    """
+
+    def __init__(self, served: Served, max_num_seqs: int, pieces: Sequence[Piece]) -> None:
+        """max_num_seqs: rows of a piece and of requests together."""
+        self._served = served
+        self._max_num_seqs = max_num_seqs
+        self._left = list(pieces)
+        self._num_failed = 0
+        self._seconds = self._last_s = self._since_s = 0.0
+        """Of all pieces so far, of the last one, and of steps with requests since then."""
+        self._num_forms_when_ready = served.num_forms
+        self.status = WarmUpStatus(num_pieces=len(pieces))
+        """As of the last piece; may be read in any thread."""
+        self.report: tuple[str, ...] = ()
+        """A line for start-up if there is anything to warm up."""
+        if pieces:
+            most = max(piece.num_rows for piece in pieces)
+            self.report = (f"warm-up: steps of up to {most} rows, while requests are served, but slowly",)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no piece is left."""
+        return not self._left
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine has spent so much time on requests since the last piece that they bear another one."""
+        return self._last_s <= _SHARE * (self._since_s + self._last_s)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the next piece may take while it runs."""
+        return self._left[0].num_bytes(self._served.memory)
+
+    def fits(self, num_running: int, reserved_bytes: int) -> bool:
+        """Whether the next piece leaves the requests that have started what they need."""
+        has_room = self.num_bytes <= self._served.memory.budget_bytes - reserved_bytes
+        return has_room and self._left[0].num_rows <= self._max_num_seqs - num_running
+
+    def forms(self) -> StepForms:
+        """How many were built so far."""
+        num_built = self._served.num_forms
+        return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)
+
+    def served(self, seconds: float) -> None:
+        """Tell of a step with requests."""
+        self._since_s += seconds
+
+    def advance(self) -> None:
+        """Run the next piece. A failure is logged. Raises EngineDead where the device can compute nothing any more."""
+        piece, started = self._left.pop(0), time.monotonic()
         try:
-            num_rows = _answer(model, num_tokens, states, memory, min(size, max_num_seqs), chunk_tokens)
+            _MadeUpRequests(piece, self._served).run()
         except EngineDead:
             raise
         except Exception:  # the exception boundary of work that no request has asked for
-            logger.exception("steps of %d rows could not be warmed up", size)
-            break
-        reached = max(reached, num_rows)
-    return f"warm-up: steps of up to {reached} rows in {time.monotonic() - started:.1f} s"
+            logger.exception("steps of %d rows could not be warmed up", piece.num_rows)
+            self._num_failed += 1
+        self._last_s, self._since_s = time.monotonic() - started, 0.0
+        self._seconds += self._last_s
+        num_pieces = self.status.num_pieces
+        self.status = WarmUpStatus(num_pieces, num_pieces - len(self._left), self._num_failed, self._seconds)
+        if self.is_over:
+            self._num_forms_when_ready = self._served.num_forms
+            failed = f", {self._num_failed} of {num_pieces} pieces failed" if self._num_failed else ""
+            logger.info("ready: steps were warmed up in %.1f s%s", self._seconds, failed)
 
 
-def _answer(
-    model: PackedModel,
-    num_tokens: int,
-    states: StatePool,
+def prepare_warm_up(
+    config: Config,
+    loaded: LoadedModel,
+    drafting: Drafting,
+    pool: StatePool,
+    cost: StateCost,
     memory: MemoryBudget,
-    num_requests: int,
     chunk_tokens: int,
-) -> int:
-    """Gives the most rows that a step had. Raises the error of the first row that fails."""
-    scheduler = Scheduler(num_requests, chunk_tokens, _PROMPT_TOKENS + _MAX_TOKENS, memory=memory)
-    runner = Runner(model, num_tokens, pool=states, ahead=model.is_compiled)
-    for number in range(num_requests):
-        prompt = tuple((number + place) % num_tokens for place in range(_PROMPT_TOKENS))
-        scheduler.add(GenerationRequest(str(number), prompt, _GREEDY, _MAX_TOKENS), time.monotonic())
-    most_rows = 0
-    try:
-        while scheduler.num_running + scheduler.num_waiting:
-            before, plan = time.monotonic(), scheduler.schedule()
-            if plan.is_empty:  # no memory for another request
-                break
-            result = runner.execute(plan, scheduler.planned_requests())
-            if result.failures:
-                raise result.failures[0].error
-            most_rows = max(most_rows, len(plan.chunks))
-            now = time.monotonic()
-            scheduler.update(result, now - before, now)
-            runner.free(scheduler.released())
-            scheduler.forget_ended()
-    finally:
-        runner.drop()
-    return most_rows
+    max_model_len: int,
+) -> WarmUp:
+    """Without a piece for a model whose steps are not compiled."""
+    packed, knobs = loaded.packed, config.engine
+    make_cache = partial(PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
+    served = Served(packed, drafting.head, pool, loaded.tokens.end, memory, make_cache)
+    if not packed.is_compiled:
+        return WarmUp(served, knobs.max_num_seqs, ())
+    max_rows = min(knobs.max_num_seqs, _MOST_ROWS, memory.budget_bytes // memory.cost(_PROMPT_TOKENS))
+    found = pieces_for(max_rows, chunk_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on")
+    fitting = [
+        piece for piece in found if piece.num_tokens <= max_model_len and piece.num_bytes(memory) <= memory.budget_bytes
+    ]
+    return WarmUp(served, knobs.max_num_seqs, fitting)
+
+
+class _MadeUpRequests:
+    """The requests of a piece, with a scheduler and a runner that nothing else uses."""
+
+    def __init__(self, piece: Piece, served: Served) -> None:
+        self._piece = piece
+        self._num_tokens = served.num_tokens
+        self._planned = _PlannedDrafts()
+        self._speculator = None
+        if served.head is not None:
+            most = max([each.number for each in piece.drafts], default=0)
+            self._speculator = Speculator(served.head, most, self._planned, _AsPlanned(self._planned))
+        prefixes = served.make_cache() if piece.caches else None
+        self._scheduler = Scheduler(
+            piece.num_rows, _LARGEST_CHUNK, piece.num_tokens, memory=served.memory, prefixes=prefixes
+        )
+        ahead = served.model.is_compiled
+        self._runner = Runner(
+            served.model, served.num_tokens, prefixes, speculator=self._speculator, ahead=ahead, pool=served.pool
+        )
+        self._num_requests = 0
+
+    def run(self) -> None:
+        """Raises the first row's error, and EngineDead."""
+        try:
+            for _ in range(self._piece.num_rows):
+                self._add(self._piece.prompt_tokens)
+            for drafts in self._piece.drafts:
+                # before the step that precedes the one they are for
+                self._planned.drafts = drafts
+                self._step_behind_prompts()
+            if self._piece.joining:
+                self._scheduler.abort("0")
+                self._add(self._piece.joining)
+            self._planned.drafts = _NO_DRAFTS
+            self._step_behind_prompts()
+        finally:
+            self._runner.drop()
+        if self._speculator is not None and self._speculator.num_failures:
+            raise RuntimeError("drafts could not be made")
+
+    def _add(self, num_tokens: int) -> None:
+        number = self._num_requests
+        self._num_requests += 1
+        prompt = tuple([(number + place) % self._num_tokens for place in range(num_tokens)])
+        inside = (Boundary(num_tokens - 1, BoundaryKind.PROMPT),) if self._piece.caches else ()
+        name, sampling, max_tokens = str(number), self._piece.sampling, self._piece.max_tokens
+        request = GenerationRequest(name, prompt, sampling, max_tokens, boundaries=inside)
+        self._scheduler.add(request, time.monotonic())
+
+    def _step_behind_prompts(self) -> None:
+        """A step without prompts, once all of them are computed."""
+        while self._step():
+            pass
+
+    def _step(self) -> int:
+        """Gives how many tokens of prompts were computed."""
+        self._runner.free(self._scheduler.released())
+        self._scheduler.forget_ended()
+        before = time.monotonic()
+        plan = self._scheduler.schedule(None if self._scheduler.spare_s is None else math.inf)
+        if plan.is_empty:  # no memory for another row
+            return 0
+        result = self._runner.execute(plan, self._scheduler.planned_requests())
+        if result.failures:
+            raise result.failures[0].error
+        now = time.monotonic()
+        self._scheduler.update(result, now - before, now)
+        self._scheduler.note_drafts(self._runner.draft())
+        return plan.num_prompt_tokens
+
+
+class _PlannedDrafts(Ranking):
+    """The same candidate for every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts = _NO_DRAFTS
+
+    def best(
+        self,
+        record: RowRecord,
+        max_drafts: int,
+        *,
+        forced: Sequence[int] = (),
+        copied: Proposal | None = None,
+        num_head: int = 0,
+    ) -> Candidate:
+        number = min(self.drafts.number, max_drafts)
+        if self.drafts.by_head:
+            return Candidate((), (RankedDraft(Source.HEAD, 0, 1.0),) * number)
+        return Candidate((0,) * number, (RankedDraft(Source.FORCED, 0, 1.0),) * number)
+
+
+class _AsPlanned(DepthPlanner):
+    """Plans all of every candidate, whatever it costs."""
+
+    def __init__(self, planned: _PlannedDrafts) -> None:
+        super().__init__(StepCosts())
+        self._planned = planned
+
+    def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
+        return tuple([len(row.survival) for row in rows])
+
+    def is_timing(self, rows: Sequence[DraftForecast]) -> bool:
+        """True, so that drafts of every row are considered in every step."""
+        return True
+
+    def wants_overlapped(self, rows: Sequence[DraftForecast]) -> bool:
+        """True before steps without drafts, so that they are overlapped."""
+        return not self._planned.drafts.number

@@ -140,6 +140,10 @@ def _sparse(status: EngineStatus, labels: Mapping[str, str]) -> Iterator[str]:
 def _own(status: EngineStatus, process: ProcessStatus, labels: Mapping[str, str]) -> Iterator[str]:
     memory = status.memory
     yield from _counter("headrace:steps", "Steps of the engine.", status.counters.num_steps, labels)
+    help = "Forms of steps that had to be built, each of which took longer than later steps of that form."
+    yield from _counter("headrace:step_forms", help, status.step_forms.num_built, labels)
+    help = "Of these, since /health says ok: an ordinary load builds none."
+    yield from _counter("headrace:step_forms_since_ready", help, status.step_forms.num_built_since_ready, labels)
     name = "headrace:requests_total"
     yield from _heading(name, "counter", "Queued requests, by the parts of the model they need.")
     for route, count in status.counters.routes:

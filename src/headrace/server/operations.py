@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace import __version__
-from headrace.api.status_body import cache_body, status_body
+from headrace.api.status_body import cache_body, health_body, status_body
 from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
 from headrace.server.live import LiveRequests
@@ -26,10 +26,11 @@ class OperationRoutes:
         self._process = ProcessMeter()
 
     async def health(self, request: Request) -> Response:
-        """Healthy while the engine lives."""
+        """For readiness probes: 200 once steps are warm, 503 before, as SGLang has it, and when the engine is dead."""
         if (reason := self._session.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
-        return JSONResponse({"status": "ok"})
+        warm_up = self._session.warm_up()
+        return JSONResponse(health_body(warm_up), 200 if warm_up.is_over else 503)
 
     async def status(self, request: Request) -> Response:
         body = status_body(

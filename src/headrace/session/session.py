@@ -59,7 +59,7 @@ from headrace.types.events import Event, Finished, Progress, Started, TokenOutpu
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
 from headrace.types.model import ModelDescription
 from headrace.types.output_guarantees import OutputGuarantees
-from headrace.types.status import EngineStatus
+from headrace.types.status import EngineStatus, WarmUpStatus
 
 log = logging.getLogger("headrace.session")
 
@@ -187,6 +187,10 @@ class Session:
 
     def health(self) -> str | None:
         return self._engine.health()
+
+    def warm_up(self) -> WarmUpStatus:
+        """How far the engine's steps are warmed up."""
+        return self._engine.warm_up()
 
     async def status(self) -> EngineStatus:
         """The engine's status. Raises EngineDead."""

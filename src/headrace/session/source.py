@@ -8,7 +8,7 @@ from typing import Protocol
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import EngineStatus
+from headrace.types.status import EngineStatus, WarmUpStatus
 
 
 class TokenStream(Protocol):
@@ -54,3 +54,6 @@ class TokenSource(Protocol):
 
     def health(self) -> str | None:
         """None while all is well, else what is wrong."""
+
+    def warm_up(self) -> WarmUpStatus:
+        """How far the steps are warmed up."""

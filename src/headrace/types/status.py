@@ -192,6 +192,29 @@ class SparseStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUpStatus:
+    """How far the steps are warmed up. num_done: of num_pieces, failed ones too. seconds: what these took together."""
+
+    num_pieces: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """At once where there is nothing to warm up."""
+        return self.num_done == self.num_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class StepForms:
+    """Forms of steps that had to be built: since the start, and since the warm-up was over."""
+
+    num_built: int = 0
+    num_built_since_ready: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot between two steps.
 
@@ -213,6 +236,8 @@ class EngineStatus:
     num_malformed_calls: int = 0
     drafts: DraftStatus | None = None
     sparse: SparseStatus | None = None
+    warm_up: WarmUpStatus = WarmUpStatus()
+    step_forms: StepForms = StepForms()
 
 
 @dataclass(frozen=True, slots=True)
