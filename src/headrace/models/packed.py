@@ -156,7 +156,8 @@ class PackedModel:
     def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
         """What the rows' next steps start from, as far as the last forward's logits don't bring it along."""
         if self._compiled is None:
-            return [array for row in rows for array in row.state.arrays()]
+            # rows may share arrays
+            return list({id(array): array for row in rows for array in row.state.arrays()}.values())
         found = [array for row in rows if row.state.marks for array in row.state.noted_arrays()]
         if self._installation.tap.keeps_hidden:
             found += [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]

@@ -81,11 +81,15 @@ def arrays_of(table: DeltaTable) -> tuple[mx.array, ...]:
 def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
     rows, stashed = 2 * num_slots, LONGEST_WINDOW - 1
     key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
-    gates = mx.zeros((rows, stashed, shape.num_v_heads), mx.float32)
+    gates = (rows, stashed, shape.num_v_heads)
     return DeltaTable(
         mx.zeros((num_slots, *value, shape.head_k_dim), mx.float32),
         mx.zeros((rows, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels), dtype),
-        Stash(mx.zeros((rows, stashed, *key), dtype), mx.zeros((rows, stashed, *value), dtype), gates, mx.array(gates)),
+        Stash(
+            mx.zeros((rows, stashed, *key), dtype),
+            mx.zeros((rows, stashed, *value), dtype),
+            *(mx.zeros(gates, mx.float32) for _ in range(2)),
+        ),
     )
 
 
@@ -102,7 +106,7 @@ _settle = mx.compile(_replay) if mx.cuda.is_available() else _replay
 
 
 def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int) -> list[mx.array]:
-    """Of each array the rows `[1, number, …]` from `at` on, with its first axes merged; one launch copies all.
+    """Of each array the rows `[number, …]` from `at` on, with its first axes merged; one launch copies all.
 
     Arrays of different shapes or types take one each.
     """
@@ -159,7 +163,7 @@ class DeltaSlot:
     end: where its raw inputs end; 0 before any token.
     num_uncertain: tokens in the stash.
     num_replay: those of them, the first ones, that count and are not in the state yet.
-    pending: records to fill the tables from. noted: records at the last window's marks, by length and layer.
+    pending: records to fill the tables from. marks: of the last window, each with what the step leaves there.
     """
 
     is_sliceable: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from headrace.backend.cuda import delta, shapes
 from headrace.models.fused import FusedLinear, can_fuse
 from headrace.models.mixers.fused import Feed, Held, Table, is_window, padded_chunks, room_of
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.state.delta import DeltaSlot, Stops, arrays_of
+from headrace.state.delta import DeltaSlot, DeltaTables, Stops, arrays_of
 from headrace.state.layer import LayerKey
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -47,13 +47,19 @@ def shape_of(inner: Any) -> shapes.DeltaShape | None:
 class DeltaPlan:
     """What the kernels read of a step's rows, the same in all layers.
 
-    rows, stops: as backend/cuda/delta.py has them; stops and longest, the most tokens of a row, are of chunks only.
+    rows, stops: the plans in backend/cuda/delta.py. stops, longest (tokens of the longest row): of chunks only.
+    slots: of the rows; those to restore have `pending` records. left: what the step leaves at the rows' marks.
     """
 
+    slots: Sequence[DeltaSlot]
     rows: Table
     stops: Table = ()
     longest: int = 0
     left: Stops = field(default_factory=Stops)
+
+    @property
+    def tables(self) -> DeltaTables:
+        return self.slots[0].tables
 
     def take(self, layer: LayerKey, given: Sequence[mx.array]) -> None:
         """Keep what `CudaDeltaMixer.compute` gave, for the rows' marks."""
@@ -62,12 +68,11 @@ class DeltaPlan:
 
 
 def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
-    """Opens the window of each row; all layers of a step have the same plan, see `PackedStep.once`."""
+    """Open each row's window; all layers of a step share the plan, see `PackedStep.once`."""
     slots = [span.state.delta(num_context) for span in step.spans]
     if all(is_window(span) for span in step.spans):
-        return DeltaPlan(
-            tuple([_window(span, slot, num_context) for span, slot in zip(step.spans, slots, strict=True)])
-        )
+        windows = [_window(span, slot, num_context) for span, slot in zip(step.spans, slots, strict=True)]
+        return DeltaPlan(slots, tuple(windows))
     mx.async_eval([array for slot in slots for array in slot.settle()])
     if any(span.num_tokens - span.num_certain >= shapes.LONGEST_WINDOW for span in step.spans):
         raise ValueError(f"more than {shapes.LONGEST_WINDOW - 1} draft tokens in a row of gated delta layers")
@@ -81,7 +86,7 @@ def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
         rows.append((span.lo, span.num_tokens, span.num_certain, *place))
         slot.marks = {mark: (left, number) for number, mark in enumerate(span.state.marks, start=len(stops))}
         stops += own
-    return DeltaPlan(tuple(rows), tuple(stops) or ((0,),), max(span.num_tokens for span in step.spans), left)
+    return DeltaPlan(slots, tuple(rows), tuple(stops) or ((0,),), max(span.num_tokens for span in step.spans), left)
 
 
 def _window(span: RowSpan, slot: DeltaSlot, num_context: int) -> tuple[int, ...]:
@@ -118,7 +123,8 @@ class CudaDeltaMixer(nn.Module):
             return output
         plan = step.once(_plan, self.num_context)
         tables = [step.shared(plan.rows)] + ([step.shared(plan.stops)] if plan.stops else [])
-        feed = Feed(tables, self.filled(step, layer), (plan.longest,))
+        restore([slot for slot in plan.slots if slot.pending], {layer: self})
+        feed = Feed(tables, arrays_of(self.table(plan.tables, layer)), (plan.longest,))
         output, given = self.compute(x, step.positions, feed, residual)
         plan.take(layer, given)
         return output
@@ -146,12 +152,20 @@ class CudaDeltaMixer(nn.Module):
         y = delta.gated_norm(self._shape, self._weights, y, projected)
         return self._out(y, residual), (states, contexts)
 
-    def filled(self, step: PackedStep, layer: LayerKey) -> tuple[mx.array, ...]:
-        """The layer's table, with what was restored for rows of the step."""
-        slots = [span.state.delta(self.num_context) for span in step.spans]
-        table = slots[0].tables.prepare(layer, self._shape, self._dtype)
-        mx.async_eval([array for slot in slots if slot.pending for array in slot.fill(layer)])
-        return arrays_of(table)
+    def table(self, tables: DeltaTables, layer: LayerKey) -> shapes.DeltaTable:
+        """The layer's, made on first use."""
+        return tables.prepare(layer, self._shape, self._dtype)
+
+
+def restore(slots: Sequence[DeltaSlot], mixers: Mapping[LayerKey, CudaDeltaMixer]) -> None:
+    """Write what was restored into the layers' tables, before a step reads them."""
+    filled: list[mx.array] = []
+    for slot in slots:
+        for layer, mixer in mixers.items():
+            mixer.table(slot.tables, layer)
+            filled += slot.fill(layer)
+    if filled:
+        mx.async_eval(filled)
 
 
 class DeltaLayers:
@@ -164,7 +178,9 @@ class DeltaLayers:
     def held(self, step: PackedStep) -> Held | None:
         """What they read in this step."""
         plan = step.once(_plan, self._num_context)
-        arrays = [array for layer, mixer in self._mixers.items() for array in mixer.filled(step, layer)]
+        restore([slot for slot in plan.slots if slot.pending], self._mixers)
+        of_layers = [mixer.table(plan.tables, layer) for layer, mixer in self._mixers.items()]
+        arrays = [array for table in of_layers for array in arrays_of(table)]
         room = room_of(step.spans)
         rows = room.padded(plan.rows)
         if not plan.stops:
