@@ -30,7 +30,7 @@ class Tokens:
 
     def at(self, t: int) -> Tokens:
         """Token t alone, without its axis."""
-        return self.map(lambda x: x[:, t])
+        return self.map(lambda x: x.squeeze(1) if x.shape[1] == 1 else x[:, t])
 
     def map(self, change: Callable[[mx.array], mx.array]) -> Tokens:
         """The same change made to each array."""

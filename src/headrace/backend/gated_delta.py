@@ -91,9 +91,11 @@ def _sequential(step: _Step, tokens: Tokens, state: mx.array, keep: int | None) 
         outputs.append(y)
         if keep == t + 1:
             kept = state
-    return Scan(mx.stack(outputs, axis=1), state, kept)
+    y = outputs[0][:, None] if len(outputs) == 1 else mx.stack(outputs, axis=1)
+    return Scan(y, state, kept)
 
 
+@mx.compile
 def _fused_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -114,7 +116,6 @@ def _fused_step(
     return y.astype(q.dtype), new_state
 
 
-@mx.compile
 def _rank_one(
     old_k: mx.array,
     old_q: mx.array,

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import compute_g, normalize_qk
+from mlx_lm.models.gated_delta import compute_g
 
 from headrace.backend.cuda import shapes
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
-from headrace.models.step import RowSpan, View
+from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.recurrent import BatchRow, RecurrentState, Stash, gather
 
 SHORT_SPAN = 8
@@ -48,10 +48,11 @@ class _Group:
 
     def rows_of(self, packed: mx.array) -> mx.array:
         """The group's rows `[B, n, …]` of a packed array `[1, T, …]`."""
-        first, last = self.spans[0], self.spans[-1]
-        if last.hi - first.lo == len(self.spans) * self.num_tokens:
-            return packed[0, first.lo : last.hi].reshape(len(self.spans), self.num_tokens, *packed.shape[2:])
-        return mx.stack([packed[0, span.lo : span.hi] for span in self.spans])
+        lo, hi = self.spans[0].lo, self.spans[-1].hi
+        if hi - lo != len(self.spans) * self.num_tokens:
+            return mx.stack([packed[0, span.lo : span.hi] for span in self.spans])
+        own = packed if hi - lo == packed.shape[1] else packed[:, lo:hi]
+        return own.reshape(len(self.spans), self.num_tokens, *packed.shape[2:])
 
 
 class GatedDeltaMixer(nn.Module):
@@ -64,27 +65,70 @@ class GatedDeltaMixer(nn.Module):
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
+        self._scales = mx.array([[[inner.head_k_dim**-1.0]], [[inner.head_k_dim**-0.5]]])
+        """Of normalised queries, which the scan's read is scaled by once more, and of keys."""
+        weight: mx.array = inner.conv1d.weight
+        self._taps = mx.contiguous(weight[..., 0].T[None].astype(mx.float32))
+        """The convolution's weights `[1, kernel, channels]`."""
+        self._one_token = mx.compile(self._token)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: View | None = None) -> mx.array:
         """x: `[1, T, hidden]`; the mask is ours and always None."""
         assert cache is not None
-        inner, step = self.inner, cache.step
+        step = cache.step
         states = [span.state.layer(cache.layer, partial(RecurrentState, step.kernels)) for span in step.spans]
-        qkv, z, b, a = self._project(x)
-        decay, beta = compute_g(inner.A_log, a, inner.dt_bias), mx.sigmoid(b)
+        mix = self._decode if _are_decoding(step, states) else self._mix
+        mixed_out: mx.array = self.inner.out_proj(mix(step, states, *self._project(x)))
+        return mixed_out
+
+    def _decode(
+        self, step: PackedStep, states: Sequence[RecurrentState], qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
+    ) -> mx.array:
+        """What `_mix` gives, for rows of one token each with nothing to replay."""
+        group = _Group(step.spans, tuple(states))
+        context, state = self._contexts(group, qkv), self._states(group)
+        normed, context, state = self._one_token(context, state, qkv, z, b, a)
+        for row, one in enumerate(states):
+            one.advance(BatchRow(state, row), BatchRow(context, row), None)
+        return normed
+
+    def _token(
+        self, context: mx.array, state: mx.array, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The normalised outputs of one token of each of B rows `[1, B, channels]`, and contexts and states behind it.
+
+        Run compiled: on a CPU the host takes longer to build these operations one by one than they take.
+        """
+        windows = mx.concatenate([context, qkv.swapaxes(0, 1)], axis=1)
+        decay, beta = (gate.swapaxes(0, 1) for gate in self._gates(b, a))
+        scanned = scan("fused", *self._heads(nn.silu(self._shifted_sum(windows))), decay, beta, state)
+        return self._normed(scanned.y, z), mx.contiguous(windows[:, 1:]), scanned.end_state
+
+    def _mix(
+        self, step: PackedStep, states: Sequence[RecurrentState], qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
+    ) -> mx.array:
+        """The normalised outputs `[1, T, channels]` before the last projection; advances the states."""
+        inner = self.inner
+        decay, beta = self._gates(b, a)
         groups = _groups(step.spans, states)
         outputs = []
         for group in groups:
-            mixed, windows = self._convolve(group, qkv)
-            q, k, v = self._heads(mixed)
+            windows = mx.concatenate([self._contexts(group, qkv), group.rows_of(qkv)], axis=1)
+            q, k, v = self._heads(nn.silu(self._shifted_sum(windows)))
             tokens = shapes.Prepared(q, k, v, group.rows_of(decay), group.rows_of(beta))
             scan_group = self._scan_with_marks if group.spans[0].state.marks else self._scan
             y = scan_group(group, tokens, windows, step.kernels)
             outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
-        packed = _in_step_order(groups, outputs)[None]
-        normed = inner.norm(packed.astype(x.dtype), z)
-        mixed_out: mx.array = inner.out_proj(normed.reshape(1, step.num_tokens, -1))
-        return mixed_out
+        return self._normed(_in_step_order(groups, outputs), z)
+
+    def _gates(self, b: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
+        """Decay and step size of each token and value head, shaped as a and b."""
+        return compute_g(self.inner.A_log, a, self.inner.dt_bias), mx.sigmoid(b)
+
+    def _normed(self, y: mx.array, z: mx.array) -> mx.array:
+        """y, shaped as z but for its leading axes, normalised and gated: `[1, T, channels]`."""
+        normed: mx.array = self.inner.norm(y.reshape(z.shape).astype(z.dtype), z)
+        return normed.reshape(1, z.shape[1], -1)
 
     def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """qkv `[1, T, channels]`, z `[1, T, num_v_heads, head_v_dim]`, b and a `[1, T, num_v_heads]`."""
@@ -96,40 +140,38 @@ class GatedDeltaMixer(nn.Module):
         z = inner.in_proj_z(x).reshape(1, num_tokens, inner.num_v_heads, inner.head_v_dim)
         return inner.in_proj_qkv(x), z, inner.in_proj_b(x), inner.in_proj_a(x)
 
-    def _convolve(self, group: _Group, qkv: mx.array) -> tuple[mx.array, mx.array]:
-        """Causal depthwise convolution of each row behind its own context.
-
-        Gives the activated outputs `[B, n, channels]` and the raw inputs `[B, kernel - 1 + n, channels]`.
-        """
+    def _contexts(self, group: _Group, qkv: mx.array) -> mx.array:
+        """The raw inputs before each row's tokens, `[B, kernel - 1, channels]`."""
         length = self.inner.conv_kernel_size - 1
         empty = BatchRow(mx.zeros((1, length, qkv.shape[-1]), qkv.dtype), 0)
         contexts = [state.context(length) for state in group.states]
-        context = gather([empty if one is None else one for one in contexts])
-        windows = mx.concatenate([context, group.rows_of(qkv)], axis=1)
-        return nn.silu(self._shifted_sum(windows)), windows
+        return gather([empty if one is None else one for one in contexts])
 
     def _shifted_sum(self, windows: mx.array) -> mx.array:
-        """The convolution as shifted products: the bits of `conv1d`, at 40 % of its time on a CPU.
+        """Causal depthwise convolution of raw inputs `[B, kernel - 1 + n, channels]`: gives `[B, n, channels]`.
+
+        As shifted products: the bits of `conv1d`, at 40 % of its time on a CPU.
 
         Added up in float32 whatever the type, as `conv1d` does.
         """
-        dtype = windows.dtype
-        weight, windows = self.inner.conv1d.weight.astype(mx.float32), windows.astype(mx.float32)
-        kernel = weight.shape[1]
+        taps, dtype, windows = self._taps, windows.dtype, windows.astype(mx.float32)
+        kernel = taps.shape[1]
         num_outputs = windows.shape[1] - kernel + 1
-        total: mx.array = windows[:, :num_outputs] * weight[:, 0, 0]
+        if num_outputs == 1:
+            return (windows * taps).sum(axis=1, keepdims=True).astype(dtype)
+        total: mx.array = windows[:, :num_outputs] * taps[:, :1]
         for tap in range(1, kernel):
-            total = total + windows[:, tap : tap + num_outputs] * weight[:, tap, 0]
+            total = total + windows[:, tap : tap + num_outputs] * taps[:, tap : tap + 1]
         return total.astype(dtype)
 
     def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys `[B, n, num_k_heads, head_k_dim]`, values `[B, n, num_v_heads, head_v_dim]`."""
         inner, (num_rows, num_tokens, _) = self.inner, mixed.shape
-        q, k, v = mx.split(mixed, [inner.key_dim, 2 * inner.key_dim], axis=-1)
-        q = q.reshape(num_rows, num_tokens, inner.num_k_heads, inner.head_k_dim)
-        k = k.reshape(num_rows, num_tokens, inner.num_k_heads, inner.head_k_dim)
-        q, k = normalize_qk(q, k, inv_scale=inner.head_k_dim**-0.5, eps=L2_EPSILON)
-        return q, k, v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
+        shape = (num_rows, num_tokens, -1, inner.num_k_heads, inner.head_k_dim)
+        q_and_k, v = mx.split(mixed, [2 * inner.key_dim], axis=-1)
+        normed = mx.fast.rms_norm(q_and_k.reshape(shape), None, L2_EPSILON / inner.head_k_dim)
+        normed = normed * self._scales.astype(normed.dtype)
+        return normed[:, :, 0], normed[:, :, 1], v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
 
     def _scan_with_marks(self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels) -> mx.array:
         """One row, its scan cut at the marks; the row's state passes them one after the other."""
@@ -177,6 +219,16 @@ class GatedDeltaMixer(nn.Module):
         inner = self.inner
         empty = BatchRow(mx.zeros((1, inner.num_v_heads, inner.head_v_dim, inner.head_k_dim), mx.float32), 0)
         return gather([empty if state.state is None else state.state for state in group.states])
+
+
+def _are_decoding(step: PackedStep, states: Sequence[RecurrentState]) -> bool:
+    """Whether each row has one token, which is kept, and nothing to replay before it."""
+    return (
+        step.num_tokens == len(step.spans)
+        and step.kernels.gated_delta(1) == "fused"
+        and all(span.num_certain for span in step.spans)
+        and not any(state.num_replay for state in states)
+    )
 
 
 def _groups(spans: Sequence[RowSpan], states: Sequence[RecurrentState]) -> list[_Group]:
