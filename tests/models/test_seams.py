@@ -14,8 +14,10 @@ from models.tiny_parts import LLAMA3, YARN
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.models.rope_angles import RopeAngles
 from headrace.models.seams import PackedRope, Tap, TappedNorm, packed_attention, rebind, takes, views_of, wrap_ropes
 from headrace.models.step import KVReference, PackedStep, RowSpan, View, WindowMask
+from headrace.perf.operations import operations
 from headrace.state.attention import FullAttentionState
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -76,6 +78,21 @@ def test_packed_positions_turn_each_token_as_a_scalar_offset_does(kind: str) -> 
         alone = rope(x[:, :, index : index + 1], offset=position)
         assert mx.array_equal(packed[:, :, index : index + 1], alone)
     assert not mx.array_equal(packed[:, :, 3], x[:, :, 3])
+
+
+def test_layers_of_a_step_share_what_their_ropes_turn_by_and_the_next_step_has_its_own() -> None:
+    ropes = [nn.RoPE(HEAD_DIM), nn.RoPE(HEAD_DIM), nn.RoPE(HEAD_DIM // 2, base=500.0, scale=0.5)]
+    angles = RopeAngles()
+    packed = [PackedRope(rope, angles=angles) for rope in ropes]
+    x = mx.random.normal((1, 3, 4, HEAD_DIM), key=mx.random.key(1))
+    for step in ((0, 1, 2, 3), (9, 700, 3, 8000)):
+        positions = mx.array(step, dtype=mx.int32)
+        turned = [each(x, offset=positions) for each in packed]
+        assert operations(turned)["Cos"] == 2
+        for rope, found in zip(ropes, turned, strict=True):
+            for token, position in enumerate(step):
+                alone = rope(x[:, :, token : token + 1], offset=position)
+                assert mx.array_equal(found[:, :, token : token + 1], alone)
 
 
 @pytest.mark.gpu

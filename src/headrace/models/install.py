@@ -28,6 +28,7 @@ from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.parts import attention_parts, mlp_parts
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.mrope import MropeSections
+from headrace.models.rope_angles import RopeAngles
 from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes, wrap_row_ropes
 from headrace.models.seeing import SeeingModel
 from headrace.models.step import Windows
@@ -201,6 +202,7 @@ class Installation:
         """Whether a mixer writes states behind MLX's back, see state/slabs.py."""
         self._undos: list[Undo] = []
         self._sections = sections
+        self._angles = RopeAngles()
         if Level.WHOLE in levels.values():
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
@@ -240,7 +242,7 @@ class Installation:
                 "scaled_dot_product_attention": packed_attention,
                 **REPLACEMENTS,
             }
-            self._undos += [wrap_ropes(place.module, self._sections), rebind(place.module, replacements)]
+            self._undos += [wrap_ropes(place.module, self._sections, self._angles), rebind(place.module, replacements)]
         elif level is Level.PACKED:
             self._replace(place, GatedDeltaMixer(place.module))
         else:

@@ -22,6 +22,7 @@ from mlx_lm.models import base
 from headrace.models.mixers.attention import attend
 from headrace.models.mrope import MropeSections
 from headrace.models.positions import TokenPositions
+from headrace.models.rope_angles import RopeAngles, takes_angles
 from headrace.models.step import KVReference, PackedStep, View, WindowMask
 from headrace.models.upstream import largest_rope_batch
 
@@ -32,11 +33,15 @@ class PackedRope(nn.Module):
     """The loaded rope, of any kind, at explicit positions of each packed token.
 
     sections: how channels are divided between several axes; None for one axis.
+    angles: what the ropes of a model share.
     """
 
-    def __init__(self, rope: nn.Module, sections: MropeSections | None = None) -> None:
+    def __init__(
+        self, rope: nn.Module, sections: MropeSections | None = None, angles: RopeAngles | None = None
+    ) -> None:
         super().__init__()
         self.rope = rope
+        self._angles = RopeAngles() if angles is None else angles
         self._axes = None if sections is None else sections.axes()
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
@@ -57,6 +62,8 @@ class PackedRope(nn.Module):
         return mx.where(axes == 0, by_time, mx.where(axes == 1, by_row, by_column))
 
     def _by_token(self, x: mx.array, offset: mx.array) -> mx.array:
+        if takes_angles(self.rope, x):
+            return self._angles.turn(self.rope, x, offset)
         # tokens become the batch: mx.fast.rope takes one offset for each row of a batch
         tokens = x.transpose(2, 1, 0, 3)
         most = largest_rope_batch(self.rope, tokens.shape[1])
@@ -106,10 +113,10 @@ def give_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     return undo
 
 
-def wrap_ropes(module: nn.Module, sections: MropeSections | None = None) -> Undo:
+def wrap_ropes(module: nn.Module, sections: MropeSections | None = None, angles: RopeAngles | None = None) -> Undo:
     """Put `PackedRope` around every direct child that takes an `offset`."""
-    children = module.children().items()
-    return _replace([(module, name, child, PackedRope(child, sections)) for name, child in children if is_rope(child)])
+    ropes = [(name, child) for name, child in module.children().items() if is_rope(child)]
+    return _replace([(module, name, child, PackedRope(child, sections, angles)) for name, child in ropes])
 
 
 def is_rope(child: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from headrace.models.step import RowSpan, View
+from headrace.models.step import NO_RUNS, RowSpan, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 
 QUERY_BLOCK = 128
@@ -40,14 +40,61 @@ def attend(
     if new is not None:
         # all writes before any read: see the in-place contract in state/slabs.py
         keys, values = new
-        for span, state in zip(spans, states, strict=True):
-            state.write(span.start, keys[:, :, span.lo : span.hi], values[:, :, span.lo : span.hi])
+        for span, state, *own in zip(spans, states, _by_row(spans, keys), _by_row(spans, values), strict=True):
+            state.write(span.start, *own)
             for mark in span.state.marks:
                 state.note(mark)
+    if sinks is None and _are_decoding(view):
+        return _attend_tokens(spans, states, queries, scale, window)
     outputs = [
         read_row(view, span, state, queries, scale, sinks, window) for span, state in zip(spans, states, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _by_row(spans: Sequence[RowSpan], array: mx.array) -> Sequence[mx.array]:
+    """The parts `[1, heads, n, dim]` of an array `[1, heads, T, dim]` that belong to each row."""
+    # one operation for all of them
+    return mx.split(array, [span.lo for span in spans[1:]], axis=2) if len(spans) > 1 else [array]
+
+
+def _are_decoding(view: View) -> bool:
+    """Whether each row is one token, whose query sees what was written before it and is noted by nobody."""
+    step = view.step
+    return (
+        step.kernels.folds_query_heads
+        and step.num_tokens == len(step.spans)
+        and all(span.watch is None and span.two_way is NO_RUNS for span in step.spans)
+    )
+
+
+def _attend_tokens(
+    spans: Sequence[RowSpan],
+    states: Sequence[FullAttentionState | SlidingAttentionState],
+    queries: mx.array,
+    scale: float,
+    window: int | None,
+) -> mx.array:
+    """What `attend` gives for rows of one token each, by the folded form: what needs no row's keys is done for all."""
+    _, num_heads, num_rows, head_dim = queries.shape
+    scaled = queries * scale
+    by_token = scaled if num_rows == 1 else scaled.swapaxes(1, 2)
+    outputs: list[mx.array] = []
+    folded: Sequence[mx.array] = []
+    for row, (span, state) in enumerate(zip(spans, states, strict=True)):
+        first, _ = reach(span, span.start, span.end, window)
+        keys, values = state.read(first, span.end)
+        if not folded:
+            by_head = by_token.reshape(num_rows, keys.shape[1], -1, head_dim)
+            folded = mx.split(by_head, num_rows) if num_rows > 1 else [by_head]
+        weights = mx.softmax(folded[row] @ keys.swapaxes(-1, -2), axis=-1, precise=True)
+        outputs.append(weights @ values)
+    joined = mx.concatenate(outputs) if num_rows > 1 else outputs[0]
+    return (
+        joined.reshape(1, num_heads, 1, -1)
+        if num_rows == 1
+        else joined.reshape(1, num_rows, num_heads, -1).swapaxes(1, 2)
+    )
 
 
 def read_row(
