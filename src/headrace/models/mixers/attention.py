@@ -55,7 +55,7 @@ def attend(
 def _by_row(spans: Sequence[RowSpan], array: mx.array) -> Sequence[mx.array]:
     """The parts `[1, heads, n, dim]` of an array `[1, heads, T, dim]` that belong to each row."""
     # one operation for all of them
-    return mx.split(array, [span.lo for span in spans[1:]], axis=2) if len(spans) > 1 else [array]
+    return list(mx.split(array, [span.lo for span in spans[1:]], axis=2)) if len(spans) > 1 else [array]
 
 
 def _are_decoding(view: View) -> bool:
@@ -86,7 +86,7 @@ def _attend_tokens(
         keys, values = state.read(first, span.end)
         if not folded:
             by_head = by_token.reshape(num_rows, keys.shape[1], -1, head_dim)
-            folded = mx.split(by_head, num_rows) if num_rows > 1 else [by_head]
+            folded = list(mx.split(by_head, num_rows)) if num_rows > 1 else [by_head]
         weights = mx.softmax(folded[row] @ keys.swapaxes(-1, -2), axis=-1, precise=True)
         outputs.append(weights @ values)
     joined = mx.concatenate(outputs) if num_rows > 1 else outputs[0]
