@@ -1,8 +1,8 @@
-"""Turns of threads that compute for long: rendering a long conversation, parsing a large body.
+"""Lets threads with long computations take turns: rendering a long conversation, parsing a large body.
 
-One thread of a process runs Python at a time, and one that computes hands over only when its switch interval is over.
-If several conversations were rendered at once, the threads that streams need, the event loop's and the engine's, would
-wait for each of them again and again. So such threads take turns.
+One thread of a process runs Python at a time, and a computing one only hands over when its switch interval is over. If
+several conversations were rendered at once, the threads that streams need, the event loop's and the engine's, would
+wait for each of them again and again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 SWITCH_INTERVAL_S = 0.0002
-"""How long a thread that needs the interpreter waits for one that computes. Python's own 5 ms are a whole step."""
+"""How long a thread waits for the interpreter while another one computes. Python's default of 5 ms is a whole step."""
 
 _POLL_S = 0.1
 
@@ -29,7 +29,7 @@ _holds_turn: ContextVar[bool] = ContextVar("holds_turn", default=False)
 
 
 def hand_over_soon() -> None:
-    """Let the threads of this process that need the interpreter for a moment have it soon."""
+    """Let threads that need the interpreter briefly have it soon."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
@@ -48,7 +48,7 @@ def in_turn(function: Callable[Arguments, Result], /, *args: Arguments.args, **k
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Around a part of long work that runs no Python, such as a wait for another process: others take their turn."""
+    """Around a part of long work that runs no Python, such as waiting for another process: others take their turn."""
     if not _holds_turn.get():
         yield
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.memo import BeginningDigests, Memo, chain, digest_of_variables
+from headrace.text.memo import Memo, PrefixDigests, chain, digest_of_variables
 from headrace.types.chat import ChatMessage, MediaPart, TextPart
 
 
@@ -34,9 +34,9 @@ TEXTS = st.text(st.sampled_from("ab\udc80é"), max_size=6)
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
 def test_digests_tell_what_a_text_begins_with(heads: list[str], text: str) -> None:
-    digests = BeginningDigests(text)
+    digests = PrefixDigests(text)
     for head in heads:
-        assert digests.include(BeginningDigests(head).of(len(head))) == text.startswith(head)
+        assert digests.include(PrefixDigests(head).of(len(head))) == text.startswith(head)
 
 
 def test_a_chain_tells_every_beginning_apart() -> None:

@@ -1,8 +1,8 @@
-"""Keep apart what the template writes and what people write, through the rendering of a template.
+"""Distinguishes control tokens written by the template from typed ones, through rendering.
 
-A template is given people's text with every spelling of a control token wrapped in two noncharacters. What comes
-out wrapped was typed; what comes out bare was written by the template. A template that trims or splits text may
-part a wrapper from its token; a lone one is dropped.
+The template gets typed text with every spelling of a control token wrapped in two noncharacters. What comes out wrapped
+was typed; what comes out bare was written by the template. A template that trims or splits text may separate a wrapper
+from its token; a lone one is dropped.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
 
 EDGE = "\ufdd3"
-"""Noncharacter that keeps white space at a text's edge from being trimmed by a template. It is dropped afterwards."""
+"""Noncharacter that protects white space at a text's edge from trimming. It is dropped afterwards."""
 
 _MARKS = f"{_OPEN}{_CLOSE}{EDGE}"
 
 CUT = "\ufdd2"
-"""Noncharacter that marks where an unfinished last message ends."""
+"""Noncharacter that marks the end of an unfinished last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Text of a rendered prompt; typed: it spells a control token but was written by a person."""
+    """Text of a rendered prompt; typed: it spells a control token but was typed."""
 
     text: str
     typed: bool
 
 
 class ControlText:
-    """Wraps and unwraps the spellings of one set of control tokens."""
-
     def __init__(self, control_tokens: frozenset[str]) -> None:
         control = any_of(control_tokens)
         self._control_tokens = control_tokens
@@ -58,7 +56,7 @@ class ControlText:
     def parts(self, rendered: str) -> tuple[list[Run], list[int]]:
         """The rendered text without wrappers, and where in `rendered` each control token of the template ends.
 
-        Runs are in order; neighbours may be of one kind.
+        Runs are in order; adjacent ones may be of one kind.
         """
         runs, ends, start = [], [], 0
         for place in [*_places_of_marks(rendered), len(rendered)]:
@@ -73,17 +71,17 @@ class ControlText:
         return [run for run in runs if run.text], ends
 
     def _pattern(self, meant: frozenset[str], *, has_marks: bool) -> re.Pattern[str]:
-        """Of what is wrapped. has_marks: in a text without any, a search for spellings alone is many times faster."""
+        """What is wrapped. has_marks: without any in the text, a search for spellings alone is many times faster."""
         key = meant, has_marks
         if key not in self._to_wrap:
             spelled = any_of(self._control_tokens - meant)
-            # A character of ours that somebody typed is wrapped too, so that it can't pass for one of ours.
+            # A typed wrapper character is wrapped too, so that it can't pass for ours.
             self._to_wrap[key] = re.compile(f"{spelled}|[{_MARKS}]" if has_marks else spelled)
         return self._to_wrap[key]
 
 
 def _places_of_marks(text: str) -> list[int]:
-    """Where characters of ours stand. By `str.find`, which passes over a text ten times faster than a pattern."""
+    """Where our characters are. `str.find` is ten times faster than a pattern here."""
     places = []
     for mark in _MARKS:
         place = text.find(mark)
@@ -96,7 +94,7 @@ def _places_of_marks(text: str) -> list[int]:
 def find_control_tokens(
     added_tokens: Mapping[str, int], special_ids: frozenset[int], chat_template: str
 ) -> dict[str, int]:
-    """Tokens that structure a chat, with their ids: the special ones, and added ones that the template spells out.
+    """Tokens that structure a chat, with their ids: special ones, and added ones in the template's source.
 
     Of the others, short ones and white space don't count: vocabularies have added tokens for indentation.
     """

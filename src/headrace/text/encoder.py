@@ -1,8 +1,4 @@
-"""Texts to token ids: short ones in this process, long ones in helper processes with limits.
-
-A conversation sends all of its text with every turn. Its segments are remembered with their tokens, so that only new
-ones are encoded.
-"""
+"""Encodes texts: short ones in this process, long ones in helper processes with limits."""
 
 from __future__ import annotations
 
@@ -23,16 +19,16 @@ from headrace.text.memo import Memo
 from headrace.text.segments import MIN_SEGMENT, NO_CUTS, Cuts, find_cuts
 
 LONG_TEXT = 512 * 1024
-"""Characters from which new text is encoded in a helper process. Up to there the library takes at most seconds."""
+"""Longer texts are encoded in a helper process. Up to here the library takes seconds at most."""
 
 _SHORT_TEXT = 32 * 1024
-"""Characters up to which encoding takes less time than handing the interpreter to another thread and waiting for it."""
+"""Up to here encoding takes less time than switching to another thread and back."""
 
 REMEMBERED_BYTES = 128 * 1024 * 1024
-"""Of segments with their tokens, for each tokenizer: about 9 bytes for each token of English text."""
+"""Segments cached with their tokens, per tokenizer: about 9 bytes per token of English text."""
 
 _ENTRY_BYTES = 400
-"""What a remembered segment takes beside its text and its token ids."""
+"""Memory of a cached segment besides its text and its token ids."""
 
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 3 * 1024**3
@@ -45,14 +41,14 @@ EncodedIds = npt.NDArray[np.uint32]
 
 
 class TextEncoder:
-    """Encodes with one tokenizer. Safe to share between threads."""
+    """Encodes with one tokenizer."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._memo: Memo[EncodedIds] = Memo(REMEMBERED_BYTES)
 
     def encode(self, text: str, *, frames: bool) -> EncodedIds:
-        """Token ids of one text. frames: with the tokens that the tokenizer puts around a document.
+        """Token ids of one text. frames: with the tokenizer's tokens around a document.
 
         Raises InvalidRequest for a text that the library fails on, or that takes it too long or too much memory.
         """
@@ -77,7 +73,7 @@ class TextEncoder:
         return np.concatenate([before, self._encode_segments(text), behind])
 
     def _encode_segments(self, text: str) -> EncodedIds:
-        """Of a text without a frame; only its new segments are encoded."""
+        """Encode a text without a frame; only its new segments are encoded."""
         segments = self._cuts.segments(text)
         known = [self._memo.get(segment) for segment in segments]
         missing = [segment for segment, token_ids in zip(segments, known, strict=True) if token_ids is None]
@@ -103,10 +99,10 @@ class TextEncoder:
         try:
             try:
                 return _sandbox().run(_encode_known, self._key, texts, frames, timeout_s=_TIMEOUT_S)
-            except KeyError:  # a process that has not seen this tokenizer
+            except KeyError:  # a process that does not have this tokenizer yet
                 specification = self._backend.to_str()
                 return _sandbox().run(_encode_first, specification, self._key, texts, frames, timeout_s=_TIMEOUT_S)
-        except RuntimeError as error:  # a panic, which can't be returned
+        except RuntimeError as error:  # a panic, which can't be pickled
             raise LimitExceeded("crash") from error
 
     @functools.cached_property
@@ -115,7 +111,7 @@ class TextEncoder:
 
     @functools.cached_property
     def _frame(self) -> tuple[EncodedIds, EncodedIds] | None:
-        """What the tokenizer puts before and behind a document; None if that can't be told."""
+        """The tokenizer's tokens before and after a document; None if unknown."""
         for text, token_id in self._cuts.token_ids.items():
             (framed,) = self._encode_new([text], frames=True)
             if np.count_nonzero(framed == token_id) == 1:
@@ -131,7 +127,7 @@ class TextEncoder:
 def encode_all(backend: Backend, texts: list[str], *, frames: bool) -> list[EncodedIds]:
     """Token ids of texts, in this process.
 
-    As a batch, also of one: the library's call for a single text keeps every other thread of the process waiting.
+    As a batch, even of one: the library's call for a single text blocks every other thread of the process.
     """
     encodings = backend.encode_batch_fast(texts, add_special_tokens=frames)
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
@@ -145,7 +141,7 @@ _REASONS = {
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether it is an error of the library: a panic is no Exception, and errors are of no class of their own."""
+    """Whether it is an error of the library: a panic is no Exception, and its errors have no class of their own."""
     return type(error) is Exception or type(error).__module__ == "pyo3_runtime"
 
 

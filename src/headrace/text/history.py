@@ -1,15 +1,17 @@
-"""Earlier turns in one fixed form, also where a template would write them anew when the conversation goes on.
+"""Renders earlier turns in one fixed form, even if the template would change them as the conversation goes on.
 
-Some templates show a turn's thinking until the next question comes and drop it then; everything behind that turn would
-have to be computed again. Which forms a turn can take is found out by rendering it in conversations of a few words:
-with nothing behind it (as it stands when it is new) and with a question behind it (as it stands when it is old). In
-the rendered conversation, whichever of the two stands there is replaced by the one that is wanted:
+Some templates show a turn's thinking until the next question comes and drop it then; everything after that turn would
+have to be computed again. The forms of a turn are found by rendering it in conversations of a few words: with nothing
+after it (the new form) and with a question after it (the old form). In the rendered conversation, whichever of the two
+occurs is replaced by the wanted one:
 
-    with its thinking at hand           the new form, thinking word for word: what the model wrote
-    without, and prompts close thinking the old form behind the generation prompt: what the model read and wrote
-    without                             the old form
+- with its thinking available: the new form, thinking word for word, as the model wrote it;
 
-That choice looks at nothing but the turn, so a longer conversation begins like the shorter one.
+- without, where prompts close thinking: the old form after the generation prompt, as the model read and wrote it;
+
+- without, otherwise: the old form.
+
+That choice depends on nothing but the turn, so a longer conversation begins like the shorter one.
 """
 
 from __future__ import annotations
@@ -29,33 +31,33 @@ from headrace.types.chat import ChatMessage, TextPart
 
 
 class HistoryPolicy(StrEnum):
-    """What becomes of the assistant's turns where a template writes them anew when a question follows."""
+    """How to render assistant turns that the template changes once a question follows."""
 
     STABLE = "stable"
-    """Each has one form for good."""
+    """Each in one fixed form."""
     TEMPLATE = "template"
-    """As the template writes them."""
+    """As the template renders them."""
 
 
 Group = tuple[ChatMessage, ...]
 """An assistant's turn and the results of its calls."""
 
 _MAX_VARIABLES = 32
-"""Sets of variables whose turns are remembered."""
+"""Sets of template variables whose turns are cached."""
 _MAX_CHARS = 16_000_000
-"""Of all remembered turns together, in all their forms."""
+"""Of all cached turns together, in all their forms."""
 
 _QUESTION = ChatMessage("user", (TextPart("?"),))
 _THOUGHT = "So."
 
-# Two that begin and end differently: what they share on both sides was written by the template.
+# Two that begin and end differently: what they share at both ends is the template's.
 _ANSWERS = (ChatMessage("assistant", (TextPart("Yes."),)), ChatMessage("assistant", (TextPart("No!"),)))
 
 
 class StableRenderer:
-    """Renders as a RequestRenderer does, the assistant's finished turns in their fixed form.
+    """Renders like a RequestRenderer, with the assistant's finished turns in their fixed form.
 
-    A turn that is not found in either of its forms ends that: from there on the text is the template's own.
+    From a turn that is found in neither form on, the text is the template's own.
     """
 
     def __init__(self, renderer: RequestRenderer, forms: TurnForms) -> None:
@@ -92,7 +94,7 @@ Renderer = RequestRenderer | StableRenderer
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """known: with nothing behind it and with a question behind it, the longer one first. opening: what both begin with.
+    """known: the new and the old form, the longer one first. opening: their common beginning.
 
     wanted: the form to show.
     """
@@ -117,11 +119,11 @@ class TurnForm:
 
 
 _NO_FORM = TurnForm(("", ""), "", "")
-"""Of a turn that the template does not set apart; it is found nowhere."""
+"""For a turn that the template does not delimit; it is found nowhere."""
 
 
-class FormsMemory:
-    """Forms of turns, remembered over requests. Any thread may use it."""
+class TurnCache:
+    """Caches forms of turns across requests. Thread-safe."""
 
     def __init__(self, source: TemplateSource, family: ModelFamily) -> None:
         self._source = source
@@ -131,9 +133,9 @@ class FormsMemory:
 
     def under(self, variables: Mapping[str, Any]) -> TurnForms:
         """The forms under a template's variables."""
-        # Tools are written before the first question; the small conversations do without that.
+        # Tools are written before the first question; the short conversations do without them.
         variables = {name: value for name, value in variables.items() if name != "tools"}
-        # Some templates write the date: what they show for one question tells whether anything has changed.
+        # Some templates write the date: the rendering of one question tells whether anything has changed.
         shown = RequestRenderer(self._source, variables).try_render((_QUESTION,))
         salt = digest_of(repr(shown), digest_of_variables(variables))
         forms = self._forms.get(salt)
@@ -144,9 +146,9 @@ class FormsMemory:
 
 
 class TurnForms:
-    """Forms of an assistant's turns under one set of a template's variables, each found out once.
+    """Forms of an assistant's turns under one set of template variables, each computed once.
 
-    memo: forms under any variables. salt: digest of the variables, and of what else decides a rendering.
+    memo: forms under any variables. salt: digest of the variables and of whatever else decides a rendering.
     """
 
     def __init__(
@@ -165,12 +167,12 @@ class TurnForms:
 
     @property
     def _renderer(self) -> RequestRenderer:
-        """A new one each time, for it keeps what it has rendered."""
+        """A new one each time, because it caches its renderings."""
         return RequestRenderer(self._source, self._variables, keeps_edges=True)
 
     @cached_property
     def change(self) -> bool:
-        """Whether the template writes a turn anew when a question follows."""
+        """Whether the template changes a turn when a question follows."""
         thoughtful = replace(_ANSWERS[0], reasoning=_THOUGHT)
         return any((pair := self._pair((answer,))) and pair[0] != pair[1] for answer in (_ANSWERS[0], thoughtful))
 
@@ -196,7 +198,7 @@ class TurnForms:
         return old
 
     def _pair(self, group: Group) -> tuple[str, str] | None:
-        """The turn as it stands when it is new, and when it is old."""
+        """The turn in its new and its old form."""
         before, after = self._surroundings
         alone = self._renderer.try_render((_QUESTION, *group))
         followed = self._renderer.try_render((_QUESTION, *group, _QUESTION))
@@ -208,7 +210,7 @@ class TurnForms:
 
     @cached_property
     def _surroundings(self) -> tuple[str, str]:
-        """What stands before a turn in the small conversations, and the question after it; empty if unknown."""
+        """The text before a turn in the short conversations, and the question after it; empty if unknown."""
         before = self._renderer.try_render((_QUESTION,))
         alone = [self._renderer.try_render((_QUESTION, answer)) for answer in _ANSWERS]
         followed = [self._renderer.try_render((_QUESTION, answer, _QUESTION)) for answer in _ANSWERS]
@@ -219,7 +221,7 @@ class TurnForms:
 
     @cached_property
     def _closed_opening(self) -> tuple[str, str] | None:
-        """How an old turn begins, and the generation prompt that began it, if that leaves no thinking to be done."""
+        """The beginning of an old turn, and the generation prompt for it, if that leaves no thinking to be done."""
         before, _ = self._surroundings
         pair = self._pair((_ANSWERS[0],))
         prompted = self._renderer.render((_QUESTION,))
@@ -232,7 +234,7 @@ class TurnForms:
 
 
 def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
-    """The assistant's turns, each with the tool results right behind it."""
+    """The assistant's turns, each with the tool results that follow it."""
     groups: list[list[ChatMessage]] = []
     is_open = False
     for message in messages:
@@ -247,9 +249,9 @@ def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
 
 
 def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessage:
-    """The message with a think block that its client left in the content as its reasoning.
+    """The message with a think block in its content moved to its reasoning.
 
-    The newlines that a template writes around the block's markers are no part of either.
+    The newlines that a template writes around the block's markers belong to neither.
     """
     if message.role != "assistant" or message.reasoning or family.think_open is None or family.think_close is None:
         return message
@@ -263,7 +265,7 @@ def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessag
 
 
 def _common_end(texts: list[str | None]) -> str | None:
-    """What two texts share at their ends; None if one is missing."""
+    """The common suffix of two texts; None if one is missing."""
     first, second = texts
     if first is None or second is None:
         return None

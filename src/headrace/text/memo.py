@@ -1,4 +1,4 @@
-"""What renderings have shown, remembered from one turn of a conversation to the next."""
+"""Caches renderings between the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGEST_BYTES = 20
 
 
 class Memo(Generic[Value]):
-    """The values that were of use last, by what decides them or its digest. Any thread may use it."""
+    """An LRU cache by digest. Thread-safe."""
 
     def __init__(self, max_weight: int) -> None:
         self._max_weight = max_weight
@@ -32,7 +32,7 @@ class Memo(Generic[Value]):
             return found[0]
 
     def put(self, key: bytes | str, value: Value, weight: int = 1) -> None:
-        """Remember a value, and forget old ones until all together weigh no more than they may."""
+        """Store a value, and evict old ones until the total weight is within the limit."""
         with self._lock:
             replaced = self._values.pop(key, None)
             self._values[key] = value, weight
@@ -44,14 +44,14 @@ class Memo(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class TextDigest:
-    """A text by its length and digest."""
+    """A text's length and digest, to test whether another text begins with it."""
 
     length: int
     digest: bytes
 
 
-class BeginningDigests:
-    """Digests of a text's beginnings; asked for in rising order, they are made in one pass over it."""
+class PrefixDigests:
+    """Digests of a text's prefixes; requested in rising order, they take one pass over it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -67,12 +67,12 @@ class BeginningDigests:
         return TextDigest(length, self._hash.digest())
 
     def include(self, known: TextDigest) -> bool:
-        """Whether the text begins with the one that a digest is of."""
+        """Whether the text begins with the text of this digest."""
         return known.length <= len(self._text) and self.of(known.length) == known
 
 
 def digest_of(text: str, before: bytes = b"") -> bytes:
-    """Of a text behind whatever `before` is the digest of."""
+    """The digest of a text that follows the one of digest `before`."""
     return blake2b(before + _as_bytes(text), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -86,7 +86,7 @@ def digest_of_variables(variables: Mapping[str, Any]) -> bytes:
 
 
 def chain(values: Iterable[object], before: bytes) -> list[bytes]:
-    """Digests of the first 0, 1, 2, … of some frozen values, behind `before`."""
+    """Digests of the first 0, 1, 2, … of some frozen values, after `before`."""
     digests = [before]
     for value in values:
         digests.append(digest_of(repr(value), digests[-1]))

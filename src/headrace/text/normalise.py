@@ -1,4 +1,4 @@
-"""Bring a conversation into the one form that a template is given, for probes and prompts alike."""
+"""Normalises a conversation for its chat template, for probes and prompts alike."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, T
 
 SystemNotes = Literal["stable", "hoist"]
 
-# Claude Code puts this line first. It differs in every session, so it would void the cache of all that follows.
+# Claude Code's first line. It differs in every session, so it would invalidate the cache of everything after it.
 _VOLATILE_LINE = "x-anthropic-billing-header:"
 
-# How a system message that can't be one looks as a part of the user's side.
+# How a system message is shown on the user's side if it can't be a system message.
 _NOTE = "<system-note>\n{text}\n</system-note>"
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template takes.
+    """What a chat template accepts.
 
-    takes_system: a system message at the top is rendered. single_system: one there and none later.
-    alternates_roles: user and assistant must take turns. tools: how it takes calls.
-    reasoning_keys: under which names it looks for an assistant's thoughts.
+    takes_system: a system message at the top is rendered.
+    single_system: one there and none later.
+    alternates_roles: user and assistant must take turns.
+    tools: how it accepts calls.
+    reasoning_keys: the names under which it looks for thinking.
     """
 
     takes_system: bool = True
@@ -38,7 +40,7 @@ class TemplateTraits:
 def normalise(
     messages: tuple[ChatMessage, ...], traits: TemplateTraits, system_notes: SystemNotes
 ) -> tuple[ChatMessage, ...]:
-    """The conversation as the template takes it; a content is one text part, or parts if it holds media, or empty.
+    """The conversation as the template accepts it; a content is one text part, or parts if it has media, or empty.
 
     Raises InvalidRequest for an empty conversation, UnsupportedField for media that are not a user's or a tool's.
     """
@@ -51,7 +53,7 @@ def normalise(
 
 
 def content_text(message: ChatMessage) -> str:
-    """The text of a message; parts are joined by a newline, absent content is empty, media are left out."""
+    """The text of a message; parts are joined by a newline, media are left out."""
     return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
 
 
@@ -61,20 +63,19 @@ def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
 
 
 def with_system_line(messages: tuple[ChatMessage, ...], line: str) -> tuple[ChatMessage, ...]:
-    """The conversation with a further line in the system message at its head, or with such a message."""
+    """The conversation with a line added to its first system message, or with a new such message."""
     if messages[0].role != "system":
         return (ChatMessage("system", (TextPart(line),)), *messages)
     return (replace(messages[0], content=(*messages[0].content, TextPart(line))), *messages[1:])
 
 
 def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
-    """How many system messages stand at the top."""
     roles = [message.role for message in messages]
     return next((index for index, role in enumerate(roles) if role != "system"), len(roles))
 
 
 def template_message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
-    """A message as templates know them: a mapping in the shape of OpenAI's chat API."""
+    """A message in the form of OpenAI's chat API, as templates expect."""
     fields: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.reasoning is not None:
         fields.update(dict.fromkeys(traits.reasoning_keys, message.reasoning))
@@ -96,7 +97,7 @@ def template_tool(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def _template_content(message: ChatMessage) -> str | list[dict[str, str]]:
-    """Text alone as a text, which every template takes; with media as parts, without their sources."""
+    """Text alone as a string, which every template accepts; with media as parts, without their sources."""
     if not media_parts((message,)):
         return content_text(message)
     return [
@@ -150,7 +151,7 @@ def _place_system_messages(
     if system_notes == "hoist":
         leading += tuple(message for message in rest if message.role == "system")
         rest = tuple(message for message in rest if message.role != "system")
-    # A note stays in its place: moving it to the top would change the bytes before it with every new one.
+    # A note stays in its place: moving it to the top would change everything before it.
     rest = tuple(_as_note(message) if message.role == "system" else message for message in rest)
     if not leading:
         return rest

@@ -1,9 +1,9 @@
-"""Encode text in which the spelling of a special token is text and nothing more.
+"""Encodes text in which the spelling of a special token is just text.
 
-Tokenizers look for added tokens before anything else, wherever the text came from, so a user who types
-`<|im_end|>` could end a turn. Here is a second tokenizer in which every added token has a name that nobody can
-type. Tokens that the template wrote are given under that name; whatever is spelled the old way is text. One
-encoding sees all of it, so merges and white space at the seams come out as usual.
+Tokenizers match added tokens before anything else, wherever the text came from, so a user who types `<|im_end|>` could
+end a turn. This is a second tokenizer in which every added token has a name that can't be typed. The template's tokens
+are given under that name; the usual spelling is text. One encoding sees everything, so merges and white space at the
+seams come out as usual.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class PlainTextEncoder:
-    """The second tokenizer. Ids are those of the first."""
+    """The second tokenizer, with the same ids."""
 
     def __init__(self, backend: Backend) -> None:
         specification = json.loads(backend.to_str())
         original_ids = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
         # Byte tokens keep their spelling: the model looks them up by it.
         texts = [text for text in original_ids if not _BYTE_TOKEN.fullmatch(text)]
-        # A noncharacter and a number drawn at start: text from outside can't contain it but by guessing 64 bits.
+        # A noncharacter and a random number: text from outside could only contain it by guessing 64 bits.
         nonce = secrets.token_hex(8)
         self._names = {text: f"\ufdd3{nonce}:{index}\ufdd4" for index, text in enumerate(texts)}
         self._added_text = re.compile(any_of(texts))
@@ -56,7 +56,7 @@ class PlainTextEncoder:
 
 
 def _rename(specification: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Give added tokens other names in a tokenizer file, so that no text leads to them."""
+    """Rename the added tokens of a tokenizer file, so that no text matches them."""
     for token in specification["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = specification["model"]

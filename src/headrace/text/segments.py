@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 MIN_SEGMENT = 1024
-"""Characters that a segment has at least, but for the last: a cut costs as much time as some hundred characters."""
+"""Least characters of a segment, except the last: a cut costs as much time as some hundred characters."""
 
 
 class Cuts:
-    """Cuts texts behind some added tokens, given by spellings and ids; not at all where there are none."""
+    """Cuts texts after some added tokens, given by spellings and ids; never if there are none."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         self.token_ids = token_ids
@@ -41,7 +41,7 @@ class Cuts:
         self._token = re.compile(any_of(token_ids))
 
     def segments(self, text: str) -> list[str]:
-        """The text's segments; each but the first begins with the token that it was cut behind."""
+        """The text's segments; each but the first begins with the token that it was cut after."""
         segments, start, opening = [], 0, ""
         for match in self._token.finditer(text, MIN_SEGMENT):
             end = match.end()
@@ -52,7 +52,7 @@ class Cuts:
         return segments
 
     def fit(self, parts: Sequence[npt.NDArray[np.uint32]]) -> bool:
-        """Whether the token ids of segments show that they were cut at tokens."""
+        """Whether the segments' token ids confirm that they were cut at tokens."""
         return all(
             len(first) and len(second) and first[-1] == second[0] and int(second[0]) in self._ids
             for first, second in pairwise(parts)

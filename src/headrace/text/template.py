@@ -1,4 +1,4 @@
-"""The one place where a conversation becomes a prompt."""
+"""Renders conversations to prompts: the only place where that happens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.vision import PatchVision
 from headrace.text.boundaries import (
-    Beginnings,
+    RenderedPrefixes,
     TextBoundary,
     common_length,
     find_boundaries,
@@ -20,7 +20,7 @@ from headrace.text.boundaries import (
 )
 from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
 from headrace.text.encoder import EncodedIds
-from headrace.text.history import FormsMemory, HistoryPolicy, Renderer, StableRenderer, with_thinking_apart
+from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnCache, with_thinking_apart
 from headrace.text.memo import Memo, TextDigest, digest_of_variables
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
 from headrace.text.template_source import RequestRenderer, TemplateSource
@@ -29,7 +29,7 @@ from headrace.text.tool_turns import matched_results, tools_note
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import Boundary, BoundaryKind
 
-# Variables of a template that are the server's to set, or arguments of the function that renders.
+# Template variables set by the server, and arguments of the rendering function.
 _RESERVED_OPTIONS = frozenset(
     {
         "messages",
@@ -43,19 +43,20 @@ _RESERVED_OPTIONS = frozenset(
     }
 )
 
-# Of conversations by themselves, that are remembered: 17 for each of some hundred conversations.
-_MAX_BEGINNINGS = 4096
+# Rendered prefixes that are cached: 17 for each of some hundred conversations.
+_MAX_PREFIXES = 4096
 
-# Begins otherwise than what boundaries are probed with, so that none reaches into it.
+# Begins differently from the boundary probes, so that none reaches into it.
 _NEXT_QUESTION = ChatMessage("user", (TextPart("Go on."),))
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the model reads it.
+    """A rendered conversation.
 
-    boundaries: rising; the first `num_tokens` of token_ids stay when the conversation goes on differently.
-    thinking_open: the prompt ends inside a think block. text: what token_ids spell.
+    boundaries: rising; the first `num_tokens` of token_ids stay when the conversation continues differently.
+    thinking_open: the prompt ends inside a think block.
+    text: what token_ids spell.
     """
 
     token_ids: tuple[int, ...]
@@ -66,18 +67,18 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptHead:
-    """How a prompt begins; a boundary stands at its end."""
+    """The beginning of a prompt, up to a boundary."""
 
     token_ids: tuple[int, ...]
     boundaries: tuple[Boundary, ...]
 
 
 class ChatTemplate:
-    """Renders requests for one model. Safe to share between threads.
+    """Renders requests for one model. Thread-safe.
 
-    system_notes: what becomes of a system message in mid-conversation where the template takes only one at the
-    top. "stable" leaves it in its place as a marked note of the user's side, so that nothing before it changes;
-    "hoist" moves it to the top.
+    system_notes: how to render a system message in mid-conversation if the template only accepts one at the top.
+    "stable" leaves it in its place as a marked note on the user's side, so that nothing before it changes; "hoist"
+    moves it to the top.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ChatTemplate:
         history: HistoryPolicy = HistoryPolicy.STABLE,
         vision: PatchVision | None = None,
     ) -> None:
-        """vision: how the model sees; None if it does not."""
+        """vision: the model's vision record; None for a text model."""
         self._tokenizer = tokenizer
         self._vision = vision
         self._family = family
@@ -97,15 +98,15 @@ class ChatTemplate:
         self._history = history
         source = tokenizer.chat_template or ""
         controls = find_control_tokens(tokenizer.added_tokens, tokenizer.special_ids, source)
-        # A token that only matches as a whole word is no sure border: what follows decides whether it stands.
+        # A token that only matches as a whole word is no certain border: what follows decides whether it matches.
         self._border_ids = np.array(sorted(set(controls.values())), np.uint32)
         self._has_unsure_borders = not tokenizer.word_bound_ids.isdisjoint(controls.values())
         self._control_text = ControlText(frozenset(controls))
         self._source = (
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
         )
-        self._forms = None if self._source is None else FormsMemory(self._source, family)
-        self._beginnings: Memo[TextDigest] = Memo(_MAX_BEGINNINGS)
+        self._forms = None if self._source is None else TurnCache(self._source, family)
+        self._prefixes: Memo[TextDigest] = Memo(_MAX_PREFIXES)
 
     @property
     def exists(self) -> bool:
@@ -117,10 +118,10 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """The prompt of a request.
 
-        max_model_len: context in tokens, which the prompt must leave room in. finds_boundaries: up to 18 renderings for
-        a new conversation, 3 for its next turn, which a prompt that nobody generates from doesn't need.
-        Raises InvalidRequest if the model has no template or the template refuses the conversation, UnsupportedField
-        for media and for a thinking switch that the model doesn't have, and ContextTooLong.
+        max_model_len: context in tokens, in which the prompt must leave room. finds_boundaries: up to 18 renderings for
+        a new conversation, 3 for its next turn, unnecessary without generation. Raises InvalidRequest if the model has
+        no template or the template refuses the conversation, UnsupportedField for media and for a thinking switch that
+        the model doesn't have, and ContextTooLong.
         """
         messages, renderer = self._begin(request)
         if request.continue_final_message:
@@ -133,10 +134,10 @@ class ChatTemplate:
         runs, ends = self._control_text.parts(rendered)
         encoded, text = self._encode(runs, max_model_len)
         boundaries: tuple[Boundary, ...] = ()
-        if finds_boundaries:  # not before it is known that the prompt fits
+        if finds_boundaries:  # only once it is known that the prompt fits
             has_tools = any(not tool.is_deferred for tool in request.tools)
-            beginnings = self._beginnings_of(rendered, request, messages, renderer)
-            found = find_boundaries(messages, settled, beginnings, has_tools=has_tools)
+            prefixes = self._prefixes_of(rendered, request, messages, renderer)
+            found = find_boundaries(messages, settled, prefixes, has_tools=has_tools)
             boundaries = self._token_boundaries(ends, encoded, found)
         return RenderedPrompt(
             token_ids=tuple(encoded.tolist()),
@@ -146,13 +147,13 @@ class ChatTemplate:
         )
 
     def with_matched_results(self, request: ChatRequest) -> ChatRequest:
-        """The request with its tool results in the order in which the prompt shows them. Raises InvalidRequest."""
+        """The request with its tool results in the order in which the prompt renders them. Raises InvalidRequest."""
         if self._source is None:
             return request
         return replace(request, messages=matched_results(request.messages, self._source.traits.tools))
 
     def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
-        """How a request and its answer will begin the next prompt; empty if that can't be known.
+        """How a request and its answer will begin the next prompt; empty if unknown.
 
         Raises what `render` does.
         """
@@ -161,14 +162,14 @@ class ChatTemplate:
         rendered = renderer.render(messages)
         runs, ends = self._control_text.parts(rendered)
         encoded, _ = self._encode(runs, None)
-        beginnings = self._beginnings_of(rendered, request, messages, renderer)
-        length = shared_length(messages[:-1], "user", beginnings)
+        prefixes = self._prefixes_of(rendered, request, messages, renderer)
+        length = shared_length(messages[:-1], "user", prefixes)
         boundaries = self._token_boundaries(ends, encoded, [TextBoundary(length, BoundaryKind.MESSAGE)])
         num_tokens = boundaries[0].num_tokens if boundaries else 0
         return PromptHead(tuple(encoded[:num_tokens].tolist()), boundaries)
 
     def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], Renderer]:
-        """The messages as the template takes them, and what renders them."""
+        """The messages as the template accepts them, and their renderer."""
         source = self._source
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
@@ -188,14 +189,14 @@ class ChatTemplate:
                 return apart, StableRenderer(RequestRenderer(source, variables, keeps_edges=True), forms)
         return messages, RequestRenderer(source, variables)
 
-    def _beginnings_of(
+    def _prefixes_of(
         self, rendered: str, request: ChatRequest, messages: tuple[ChatMessage, ...], renderer: Renderer
-    ) -> Beginnings:
+    ) -> RenderedPrefixes:
         salt = digest_of_variables(self._variables(request))
-        return Beginnings(rendered, messages, renderer.try_render, self._beginnings, salt)
+        return RenderedPrefixes(rendered, messages, renderer.try_render, self._prefixes, salt)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """What the template is given beside the messages."""
+        """The template's variables besides the messages."""
         for name in request.template_options:
             if name in _RESERVED_OPTIONS:
                 raise InvalidRequest(f"{name} can't be set by a template option", param="chat_template_kwargs")
@@ -213,10 +214,10 @@ class ChatTemplate:
         return variables
 
     def _thinking_switch(self, request: ChatRequest) -> bool | None:
-        """Whether thinking was switched; raises UnsupportedField if the model can't do what was asked."""
+        """Whether thinking was switched; raises UnsupportedField if the model has no such switch."""
         thinking = request.enable_thinking
         if thinking is None:
-            # Effort is a hint, and "none" is only more than that where there is something to switch off.
+            # Effort is a hint; "none" only means more where there is a switch.
             return False if request.reasoning_effort == "none" else None
         thinks = self._family.think_close is not None
         if not self._family.switches_thinking and thinking != thinks:
@@ -268,7 +269,7 @@ class ChatTemplate:
         return tuple(boundaries)
 
     def _is_thinking_open(self, rendered: str, renderer: Renderer, settled: tuple[ChatMessage, ...]) -> bool:
-        """Whether the text after the last finished message opens a think block and does not close it."""
+        """Whether the text after the last finished message opens a think block without closing it."""
         if self._family.think_open is None or self._family.think_close is None:
             return False
         opener = self._family.think_open.rstrip()
@@ -280,14 +281,14 @@ class ChatTemplate:
 
 
 def _known_effort(effort: str, efforts: tuple[str, ...]) -> str:
-    """The effort in a word that the model knows: dialects have words below and above those of models."""
+    """The effort as a word that the model knows: dialects have levels below and above the model's."""
     if not efforts or effort in efforts:
         return effort
     return {"minimal": efforts[0], "none": efforts[0], "xhigh": efforts[-1], "max": efforts[-1]}.get(effort, effort)
 
 
 def _shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that the prompt tells of at its head."""
+    """The tools in the prompt's header."""
     return [template_tool(tool) for tool in request.tools if not tool.is_deferred]
 
 

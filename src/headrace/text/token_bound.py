@@ -1,7 +1,7 @@
-"""How few tokens a text can come to, known by its length alone: a text that can't fit is refused without being encoded.
+"""A lower bound on a text's number of tokens from its length, to refuse texts without encoding them.
 
-A token stands for at most as many bytes as the longest one of the vocabulary. That only holds where no text vanishes
-on the way, so tokenizers are taken apart here, and one with a part that is not known to keep everything has no bound.
+A token covers at most as many bytes as the longest one of the vocabulary. That only holds if no text is dropped, so
+tokenizers are inspected, and one with a part that may drop text has no bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
-# The most bytes that a Unicode form makes one of: a mathematical letter of four bytes becomes a Latin one.
+# The most bytes that Unicode normalisation maps to one: a mathematical letter of four bytes becomes a Latin one.
 _MAX_SHRINK = 4
 
 _KEEPS_ALL = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"})
@@ -28,9 +28,9 @@ _BEYOND_ASCII = bytes(range(0x80, 0x100))
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """max_bytes: of text that one token stands for. vanishing: bytes that may come to nothing.
+    """max_bytes: of text per token. vanishing: bytes that may produce no token.
 
-    max_shrink: bytes of text beyond ASCII that the tokenizer may turn into one before it begins.
+    max_shrink: bytes of non-ASCII text that normalisation may turn into one.
     """
 
     max_bytes: int
@@ -38,7 +38,7 @@ class TokenBound:
     max_shrink: int
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
-        """Tokens that these texts come to at the very least, wherever they stand in a prompt."""
+        """A lower bound on the tokens of these texts, wherever they stand in a prompt."""
         return -(-sum(map(self._num_certain_bytes, texts)) // self.max_bytes)
 
     def _num_certain_bytes(self, text: str) -> int:
@@ -50,7 +50,7 @@ class TokenBound:
 
 
 def find_token_bound(backend: Backend) -> TokenBound | None:
-    """The bound of a tokenizer; None if there is none that is certain."""
+    """The bound of a tokenizer; None if none is certain."""
     if type(backend.model).__name__ != "BPE":
         return None
     normalizers = parts_of(backend.normalizer, "normalizers")
@@ -60,16 +60,16 @@ def find_token_bound(backend: Backend) -> TokenBound | None:
         return None
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
-        # These take any amount of white space beside them along, of which there is more beyond ASCII.
+        # These absorb adjacent white space, some of it beyond ASCII.
         missing += _WHITE_SPACE + _BEYOND_ASCII
-    # In pieces that spell bytes a character is a byte; in others a space may be written as a longer one.
+    # In byte-level pieces a character is a byte; in others a space may be spelled longer.
     spells_bytes = _spells_bytes(pre_tokenizers)
     longest = max(len(piece if spells_bytes else piece.encode()) for piece in backend.get_vocab())
     return TokenBound(max([longest, *(len(token.content.encode()) for token in added)]), missing, max_shrink)
 
 
 def _max_shrink(normalizers: list[dict[str, Any]]) -> int | None:
-    """How much shorter text becomes; None if there is no telling."""
+    """How much shorter normalisation makes text; None if unknown."""
     shrink = 1
     for part in normalizers:
         if part["type"] in _UNICODE_FORMS:
@@ -92,7 +92,7 @@ def _spells_bytes(pre_tokenizers: list[dict[str, Any]]) -> bool:
 
 
 def _missing_bytes(backend: Backend, pre_tokenizers: list[dict[str, Any]]) -> bytes | None:
-    """Bytes that no token stands for, which are left out of any prompt; None if characters may be."""
+    """Bytes without a token, which are dropped from prompts; None if whole characters may be."""
     if _spells_bytes(pre_tokenizers):
         return bytes(byte for character, byte in BYTE_OF.items() if backend.token_to_id(character) is None)
     falls_back = backend.model.byte_fallback and all(

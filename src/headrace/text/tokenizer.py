@@ -1,4 +1,4 @@
-"""The model's tokenizer, loaded from its folder and narrowed to what this room needs."""
+"""The model's tokenizer, loaded from its folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """Encodes and decodes text. Safe to share between threads: nothing changes after loading."""
+    """Encodes and decodes text. Thread-safe: nothing changes after loading."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Load from a model's folder: local files only, and no code out of the folder is run.
+        """Load from a model's folder: local files only, and without running code from the folder.
 
         Raises ModelError if there is no tokenizer, or none that works without such code.
         """
         try:
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the Rust library raises bare Exception, and the files come from anywhere
+        except Exception as error:  # the Rust library raises bare Exception, and the files may be anything
             raise ModelError(f"no tokenizer could be loaded from {directory}: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):
             raise ModelError(
                 f"the tokenizer in {directory} ({type(loaded).__name__}) has no tokenizer.json, which is needed"
             )
         if loaded.backend_tokenizer.get_vocab_size() == len(loaded.backend_tokenizer.get_added_tokens_decoder()):
-            # Where the file is missing, transformers makes one up for models that it knows: special tokens only.
+            # If the file is missing, transformers makes one up for known models: special tokens only.
             raise ModelError(f"no tokenizer could be loaded from {directory}: it has no tokenizer.json")
         return cls(
             loaded.backend_tokenizer,
@@ -70,7 +70,7 @@ class Tokenizer:
 
     @cached_property
     def token_ids(self) -> TokenIds:
-        """The ids of all tokens, added ones included. Not counted: added tokens may leave gaps before them."""
+        """The ids of all tokens, added ones included. Not a count: added tokens may leave gaps before them."""
         used = frozenset(self._backend.get_vocab(with_added_tokens=True).values())
         end = max(used, default=-1) + 1
         return TokenIds(end, frozenset(range(end)) - used if len(used) < end else frozenset())
@@ -81,26 +81,26 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that are found in text before anything else is done with it, special or not."""
+        """Ids of the tokens that are matched in text before anything else, special or not."""
         return {token.content: token_id for token_id, token in self._added.items()}
 
     @cached_property
     def word_bound_ids(self) -> frozenset[int]:
-        """Ids of added tokens that only match as a whole word: what follows them decides whether they stand."""
+        """Ids of added tokens that only match as a whole word: what follows decides whether they match."""
         return frozenset(token_id for token_id, token in self._added.items() if token.single_word)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. No token is put in front or behind."""
+        """Token ids of a text, with nothing added."""
         token_ids: list[int] = self._encoder.encode(well_formed(text), frames=False).tolist()
         return token_ids
 
     def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text as the tokenizer frames one by itself: with BOS, for instance, if it adds that."""
+        """Token ids of a text as a document: with BOS, for instance, if the tokenizer adds it."""
         token_ids: list[int] = self._encoder.encode(well_formed(text), frames=True).tolist()
         return token_ids
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
-        """Tokens that texts come to at the very least, told by their length; 0 if this tokenizer gives no bound."""
+        """A lower bound on the tokens of texts, from their length; 0 if this tokenizer has none."""
         return 0 if self._bound is None else self._bound.least_num_tokens(texts)
 
     def encode_mixed(self, runs: Sequence[tuple[str, bool]]) -> EncodedIds:
@@ -110,7 +110,7 @@ class Tokenizer:
         return self._encoder.encode(well_formed("".join(text for text, _ in runs)), frames=False)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
-        """Text of token ids. Special tokens are left out unless kept; unknown ids are nothing."""
+        """Text of token ids. Special tokens are left out unless kept; unknown ids are skipped."""
         detokenizer = self.detokenizer(keep_special)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
@@ -126,7 +126,7 @@ class Tokenizer:
         return self._pieces.bytes_of(token_id, piece)
 
     def token_text(self, token_id: int) -> str:
-        """A token by itself: bytes that are no whole character show as U+FFFD, a special token by its name."""
+        """A token alone: incomplete characters show as U+FFFD, a special token by its name."""
         data = self.token_bytes(token_id)
         return (self._pieces.piece(token_id) or "") if data is None else data.decode(errors="replace")
 
@@ -137,7 +137,7 @@ class Tokenizer:
 
     @cached_property
     def _bound(self) -> TokenBound | None:
-        # Looks at the whole vocabulary: made when a text is first long enough to matter.
+        # Reads the whole vocabulary: made when a text is first long enough to matter.
         return find_token_bound(self._backend)
 
     @cached_property
@@ -147,7 +147,7 @@ class Tokenizer:
 
 
 def well_formed(text: str) -> str:
-    """The text with a replacement character for each half of a surrogate pair, which no encoding can hold.
+    """The text with a replacement character for each lone surrogate, which no encoding allows.
 
     Clients that cut their strings by UTF-16 units send such halves.
     """
@@ -159,14 +159,14 @@ def well_formed(text: str) -> str:
 
 
 def _default_template(templates: str | dict[str, str] | None) -> str | None:
-    """The template for chat: a tokenizer may carry several under names."""
+    """The template for chat: a tokenizer may have several, by name."""
     if isinstance(templates, dict):
         return templates.get("default")
     return templates
 
 
 def _processor_template(directory: Path) -> str | None:
-    """The template that older vision models keep with their processor instead of their tokenizer."""
+    """The template that older vision models store with their processor instead of their tokenizer."""
     path = directory / "chat_template.json"
     if not path.is_file():
         return None
