@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -94,13 +97,56 @@ def test_another_compiler_or_gpu_builds_anew(
     assert builds == ["one for sm_90a", "one for sm_90a", "one for sm_100a"]
 
 
-@pytest.mark.parametrize("left", [0, 5, 32, 34])
-def test_a_file_that_a_crash_has_cut_is_built_again(left: int, builds: list[str], tmp_path: Path) -> None:
+def _cut(length: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:length]
+
+
+def _flipped(place: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("damaged", [_cut(0), _cut(5), _cut(32), _cut(34), _flipped(0), _flipped(33)])
+def test_a_file_that_is_damaged_is_built_again(
+    damaged: Callable[[bytes], bytes], builds: list[str], tmp_path: Path
+) -> None:
     nvrtc.built("one", tmp_path)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:left])
+    path.write_bytes(damaged(path.read_bytes()))
     assert [nvrtc.built("one", tmp_path) for _ in range(2)] == [b"ONE", b"ONE"]
     assert len(builds) == 2
+
+
+def test_what_was_built_is_for_its_owner_only(builds: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        nvrtc.built("one", folder)
+        nvrtc.built("one", tmp_path / "new")
+    finally:
+        os.umask(before)
+    made = [folder, *folder.iterdir(), tmp_path / "new", *(tmp_path / "new").iterdir()]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o600] * 2
+
+
+def test_a_file_that_others_may_have_written_is_built_again(builds: list[str], tmp_path: Path) -> None:
+    nvrtc.built("one", tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.chmod(0o620)
+    assert [nvrtc.built("one", tmp_path) for _ in range(2)] == [b"ONE", b"ONE"]
+    assert len(builds) == 2
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_folder_of_another_user_is_not_used(
+    builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc.built("one", tmp_path)
+    (path,) = tmp_path.iterdir()
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert [nvrtc.built(source, tmp_path) for source in ("one", "two")] == [b"ONE", b"TWO"]
+    assert len(builds) == 3
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_can_not_be_made_stops_nothing(builds: list[str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -26,14 +27,33 @@ def built(source: str, folder: Path = BUILT) -> bytes:
     digest = hashlib.sha256("\0".join((source, architecture, version, *_OPTIONS)).encode()).hexdigest()
     # OSError: without the folder it is built again at each start. RuntimeError: there is no home
     with suppress(OSError, RuntimeError):
-        kept = (folder.expanduser() / digest).read_bytes()
+        kept = _own_content(_own_folder(folder) / digest)
         # a crash may leave a file empty or short, which the driver would refuse at every start
         if hashlib.sha256(kept[_SUM:]).digest() == kept[:_SUM]:
             return kept[_SUM:]
     code = compiled(source, architecture)
     with suppress(OSError, RuntimeError):
-        write_whole(folder.expanduser() / digest, hashlib.sha256(code).digest() + code)
+        write_whole(_own_folder(folder) / digest, hashlib.sha256(code).digest() + code)
     return code
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder, for this user only: what lies there runs. Raises OSError if it belongs to another user."""
+    folder = folder.expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    if about.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def _own_content(path: Path) -> bytes:
+    """Nothing of a file that others may have written. Raises OSError."""
+    with path.open("rb") as file:
+        about = os.fstat(file.fileno())
+        return b"" if about.st_uid != os.geteuid() or about.st_mode & 0o022 else file.read()
 
 
 def write_whole(path: Path, content: bytes) -> None:
