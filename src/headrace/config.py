@@ -244,6 +244,16 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """Where `headrace chat` finds its model, if not in its own process."""
+
+    url: str | None = knob(
+        None, "chat with a server that speaks OpenAI's API, and with MODEL only if it serves several", metavar="URL"
+    )
+    url_key: str | None = knob(None, "API key of that server", metavar="KEY", needs="url")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: str = DEFAULT_MODEL
     models: ModelConfig = ModelConfig()
@@ -251,6 +261,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     media: MediaConfig = MediaConfig()
     defaults: DefaultsConfig = DefaultsConfig()
+    chat: ChatConfig = ChatConfig()
 
 
 _SECTIONS: Mapping[str, type] = {
@@ -259,7 +270,10 @@ _SECTIONS: Mapping[str, type] = {
     "server": ServerConfig,
     "media": MediaConfig,
     "defaults": DefaultsConfig,
+    "chat": ChatConfig,
 }
+
+_SERVED = ("models", "engine", "server", "media", "defaults")
 
 
 def set_up_libraries() -> None:
@@ -309,7 +323,7 @@ def load_config(
     *,
     program: str = "headrace",
     about: str = "",
-    sections: Sequence[str] = tuple(_SECTIONS),
+    sections: Sequence[str] = _SERVED,
     default_model: str = DEFAULT_MODEL,
 ) -> Config:
     """The configuration from `[MODEL] [--flag value...]` and the environment.

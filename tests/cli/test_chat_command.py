@@ -10,10 +10,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, Step, fake_session
+from fakes import END, FakeEngine, PlainTemplate, fake_session
 
 from headrace.cli import chat
-from headrace.cli.chat import Conversation, converse
+from headrace.cli.chat import Conversation, LocalChat, converse
+from headrace.cli.chat_display import PlainDisplay
 from headrace.config import Config
 from headrace.errors import InvalidRequest
 from headrace.types.chat import ChatMessage, TextPart
@@ -30,17 +31,6 @@ class Interrupted(FakeEngine):
             yield output
 
 
-class Terminal(io.StringIO):
-    """An output that may be a terminal."""
-
-    def __init__(self, *, colored: bool = False) -> None:
-        super().__init__()
-        self._colored = colored
-
-    def isatty(self) -> bool:
-        return self._colored
-
-
 def person(*lines: str | BaseException) -> Callable[[str], str]:
     """Someone who types these lines, or presses these keys, and then ends the input."""
     typed = iter(lines)
@@ -54,15 +44,14 @@ def person(*lines: str | BaseException) -> Callable[[str], str]:
     return ask
 
 
-def talk(
-    engine: FakeEngine, *lines: str | BaseException, out: Terminal | None = None, template: PlainTemplate | None = None
-) -> str:
-    out = out or Terminal()
+def talk(engine: FakeEngine, *lines: str | BaseException, template: PlainTemplate | None = None) -> str:
+    out = io.StringIO()
     clock = itertools.count(0.0, 0.5).__next__
     # a shell that starts this in the background has Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with asyncio.Runner() as runner:
-        converse(Conversation(fake_session(engine, template), out, clock), runner, person(*lines))
+        source = LocalChat(fake_session(engine, template))
+        converse(Conversation(source, PlainDisplay(out), clock), runner, person(*lines))
     return out.getvalue()
 
 
@@ -83,20 +72,19 @@ def test_each_turn_sees_the_turns_before_it_until_a_reset() -> None:
     assert prompts(engine) == ["user: one\n", "user: one\nassistant: A\nuser: two\n", "user: three\n"]
 
 
-def test_exit_ends_and_empty_lines_ask_nothing() -> None:
+@pytest.mark.parametrize("end", ["/bye", "/exit"])
+def test_bye_ends_and_empty_lines_ask_nothing(end: str) -> None:
     engine = FakeEngine("A")
-    talk(engine, "", "  ", "/exit", "never said")
+    talk(engine, "", "  ", end, "never said")
     assert engine.requests == []
 
 
-def test_thinking_is_a_line_of_its_own_dim_on_a_terminal_and_plain_elsewhere() -> None:
-    script: list[Step] = ["<think>hm</think>", "yes"]
-    assert talk(FakeEngine(*script), "q", out=Terminal(colored=True)).startswith("\x1b[2mhm\x1b[0m\nyes\n\x1b[2m[")
-    assert talk(FakeEngine(*script), "q").startswith("hm\nyes\n[")
+def test_thinking_is_a_line_of_its_own() -> None:
+    assert talk(FakeEngine("<think>hm</think>", "yes"), "q").startswith("hm\nyes\n[")
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
-    shown = talk(FakeEngine("a\x1b]0;title\x07b\n\tc"), "q", out=Terminal(colored=True))
+    shown = talk(FakeEngine("a\x1b]0;title\x07b\n\tc"), "q")
     assert shown.startswith("a\ufffd]0;title\ufffdb\n\tc\n")
 
 
@@ -128,8 +116,8 @@ def test_ctrl_c_at_the_prompt_only_drops_the_line(capsys: pytest.CaptureFixture[
 def test_a_turn_that_fails_says_why_and_leaves_no_trace() -> None:
     engine = FakeEngine("A")
     failing = PlainTemplate(error=InvalidRequest("no such role"))
-    out = Terminal()
-    conversation = Conversation(fake_session(engine, failing), out)
+    out = io.StringIO()
+    conversation = Conversation(LocalChat(fake_session(engine, failing)), PlainDisplay(out))
     with asyncio.Runner() as runner:
         converse(conversation, runner, person("one", "two"))
     assert out.getvalue() == "\nheadrace: no such role\n" * 2

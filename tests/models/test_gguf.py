@@ -46,6 +46,9 @@ class Metadata:
         raise TypeError(value)
 
 
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+
+
 def q4_1(random: np.random.Generator, rows: int, columns: int) -> tuple[bytes, np.ndarray]:
     """Random blocks and the numbers they stand for: 32 weights of scale * (0…15) + minimum; low nibbles come first."""
     scale = random.uniform(0.01, 0.02, (rows, columns // 32, 1)).astype(np.float16)
@@ -153,7 +156,7 @@ def write(path: Path, changes: dict[str, Any] | None = None, extra_tensor: str |
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     folder = tmp_path_factory.mktemp("converted")
     meant = write(folder.parent / "tiny.gguf")
-    gguf.convert(folder.parent / "tiny.gguf", folder)
+    gguf.convert(folder.parent / "tiny.gguf", folder, SAMPLING)
     return folder, meant
 
 
@@ -229,7 +232,7 @@ def test_the_config_and_the_end_tokens_are_the_files(converted: tuple[Path, dict
     }
     assert {name: config[name] for name in expected} == expected
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
+    assert generation == {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2, **SAMPLING}
 
 
 def test_the_tokenizer_merges_splits_digits_and_keeps_markers(converted: tuple[Path, dict[str, np.ndarray]]) -> None:
@@ -262,17 +265,17 @@ def test_the_tokenizer_merges_splits_digits_and_keeps_markers(converted: tuple[P
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     write(tmp_path / "odd.gguf", changes)
     with pytest.raises(ModelError, match=named):
-        gguf.convert(tmp_path / "odd.gguf", tmp_path)
+        gguf.convert(tmp_path / "odd.gguf", tmp_path, SAMPLING)
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "odd.gguf", extra_tensor="blk.0.attn_sinks.weight")
     with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks"):
-        gguf.convert(tmp_path / "odd.gguf", tmp_path)
+        gguf.convert(tmp_path / "odd.gguf", tmp_path, SAMPLING)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"something else entirely, and long enough to be read"])
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "damaged.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=r"damaged\.gguf"):
-        gguf.convert(tmp_path / "damaged.gguf", tmp_path)
+        gguf.convert(tmp_path / "damaged.gguf", tmp_path, SAMPLING)

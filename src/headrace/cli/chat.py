@@ -1,4 +1,4 @@
-"""`headrace chat [MODEL]`: a conversation in the terminal."""
+"""`headrace chat [MODEL]`: a conversation in the terminal, with a model of this process or of a server."""
 
 from __future__ import annotations
 
@@ -6,109 +6,159 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import TextIO
+from pathlib import Path
+from typing import Protocol
 
+from headrace.cli.chat_commands import ChatCommands
+from headrace.cli.chat_display import Display, PlainDisplay, TerminalDisplay
+from headrace.cli.chat_input import terminal_input, unquoted
+from headrace.cli.chat_remote import RemoteChat
+from headrace.cli.chat_state import ChatState
 from headrace.cli.defaults import server_defaults
+from headrace.cli.progress import PromptProgress, Waiting, loading_text
 from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
-from headrace.config import Config, warn_of_unknown_variables
+from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
-from headrace.types.events import Finished, Reasoning, Text
+from headrace.types.events import Event, Finished, Reasoning, Text
+from headrace.types.status import RequestStatus
 
-with suppress(ImportError):
-    # Only its import is wanted: it gives input() line editing and a history. Not every Python is built with it.
-    import readline  # noqa: F401
+_PROMPT = ">>> "
+_HISTORY = "chat-history"
+_POLL_S = 0.25
 
-_DIM = "\x1b[2m"
-_PLAIN = "\x1b[0m"
-_PROMPT = "> "
 
-# A model may output control characters that move a terminal's cursor or change its title.
-_CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+class ChatSource(Protocol):
+    """What answers: a session, or a server."""
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        """Events of the answer. Raises HeadraceError."""
+
+    async def requests(self) -> Sequence[RequestStatus]:
+        """The requests in progress; empty if unknown."""
+
+
+class LocalChat:
+    """A model of this process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        return self._session.chat(request)
+
+    async def requests(self) -> Sequence[RequestStatus]:
+        return (await self._session.status()).requests
 
 
 def run(config: Config) -> None:
-    """Loads the model and talks until /exit or the end of input. Raises ConfigError and ModelError."""
+    """Talks until /bye or the end of input. Raises ConfigError and ModelError."""
     warn_of_unknown_variables()
+    if config.chat.url is not None:
+        name = None if config.model == DEFAULT_MODEL else config.model
+        # One loop for all turns: connections belong to the loop that made them.
+        with asyncio.Runner() as runner:
+            remote = RemoteChat(config.chat.url, name, config.chat.url_key)
+            print(f"{runner.run(remote.prepare())} at {config.chat.url}; /help lists the commands")
+            try:
+                _talk(config, remote, runner)
+            finally:
+                runner.run(remote.aclose())
+        return
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
-    engine = Engine.launch(config, text.constraints)
+    with Waiting(loading_text(config)):
+        engine = Engine.launch(config, text.constraints)
     try:
-        # Without preparing turns: while this waits for input, its event loop stands still.
+        # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
         session = Session.over(engine, text, defaults=server_defaults(config.defaults))
-        for line in (*engine.model.report, *session.notes):
-            print(line)
-        print("/reset starts over, /exit ends, Ctrl-C stops an answer")
-        # One loop for all turns: the engine's answers come back to the loop that asked.
+        if not session.takes_chats:
+            raise ConfigError(f"{engine.model.name} has no chat template: it is a base model, for completions only")
+        print(f"{engine.model.name}; /help lists the commands")
         with asyncio.Runner() as runner:
-            converse(Conversation(session, sys.stdout), runner, input)
+            _talk(config, LocalChat(session), runner)
     finally:
         engine.stop()
 
 
+def _talk(config: Config, source: ChatSource, runner: asyncio.Runner) -> None:
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        ask = terminal_input(Path(config.models.model_folder).expanduser() / _HISTORY)
+        converse(Conversation(source, TerminalDisplay()), runner, ask)
+    else:
+        converse(Conversation(source, PlainDisplay(sys.stdout)), runner, input)
+
+
 class Conversation:
-    """The turns so far, and how to print the next one."""
+    """The turns so far, and how the next one is asked and shown."""
 
-    def __init__(self, session: Session, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._session = session
-        self._out = out
+    def __init__(self, source: ChatSource, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = ChatState()
+        self._source = source
+        self._display = display
         self._clock = clock
-        self._messages: list[ChatMessage] = []
-        self._colored = out.isatty()
-        self._ends_thinking = False
 
-    def reset(self) -> None:
-        self._messages.clear()
+    def command(self, line: str) -> bool:
+        """Runs a line that begins with a slash; whether the conversation goes on."""
+        return ChatCommands(self.state, self._display.note).run(line)
 
     async def say(self, text: str) -> None:
-        """Run one turn: stream the answer, then print its speed.
+        """One turn: streams the answer, then says how fast it came.
 
-        An interrupted answer stays in the history as far as it came. A turn that fails or is interrupted before any
-        text leaves no trace: an empty answer would confuse the model, and a refused turn would be refused again.
+        An answer that is cut off by cancellation stays in the history as far as it came. A turn that fails or that is
+        cut off before it says anything leaves no trace: an empty answer would confuse the model, and what one turn
+        was refused for would be refused again.
         """
-        messages = (*self._messages, ChatMessage("user", (TextPart(text),)))
+        request = self.state.request(f"chat-{secrets.token_hex(8)}", text)
         turn = _Turn(self._clock)
-        self._ends_thinking = False
+        watch = asyncio.create_task(self._watch()) if self._display.shows_progress else None
         try:
-            events = self._session.chat(ChatRequest(f"chat-{secrets.token_hex(8)}", messages))
-            async with aclosing(events):
+            async with aclosing(self._source.chat(request)) as events:
                 async for event in events:
                     turn.take(event)
+                    if watch is not None and isinstance(event, Text | Reasoning):
+                        watch.cancel()
                     self._show(event)
         except asyncio.CancelledError:
-            self._write("\n[stopped]\n")
+            self._display.end()
+            self._display.note("[stopped]")
             if turn.message().content:
-                self._messages = [*messages, turn.message()]
+                self.state.keep(request, turn.message())
             raise
         except HeadraceError as error:
-            self._write(f"\nheadrace: {error.message}\n")
+            self._display.end()
+            self._display.note(f"headrace: {error.message}")
             return
-        self._messages = [*messages, turn.message()]
-        self._write(f"\n{self._dimmed(turn.speed())}\n")
+        finally:
+            if watch is not None:
+                watch.cancel()
+        self.state.keep(request, turn.message())
+        self._display.end()
+        self._display.note(turn.speed())
 
-    def _show(self, event: object) -> None:
+    async def _watch(self) -> None:
+        """Shows how far the prompt is, until it is cancelled."""
+        progress = PromptProgress()
+        with suppress(HeadraceError):
+            while True:
+                self._display.wait(progress.text(await self._source.requests(), time.monotonic()))
+                await asyncio.sleep(_POLL_S)
+
+    def _show(self, event: Event) -> None:
         match event:
             case Reasoning(text):
-                self._write(self._dimmed(text.translate(_CONTROL_CHARACTERS)))
-                self._ends_thinking = True
+                self._display.reasoning(text)
             case Text(text):
-                self._write(("\n" if self._ends_thinking else "") + text.translate(_CONTROL_CHARACTERS))
-                self._ends_thinking = False
-
-    def _dimmed(self, text: str) -> str:
-        return f"{_DIM}{text}{_PLAIN}" if self._colored else text
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
+                self._display.text(text)
 
 
 class _Turn:
-    """The text and times of one answer."""
+    """What one answer said, and when."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -118,7 +168,7 @@ class _Turn:
         self._content: list[str] = []
         self._reasoning: list[str] = []
 
-    def take(self, event: object) -> None:
+    def take(self, event: Event) -> None:
         if isinstance(event, Finished):
             self._finished = event
         if isinstance(event, Text | Reasoning):
@@ -129,39 +179,40 @@ class _Turn:
             self._reasoning.append(event.text)
 
     def message(self) -> ChatMessage:
-        """The answer for the history."""
+        """The answer as the history keeps it."""
         content = (TextPart("".join(self._content)),) if self._content else ()
         return ChatMessage("assistant", content, reasoning="".join(self._reasoning) or None)
 
     def speed(self) -> str:
-        """Number of tokens, time to the first, tokens per second after it, and the reason if the answer was cut."""
+        """Tokens, time to the first, tokens per second after it, reused prompt tokens, and the reason of a cut."""
         if self._finished is None or self._first is None:
             return "[no text]"
-        num_tokens = self._finished.usage.num_output_tokens
+        usage = self._finished.usage
         seconds = self._clock() - self._first
-        line = f"{num_tokens} tokens, first after {self._first - self._started:.2f} s"
-        if num_tokens > 1 and seconds > 0:
-            line += f", {(num_tokens - 1) / seconds:.1f} tokens/s"
+        line = f"{usage.num_output_tokens} tokens, first after {self._first - self._started:.2f} s"
+        if usage.num_output_tokens > 1 and seconds > 0:
+            line += f", {(usage.num_output_tokens - 1) / seconds:.1f} tokens/s"
+        if usage.num_cached_tokens:
+            line += f", {usage.num_cached_tokens} of {usage.num_prompt_tokens} prompt tokens reused"
         return f"[{line}]" if self._finished.reason == "stop" else f"[{line}, cut: {self._finished.reason}]"
 
 
 def converse(conversation: Conversation, runner: asyncio.Runner, ask: Callable[[str], str]) -> None:
-    """Run turns until /exit or the end of input. Ctrl-C stops an answer, or clears the line at the prompt."""
+    """Turns until /bye or the end of input. Ctrl-C stops an answer, and at the prompt only the line."""
     while True:
         try:
-            entered = ask(_PROMPT).strip()
+            line = ask(_PROMPT).strip()
         except EOFError:
             return
         except KeyboardInterrupt:
             print()
             continue
-        if entered == "/exit":
-            return
-        if entered == "/reset":
-            conversation.reset()
-        elif entered:
+        if line.startswith("/"):
+            if not conversation.command(line):
+                return
+        elif text := unquoted(line):
             try:
                 # The runner turns Ctrl-C into a cancellation of the turn, and that into KeyboardInterrupt here.
-                runner.run(conversation.say(entered))
+                runner.run(conversation.say(text))
             except KeyboardInterrupt:
                 continue

@@ -40,8 +40,8 @@ def _parse_chat(words: Sequence[str]) -> Any:
     return load_config(
         words,
         program="headrace chat",
-        about="Chat with a model in the terminal. /reset starts over, /exit ends, Ctrl-C stops an answer.",
-        sections=("models", "engine", "defaults"),
+        about="Chat with a model in the terminal. /help lists what else can be typed; Ctrl-C stops an answer.",
+        sections=("chat", "models", "engine", "defaults"),
     )
 
 

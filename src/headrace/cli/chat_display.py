@@ -1,0 +1,154 @@
+"""How answers are shown: as plain text, or in a terminal as Markdown that grows."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.spinner import Spinner
+from rich.text import Text
+
+# A model may say anything, also what moves a terminal's cursor or changes its title.
+_CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+_FENCE = re.compile(r" {0,3}(```|~~~)")
+
+
+class Display(Protocol):
+    """shows_progress: `wait` shows something."""
+
+    shows_progress: bool
+
+    def wait(self, text: str) -> None:
+        """Nothing has come yet; what is known about when it will."""
+
+    def reasoning(self, text: str) -> None: ...
+
+    def text(self, text: str) -> None: ...
+
+    def end(self) -> None:
+        """The answer is over, or was stopped."""
+
+    def note(self, text: str) -> None:
+        """A line of ours."""
+
+
+class PlainDisplay:
+    """Text as it comes, for pipes and files."""
+
+    shows_progress = False
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._ends_thinking = False
+
+    def wait(self, text: str) -> None:
+        pass
+
+    def reasoning(self, text: str) -> None:
+        self._write(text.translate(_CONTROL_CHARACTERS))
+        self._ends_thinking = True
+
+    def text(self, text: str) -> None:
+        self._write(("\n" if self._ends_thinking else "") + text.translate(_CONTROL_CHARACTERS))
+        self._ends_thinking = False
+
+    def end(self) -> None:
+        self._write("\n")
+        self._ends_thinking = False
+
+    def note(self, text: str) -> None:
+        self._write(f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class TerminalDisplay:
+    """Thinking dimmed, text as Markdown, wrapped at words. What can still change is redrawn, the rest stays."""
+
+    shows_progress = True
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = Console(highlight=False) if console is None else console
+        self._live: Live | None = None
+        self._open = ""
+        self._is_thinking = False
+        self._has_printed = False
+
+    def wait(self, text: str) -> None:
+        self._redraw(Spinner("dots", Text(f" {text or 'waiting for the first token'}", "dim")))
+
+    def reasoning(self, text: str) -> None:
+        self._add(text, is_thinking=True)
+
+    def text(self, text: str) -> None:
+        self._add(text, is_thinking=False)
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._print(self._open)
+        self._open, self._has_printed = "", False
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, "dim"))
+
+    def _add(self, text: str, *, is_thinking: bool) -> None:
+        if is_thinking != self._is_thinking:
+            self._print(self._open)
+            self._open, self._is_thinking = "", is_thinking
+        whole, self._open = split_blocks(self._open + text.translate(_CONTROL_CHARACTERS))
+        self._print(whole)
+        self._redraw(_Tail(self._form(self._open)))
+
+    def _print(self, text: str) -> None:
+        """For good, above what is redrawn."""
+        if text.strip():
+            if self._has_printed:
+                self._console.print()
+            self._console.print(self._form(text))
+            self._has_printed = True
+
+    def _form(self, text: str) -> RenderableType:
+        text = text.strip("\n")
+        return Text(text, "dim") if self._is_thinking else Markdown(text)
+
+    def _redraw(self, shown: RenderableType) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, transient=True, refresh_per_second=10)
+            self._live.start()
+        self._live.update(shown)
+
+
+class _Tail:
+    """The last lines of something, as many as fit on the screen."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._shown, options, pad=False)
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """Markdown blocks that are complete, and the rest: it is cut at the last blank line outside a code fence."""
+    end = position = 0
+    fence: str | None = None
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        match = _FENCE.match(line)
+        if match is not None:
+            fence = match[1] if fence is None else (None if fence == match[1] else fence)
+        elif not line.strip() and line.endswith("\n") and fence is None:
+            end = position
+    return text[:end], text[end:]

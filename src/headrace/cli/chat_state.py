@@ -1,0 +1,166 @@
+"""A conversation as data: its turns, its settings, and its form in a file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mimetypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import ConfigError
+from headrace.types.chat import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    MediaPart,
+    RequestedSampling,
+    RequestedStop,
+    TextPart,
+)
+
+_ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+@dataclass
+class ChatState:
+    """system: the system message, empty for none. pending: images and videos for the next question."""
+
+    system: str = ""
+    messages: list[ChatMessage] = field(default_factory=list)
+    pending: list[MediaPart] = field(default_factory=list)
+    sampling: RequestedSampling = RequestedSampling()
+    max_tokens: int | None = None
+    enable_thinking: bool | None = None
+
+    def reset(self) -> None:
+        """Forgets the turns; settings stay."""
+        self.messages.clear()
+        self.pending.clear()
+
+    def request(self, request_id: str, text: str) -> ChatRequest:
+        """The next question with all turns before it."""
+        question = ChatMessage("user", (*self.pending, TextPart(text)))
+        head = (ChatMessage("system", (TextPart(self.system),)),) if self.system else ()
+        return ChatRequest(
+            request_id,
+            (*head, *self.messages, question),
+            sampling=self.sampling,
+            stop=RequestedStop(max_tokens=self.max_tokens),
+            enable_thinking=self.enable_thinking,
+        )
+
+    def keep(self, request: ChatRequest, answer: ChatMessage) -> None:
+        """Adds a turn that was answered."""
+        self.messages += (request.messages[-1], answer)
+        self.pending.clear()
+
+    def set(self, name: str, value: str) -> None:
+        """Sets one of SETTINGS; `default` leaves it to the model. Raises ConfigError."""
+        if name not in SETTINGS:
+            raise ConfigError(f"there is no setting {name!r}, only {', '.join(SETTINGS)}")
+        try:
+            parsed = None if value == "default" else SETTINGS[name](value)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{name} can't be {value!r}") from error
+        if name == "thinking":
+            self.enable_thinking = parsed
+        elif name == "max_tokens":
+            self.max_tokens = parsed
+        else:
+            changes: dict[str, Any] = {name: parsed}
+            self.sampling = replace(self.sampling, **changes)
+
+    def attach(self, kind: Literal["image", "video"], path: str) -> None:
+        """Adds a file to the next question. Raises ConfigError."""
+        file = Path(path).expanduser()
+        try:
+            data = base64.b64encode(file.read_bytes()).decode()
+        except OSError as error:
+            raise ConfigError(f"{file} can't be read: {error.strerror}") from error
+        media_type = mimetypes.guess_type(file.name)[0] or f"{kind}/*"
+        self.pending.append(MediaPart(kind, f"data:{media_type};base64,{data}"))
+
+    def save(self, path: str) -> None:
+        """Writes the turns as messages of OpenAI's chat API. Raises ConfigError."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        try:
+            Path(path).expanduser().write_text(
+                json.dumps(head + json_messages(self.messages), ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+            )
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error.strerror}") from error
+
+    def load(self, path: str) -> None:
+        """Replaces the turns by those of a file that `save` wrote. Raises ConfigError, and then changes nothing."""
+        try:
+            messages = [_message(each) for each in json.loads(Path(path).expanduser().read_text(encoding="utf-8"))]
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} holds no saved conversation") from error
+        parts = [part for one in messages if one.role == "system" for part in one.content]
+        self.reset()
+        self.system = "\n".join(part.text for part in parts if isinstance(part, TextPart))
+        self.messages = [one for one in messages if one.role != "system"]
+
+
+_SWITCH = {"on": True, "off": False}
+
+SETTINGS: Mapping[str, Any] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "seed": int,
+    "max_tokens": int,
+    "thinking": _SWITCH.__getitem__,
+}
+"""What `/set` knows, and how each value is read."""
+
+
+def json_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as OpenAI's chat API has them, with the answers' thinking as `reasoning_content`."""
+    return [
+        {
+            "role": message.role,
+            "content": _json_content(message.content),
+            **({"reasoning_content": message.reasoning} if message.reasoning else {}),
+        }
+        for message in messages
+    ]
+
+
+def _json_content(parts: Sequence[ContentPart]) -> str | list[dict[str, Any]]:
+    if all(isinstance(part, TextPart) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": f"{part.kind}_url", f"{part.kind}_url": {"url": part.source}}
+        for part in parts
+    ]
+
+
+def _message(value: Mapping[str, Any]) -> ChatMessage:
+    content = value["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return ChatMessage(
+        _ROLES[value["role"]], tuple(_part(part) for part in parts), reasoning=value.get("reasoning_content")
+    )
+
+
+def _part(value: Mapping[str, Any]) -> ContentPart:
+    if value["type"] == "text":
+        return TextPart(str(value["text"]))
+    kind: Literal["image", "video"] = "video" if value["type"] == "video_url" else "image"
+    return MediaPart(kind, str(value[f"{kind}_url"]["url"]))

@@ -1,0 +1,156 @@
+"""What the chat's commands change, and the chat with a server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+
+import pytest
+from fakes import END, FakeEngine, PlainTemplate, fake_session
+from loopback import serving
+
+from headrace.cli.chat_commands import COMMANDS, ChatCommands
+from headrace.cli.chat_remote import RemoteChat
+from headrace.cli.chat_state import ChatState
+from headrace.config import ServerConfig
+from headrace.errors import ConfigError, GenerationFailed
+from headrace.types.chat import ChatMessage, MediaPart, TextPart
+from headrace.types.events import Event, Finished, Reasoning, Text
+
+
+def run(state: ChatState, *lines: str) -> list[str]:
+    said: list[str] = []
+    commands = ChatCommands(state, said.append)
+    assert all(commands.run(line) for line in lines)
+    return said
+
+
+def test_help_names_every_command() -> None:
+    said = "\n".join(run(ChatState(), "/help"))
+    assert all(usage in said for usage in COMMANDS)
+
+
+def test_settings_go_into_the_request_and_back_to_the_models() -> None:
+    state = ChatState()
+    run(state, "/set temperature 0.5", "/set top_k 3", "/set max_tokens 7", "/set thinking off", "/system Be brief.")
+    request = state.request("id", "hi")
+    assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 3)
+    assert (request.stop.max_tokens, request.enable_thinking) == (7, False)
+    assert request.messages == (
+        ChatMessage("system", (TextPart("Be brief."),)),
+        ChatMessage("user", (TextPart("hi"),)),
+    )
+    run(state, "/set temperature default", "/set thinking default", "/system")
+    request = state.request("id", "hi")
+    assert (request.sampling.temperature, request.enable_thinking) == (None, None)
+    assert len(request.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/set heat 1", "no setting 'heat'"),
+        ("/set temperature warm", "temperature can't be 'warm'"),
+        ("/set thinking maybe", "thinking can't be 'maybe'"),
+        ("/set temperature", "usage: /set NAME VALUE"),
+        ("/image", "usage: /image FILE"),
+        ("/image 'half", "No closing quotation"),
+        ("/image /no/such/file", "can't be read"),
+        ("/load /no/such/file", "can't be read"),
+        ("/save /no/such/folder/file", "can't be written"),
+        ("/sav x", "did you mean /save?"),
+    ],
+)
+def test_a_mistake_is_told_and_changes_nothing(line: str, said: str) -> None:
+    state = ChatState()
+    assert said in run(state, line)[0]
+    assert state == ChatState()
+
+
+def test_an_image_goes_with_the_next_question_only(tmp_path: Path) -> None:
+    (tmp_path / "a picture.png").write_bytes(b"pixels")
+    state = ChatState()
+    run(state, f"/image '{tmp_path / 'a picture.png'}'")
+    first = state.request("id", "what is it?")
+    expected = MediaPart("image", f"data:image/png;base64,{base64.b64encode(b'pixels').decode()}")
+    assert first.messages[-1].content == (expected, TextPart("what is it?"))
+    state.keep(first, ChatMessage("assistant", (TextPart("a dot"),)))
+    second = state.request("id", "sure?")
+    assert second.messages[0].content[0] == expected
+    assert second.messages[-1].content == (TextPart("sure?"),)
+
+
+def test_a_saved_conversation_is_loaded_as_it_was(tmp_path: Path) -> None:
+    state = ChatState(system="Be brief.")
+    state.messages = [
+        ChatMessage("user", (MediaPart("video", "data:video/mp4;base64,AAAA"), TextPart("ß?"))),
+        ChatMessage("assistant", (TextPart("yes"),), reasoning="hm"),
+    ]
+    run(state, f"/save {tmp_path / 'file'}")
+    loaded = ChatState()
+    assert run(loaded, f"/load {tmp_path / 'file'}") == ["2 messages loaded"]
+    assert (loaded.system, loaded.messages) == (state.system, state.messages)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '[{"role": "root", "content": "x"}]', '[{"role": "user"}]'])
+def test_what_is_no_conversation_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    state = ChatState(system="stays")
+    assert "no saved conversation" in run(state, f"/load {tmp_path / 'file'}")[0]
+    assert state.system == "stays"
+
+
+def remote(engine: FakeEngine, key: str | None = None, *, lines: tuple[str, ...] = ()) -> tuple[list[Event], str]:
+    """The events of one question to our own server, which speaks that API."""
+
+    async def scenario() -> tuple[list[Event], str]:
+        async with serving(fake_session(engine, PlainTemplate()), ServerConfig(api_key="k" if key else None)) as url:
+            chat = RemoteChat(f"{url}/v1", None, key)
+            state = ChatState()
+            run(state, *lines)
+            try:
+                name = await chat.prepare()
+                return [event async for event in chat.chat(state.request("id", "hi"))], name
+            finally:
+                await chat.aclose()
+
+    return asyncio.run(scenario())
+
+
+def test_a_server_answers_like_a_model_of_this_process() -> None:
+    engine = FakeEngine("<think>hm</think>", "yes", (END,))
+    events, name = remote(engine, "k", lines=("/set temperature 0.5", "/set seed 3"))
+    assert name == "fake-model"
+    assert "".join(event.text for event in events if isinstance(event, Reasoning)) == "hm"
+    assert "".join(event.text for event in events if isinstance(event, Text)) == "yes"
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.usage.num_output_tokens) == ("stop", len("<think>hm</think>yes") + 1)
+    assert (engine.requests[0].sampling.temperature, engine.requests[0].sampling.seed) == (0.5, 3)
+
+
+def test_a_refusal_of_the_server_is_told_in_its_words() -> None:
+    with pytest.raises(GenerationFailed, match="temperature"):
+        remote(FakeEngine("a"), lines=("/set temperature 9",))
+    with pytest.raises(ConfigError, match="API key is wrong"):
+        remote(FakeEngine("a"), "wrong")
+
+
+def test_where_nothing_listens_the_address_is_told() -> None:
+    async def scenario() -> None:
+        await RemoteChat("http://127.0.0.1:9", None, None).prepare()
+
+    with pytest.raises(ConfigError, match="nothing answers at http://127.0.0.1:9"):
+        asyncio.run(scenario())
+
+
+def test_a_saved_file_is_json_of_the_chat_api(tmp_path: Path) -> None:
+    state = ChatState()
+    state.keep(state.request("id", "q"), ChatMessage("assistant", (TextPart("a"),)))
+    state.save(str(tmp_path / "file"))
+    assert json.loads((tmp_path / "file").read_text()) == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
