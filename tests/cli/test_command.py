@@ -42,7 +42,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
         # A turn is said, and another one after the reader has gone: that one can't be written.
         process.stdin.write(b"hello\n")
         process.stdin.flush()
-        while not (line := process.stdout.readline()).startswith(b"> word"):
+        while not (line := process.stdout.readline()).startswith(b">>> word"):
             assert line, process.stderr.read()
         process.stdout.close()
         process.stdin.write(b"hello\n" * 20)
