@@ -10,7 +10,7 @@ That is how rejected drafts and padding are taken out of a scan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
@@ -142,35 +142,15 @@ def _cuda(tokens: Tokens, state: mx.array, keep: int | None) -> Scan:
         return Scan(*chunked(tokens, state, keep, 0))
     rows, num_tokens = tokens.v.shape[:2]
     stops = [num_tokens] if keep is None else [keep, num_tokens]
-    plan = [(row * num_tokens, num_tokens, 0, row, row * len(stops), len(stops)) for row in range(rows)]
+    plan = [
+        (row * num_tokens, num_tokens, num_tokens, 0, row, 0, 0, row * len(stops), len(stops)) for row in range(rows)
+    ]
     packed = Prepared(*(x.reshape(-1, *x.shape[2:]) for x in (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)))
-    y, states = cuda_delta.scan(mx.array(plan, mx.int32), mx.array(stops * rows, mx.int32), packed, state)
+    # the kernel goes on in the states that it is given, which here are others' too
+    table = state * mx.array(1, state.dtype)
+    y, states = cuda_delta.scan_chunks(mx.array(plan, mx.int32), mx.array(stops * rows, mx.int32), packed, table)
     left = states.reshape(rows, len(stops), *state.shape[1:])
     return Scan(y.reshape(tokens.v.shape), left[:, -1], None if keep is None else left[:, 0])
-
-
-Chunk = tuple[int, int, int, int, int, int]
-"""A row of a plan, see backend/cuda/chunks.cuh."""
-
-
-def scan_chunks(
-    rows: Sequence[Chunk], ends: Sequence[int], plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """What `cuda_delta.scan` gives of packed chunks; rows, ends: what plan and stops hold."""
-    if mx.cuda.is_available() and cuda_delta.refusal(tokens.k.shape[-1], tokens.v.shape[-1]) is None:
-        return cuda_delta.scan(plan, stops, tokens, state)
-    outputs, states = [], []
-    for lo, num_tokens, _, old, first_stop, num_stops in rows:
-        own, done = state[old : old + 1], 0
-        for end in (*ends[first_stop : first_stop + num_stops], num_tokens):
-            if end > done:
-                part = Tokens(*(x[None, lo + done : lo + end] for x in tokens))
-                (y, own, _), done = chunked(part, own, None, 0), end
-                outputs.append(y[0])
-            states.append(own)
-        states.pop()  # after the last token, which is no stop or was one before
-    states += [mx.full(states[0].shape, mx.nan)] * (len(ends) - len(states))  # of stops that are no row's
-    return mx.concatenate(outputs), mx.concatenate(states)
 
 
 def _metal(tokens: Tokens, state: mx.array) -> tuple[mx.array, mx.array]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from headrace.backend.cuda.ops import Rows, normed, rounded, silu, undefined
 from headrace.backend.cuda.shapes import (
-    LONGEST_WINDOW,
     DeltaShape,
     DeltaTable,
-    Left,
     Prepared,
     Stash,
     Weights,
-    Windowed,
 )
 from headrace.backend.delta_chunks import Tokens, chunked
 
@@ -117,32 +112,6 @@ def _leave(table: DeltaTable, new: int, inputs: mx.array, found: Prepared, num_c
         held[new] = _padded(array[num_certain:], held.shape[1])
 
 
-def prepare(
-    shape: DeltaShape,
-    weights: Weights,
-    plan: mx.array,
-    stops: mx.array,
-    longest: int,
-    projected: mx.array,
-    old_raw: mx.array,
-) -> tuple[Prepared, mx.array]:
-    """Row by row."""
-    rows: Rows = plan.tolist()  # type: ignore[assignment]
-    num_context, ends, num_tokens = shape.kernel_size - 1, stops.tolist(), projected.shape[1]
-    key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
-    sizes = (*((key, projected.dtype),) * 2, (value, projected.dtype), *((value[:1], mx.float32),) * 2)
-    packed = Prepared(*(undefined((num_tokens, *size), dtype) for size, dtype in sizes))
-    raw = undefined((stops.size, num_context, shape.num_channels), projected.dtype)
-    for lo, count, end, old, first_stop, num_stops in rows:
-        own, context = projected[:, lo : lo + count], old_raw[old : old + 1, end - num_context : end]
-        for array, found in zip(packed, _prepared(shape, weights, own, context), strict=True):
-            array[lo : lo + count] = found
-        inputs = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)[0]
-        for stop in range(first_stop, first_stop + num_stops):
-            raw[stop] = inputs[ends[stop] : ends[stop] + num_context]  # type: ignore[index, operator]
-    return packed, raw
-
-
 def _prepared(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
     """Convolution, activation, unit keys and queries, gates of one row's tokens."""
     dtype, own = projected.dtype, projected[0].astype(mx.float32)
@@ -162,61 +131,6 @@ def _prepared(shape: DeltaShape, weights: Weights, projected: mx.array, context:
         decay,
         rounded(mx.sigmoid(b), dtype),
     )
-
-
-def window(
-    shape: DeltaShape,
-    weights: Weights,
-    plan: mx.array,
-    projected: mx.array,
-    old_raw: mx.array,
-    old_stash: Stash,
-    state: mx.array,
-) -> Windowed:
-    """Row by row: the replayed tokens of the old stash, then the row's own, through the recurrence; then the norm."""
-    context, longest, num_stashed = shape.kernel_size - 1, LONGEST_WINDOW, LONGEST_WINDOW - 1
-    rows: Rows = plan.tolist()  # type: ignore[assignment]
-    y = undefined((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
-    states, raws, stashes = [], [], []
-    for lo, num_tokens, num_certain, num_replay, end, old in rows:
-        if not num_tokens:
-            states.append(undefined(state.shape[1:], state.dtype))
-            raws.append(undefined((context + longest, shape.num_channels), projected.dtype))
-            stashes.append([undefined((num_stashed, *array.shape[2:]), array.dtype) for array in old_stash])
-            continue
-        own, before = projected[:, lo : lo + num_tokens], old_raw[old : old + 1, end - context : end]
-        new = _prepared(shape, weights, own, before)
-        # a row without tokens to replay may have no place in the old stash
-        replayed = Stash(*(array[old if num_replay else 0, :num_replay] for array in old_stash))
-        tokens = Stash(*(mx.concatenate([first, then]) for first, then in zip(replayed, new[1:], strict=True)))
-        # what a replayed token would say is not asked for: its key stands in for its query
-        found, kept = _recur(mx.concatenate([replayed.k, new.q]), tokens, state[old], num_replay + num_certain)
-        y[lo : lo + num_tokens] = found[num_replay:].astype(y.dtype)
-        states.append(kept)
-        raws.append(_padded(mx.concatenate([before, own[..., : shape.num_channels]], axis=1)[0], context + longest))
-        stashes.append([_padded(array[num_certain:], num_stashed) for array in new[1:]])
-    stash = Stash(*(mx.stack(list(arrays)) for arrays in zip(*stashes, strict=True)))
-    return Windowed(gated_norm(shape, weights, y, projected), mx.stack(states), mx.stack(raws), stash)
-
-
-def gather(shape: DeltaShape, plan: mx.array, sources: Sequence[Left]) -> Left:
-    """Row by row."""
-    most = LONGEST_WINDOW
-    rows: Rows = plan.tolist()  # type: ignore[assignment]
-    (first_state, first_raw, first_stash), num_rows = sources[0], len(rows)
-    state = undefined((num_rows, *first_state.shape[1:]), first_state.dtype)
-    raw = undefined((num_rows, shape.kernel_size - 1 + most, shape.num_channels), first_raw.dtype)
-    stash = Stash(*(undefined((num_rows, most - 1, *array.shape[2:]), array.dtype) for array in first_stash))
-    for to, (source, row, end, num_replay) in enumerate(rows):
-        if not end:
-            continue
-        of = sources[source]
-        state[to] = of.state[row]
-        raw[to, :end] = of.raw[row, :end]
-        if num_replay:
-            for array, held in zip(stash, of.stash, strict=True):
-                array[to, :num_replay] = held[row, :num_replay]
-    return Left(state, raw, stash)
 
 
 def _recur(q: mx.array, tokens: Stash, state: mx.array, keep: int) -> tuple[mx.array, mx.array]:

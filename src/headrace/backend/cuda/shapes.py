@@ -117,21 +117,3 @@ class DeltaTable(NamedTuple):
     state: mx.array
     raw: mx.array
     stash: Stash
-
-
-class Left(NamedTuple):
-    """What a step leaves of its rows, or of some of them: state and raw inputs as in `Windowed`, and the stash."""
-
-    state: mx.array
-    raw: mx.array
-    stash: Stash
-
-
-class Windowed(NamedTuple):
-    """Output `[1, T, Hv · Dv]`, normed and gated; state `[B, Hv, Dv, Dk]` after the certain tokens, raw inputs, and the
-    uncertain tokens."""
-
-    out: mx.array
-    state: mx.array
-    raw: mx.array
-    stash: Stash
