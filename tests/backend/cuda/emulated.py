@@ -36,8 +36,8 @@ _STATEMENTS = {
     r'asm\("cvt\.rn\.bf16\.f32.*?;(?=\s*\})': "bits = to_bfloat16(x);",
     r'asm\("cvt\.rn\.f16\.f32.*?;(?=\s*\})': "bits = to_float16(x);",
     r'asm\("cvt\.f32\.f16.*?\);\n': "x = of_float16(bits);\n",
-    r'asm\("fma\.rn\.(bf?)16x2.*?"r"\(large\), "r"\((\w+)\), "r"\((\w+)\)\);': r"found = fused<'\1'>(large, \2, \3);",
-    r'asm volatile\("mma\.sync\S*\.f32\.(bf?|f)16\..*?\);\n': r"multiplied<'\1'>(c, a, b0, b1);" + "\n",
+    r'asm\("fma\.rn\.(bf|f)16x2.*?"r"\(large\), "r"\((\w+)\), "r"\((\w+)\)\);': r"found = fused<'\1'>(large, \2, \3);",
+    r'asm volatile\("mma\.sync\S*\.f32\.(bf|f)16\..*?\);\n': r"multiplied<'\1'>(c, a, b0, b1);" + "\n",
     r'asm volatile\("cp\.async\.cg.*?\);\n': "copied_later(to, from, 16);\n",
     r'asm volatile\("cp\.async\.ca.*?\);\n': "copied_later(to, from, BYTES);\n",
     r'asm volatile\("cp\.async\.commit_group.*?\);': "stage_ended();",
@@ -136,7 +136,7 @@ def _folder() -> Path:
 def _built(source: str, name: str) -> ctypes._NamedFuncPointer:
     for statement, replacement in _STATEMENTS.items():
         source = re.sub(statement, replacement, source, flags=re.DOTALL)
-    source = source.replace("<'bf'>", "<true>").replace("<'b'>", "<true>").replace("<'f'>", "<false>")
+    source = source.replace("<'bf'>", "<true>").replace("<'f'>", "<false>")
     assert "asm" not in source
     path = _folder() / f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:16]}.cpp"
     path.write_text(

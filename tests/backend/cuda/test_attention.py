@@ -147,6 +147,8 @@ LAYOUTS = {
     "a part of a warp's channels": (HeadShape(4, 2, 64), mx.bfloat16, 32, True, 1, True),
     "single precision": (HeadShape(4, 2, 64), mx.float32, 32, True, 3, True),
 }
+ODD = "three axes, a quarter of the channels, gates between the heads"
+"""The layout whose projection has an odd number of columns."""
 
 
 class Drawn(NamedTuple):
@@ -164,7 +166,7 @@ def heads_of(name: str, num_tokens: int) -> Drawn:
     shape, dtype, rotary, is_gated, num_axes, is_normed = LAYOUTS[name]
     head_dim, q_stride = shape.head_dim, shape.head_dim * (2 if is_gated else 1)
     k_at, kv_dim = shape.num_heads * q_stride, shape.num_kv_heads * head_dim
-    layout = Projection(k_at + 2 * kv_dim, q_stride, k_at, k_at + kv_dim, rotary)
+    layout = Projection(k_at + 2 * kv_dim + (name == ODD), q_stride, k_at, k_at + kv_dim, rotary)
     random = np.random.default_rng(len(name))
     positions = random.integers(0, 3000, (num_axes, num_tokens)).astype(np.int32)
     turns = (1e6 ** (-np.arange(rotary // 2) / (rotary // 2))).astype(np.float32)

@@ -24,11 +24,12 @@ SORTS = [
 ]
 
 
-def shape_of(num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int) -> DeltaShape:
+def shape_of(num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, kernel_size: int = 4) -> DeltaShape:
+    """Of a projection of an odd width where the convolution has an odd one."""
     channels, value_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim, num_v_heads * head_v_dim
     b_at = channels + value_dim
-    width = b_at + 2 * num_v_heads
-    return DeltaShape(num_k_heads, num_v_heads, head_k_dim, head_v_dim, 4, width, channels, b_at, b_at + num_v_heads)
+    width, a_at = b_at + 2 * num_v_heads + kernel_size % 2, b_at + num_v_heads
+    return DeltaShape(num_k_heads, num_v_heads, head_k_dim, head_v_dim, kernel_size, width, channels, b_at, a_at)
 
 
 class Numbers:

@@ -24,7 +24,7 @@ NUM_ADDED = 2
 def table_of(shape: DeltaShape, drawn: Numbers) -> DeltaTable:
     table = DeltaTable(
         drawn(NUM_SLOTS, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32),
-        drawn(2 * NUM_SLOTS, CONTEXT + LONGEST_WINDOW, shape.num_channels),
+        drawn(2 * NUM_SLOTS, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels),
         drawn.stash(2 * NUM_SLOTS, LONGEST_WINDOW - 1, shape),
     )
     mx.eval(table)
@@ -196,10 +196,15 @@ def test_stashed_tokens_are_settled_by_a_scan(heads: tuple[int, int, int, int], 
     before.check_untouched(table, {3, 0}, set())
 
 
+@pytest.mark.parametrize("kernel_size", [4, 3, 2])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_steps_and_chunks_leave_what_the_other_goes_on_from(dtype: mx.Dtype) -> None:
-    """25 tokens in a chunk with drafts behind it, two steps that take some of them, and a chunk again."""
-    shape, drawn = shape_of(*HEADS[2]), Numbers(11, dtype)
+def test_steps_and_chunks_leave_what_the_other_goes_on_from(dtype: mx.Dtype, kernel_size: int) -> None:
+    """25 tokens in a chunk with drafts behind it, two steps that take some of them, and a chunk again.
+
+    With a convolution over three tokens, rows of the projection and of the weights are of odd widths.
+    """
+    shape, drawn = shape_of(*HEADS[2], kernel_size), Numbers(11, dtype)
+    context = kernel_size - 1
     weights, table = drawn.weights(shape), table_of(shape, drawn)
     projected = drawn(1, 60, shape.width)
     wanted_out, wanted_state = whole(shape, weights, projected[:, :46])
@@ -224,10 +229,10 @@ def test_steps_and_chunks_leave_what_the_other_goes_on_from(dtype: mx.Dtype) -> 
     wrong = mx.concatenate([projected[:, :27], projected[:, 50:52]], axis=1)
     chunk(0, 29, 25, 0, -1, 4, wrong)
     # the two, a token and three drafts; one is right
-    step(27, 4, 2, CONTEXT + 2, 4, 5)
+    step(27, 4, 2, context + 2, 4, 5)
     said[-1] = said[-1][:, :2]
-    step(29, 1, 1, CONTEXT + 2, 5, 4)
-    chunk(30, 16, 16, CONTEXT + 1, 4, 5)
+    step(29, 1, 1, context + 2, 5, 4)
+    chunk(30, 16, 16, context + 1, 4, 5)
     got = mx.concatenate(said, axis=1)
     wanted = np.concatenate([wanted_out[:, :25], wanted_out[:, 27:]], axis=1)
     assert error(got, wanted) < TOLERANCE[dtype]
@@ -237,7 +242,7 @@ def test_steps_and_chunks_leave_what_the_other_goes_on_from(dtype: mx.Dtype) -> 
 def whole(shape: DeltaShape, weights: Weights, projected: mx.array) -> tuple[Float64, Float64]:
     """Output and last state of one row's tokens, all at once."""
     own = double(projected)[0]
-    *tokens, _ = layer_references.prepare(shape, weights, own, np.zeros((CONTEXT, shape.num_channels)))
+    *tokens, _ = layer_references.prepare(shape, weights, own, np.zeros((shape.kernel_size - 1, shape.num_channels)))
     nothing = np.zeros((shape.num_v_heads, shape.head_v_dim, shape.head_k_dim))
     y, state, _ = layer_references.scan(*tokens, nothing, None)
     return layer_references.gated_norm(shape, weights, y, own), state

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from backend.cuda import test_attention as attention_tests
 from backend.cuda import test_delta_table as table_tests
+from backend.cuda import test_matmul as matmul_tests
 from backend.cuda import test_put as put_tests
 from backend.cuda.emulated import emulation
 from backend.cuda.test_delta import HEADS
@@ -32,6 +33,12 @@ def test_chunks_of_a_gated_delta_layer(case: str) -> None:
 def test_stashed_tokens_are_settled() -> None:
     with emulation():
         table_tests.test_stashed_tokens_are_settled_by_a_scan(HEADS[2], mx.bfloat16)
+
+
+@pytest.mark.parametrize("kernel_size", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_layers_of_odd_widths(kernel_size: int) -> None:
+    with emulation():
+        table_tests.test_steps_and_chunks_leave_what_the_other_goes_on_from(mx.bfloat16, kernel_size)
 
 
 @pytest.mark.parametrize("case", ["keys of one slot", "odd widths", "more runs than blocks"])
@@ -71,3 +78,11 @@ def test_attention_of_a_row_is_the_same_however_blocks_share_the_work(monkeypatc
         with emulation(seed=num_blocks):
             found.append(attention.attend(shape, plan, 8, queries, slabs, scale))
     assert mx.array_equal(found[0], found[1]) and mx.array_equal(found[0], found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", matmul_tests.FORMS)
+def test_products_of_odd_widths_and_in_any_company(form: tuple[int, int]) -> None:
+    with emulation():
+        matmul_tests.test_gates_act_on_rounded_values_behind_them(form, 51)
+        matmul_tests.test_a_token_gets_the_same_product_in_any_company(form, 35)

@@ -72,7 +72,7 @@ def test_a_residual_is_added_to_the_rounded_product(form: tuple[int, int], num_f
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("width", [102, pytest.param(4250, marks=needs_gpu)])
+@pytest.mark.parametrize("width", [102, 51, pytest.param(4250, marks=needs_gpu)])
 def test_gates_act_on_rounded_values_behind_them(form: tuple[int, int], width: int) -> None:
     rng = np.random.default_rng(4)
     held, exact = weights(rng, (2 * width, 768), form)

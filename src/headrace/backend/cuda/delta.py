@@ -40,7 +40,7 @@ _STEP = CudaKernel(
     # 8 rows of 32 value heads, at which a GPU of 132 multiprocessors works at once
     bounds=(_LANES * _WIDEST, 2),
 )
-_PREPARE_CHUNKS = CudaKernel(
+_PREPARE = CudaKernel(
     "delta_prepare_chunks",
     ("chunks.cuh", "stash.cuh", "delta_prepare.cuh"),
     ("plan", "stops", "projected", "weight", "a_log", "dt_bias", *_TABLE[1:]),
@@ -50,7 +50,7 @@ _PREPARE_CHUNKS = CudaKernel(
     "Stash<T>{const_cast<T*>(stash_k), const_cast<T*>(stash_v), const_cast<float*>(stash_g), "
     "const_cast<float*>(stash_beta)}, q, k, v, g, beta, raw_at_stops);",
 )
-_SCAN_CHUNKS = CudaKernel(
+_SCAN = CudaKernel(
     "delta_scan_chunks",
     ("chunks.cuh", "delta.cuh", "delta_scan.cuh"),
     ("plan", "stops", "q", "k", "v", "g", "beta", "state"),
@@ -114,7 +114,7 @@ def prepare_chunks(
     num_tokens = projected.shape[1]
     keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
     gates = ((num_tokens, shape.num_v_heads), mx.float32)
-    *found, raw = _PREPARE_CHUNKS(
+    *found, raw = _PREPARE(
         (plan, stops, projected, *weights[:3], table.raw, *table.stash),
         {**_template(shape, projected), "TOKENS": _PREPARED_TOKENS, "LONGEST": LONGEST_WINDOW},
         (max(1, -(-longest // _PREPARED_TOKENS)), 2 * shape.num_k_heads + shape.num_v_heads, plan.shape[0]),
@@ -138,7 +138,7 @@ def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.arr
     q, k, v, g, beta = tokens
     _, num_v_heads, head_v_dim = v.shape
     per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and q.shape[2] <= 128 else 1
-    y, states = _SCAN_CHUNKS(
+    y, states = _SCAN(
         (plan, stops, q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state),
         {"T": q.dtype, "HK": q.shape[1], "HV": num_v_heads, "DK": q.shape[2], "DV": head_v_dim, "N": per_thread},
         (head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]),
