@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headrace.families.registry import find_family
+from headrace.text import encoder, segments
 from headrace.text.boundaries import MAX_MESSAGES, common_length
 from headrace.text.history import HistoryPolicy
 from headrace.text.template import ChatTemplate, RenderedPrompt
@@ -227,6 +228,31 @@ def test_what_earlier_turns_have_shown_changes_no_boundary(name: str, history: H
         for turn in (messages, following, following[:-1], messages):
             request = ChatRequest("request", turn, **fields)
             assert used.render(request) == chat_template(name, history).render(request)
+
+    same()
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "headers", "alternating"])
+def test_tokens_of_earlier_turns_change_no_prompt(name: str) -> None:
+    def new_template() -> ChatTemplate:
+        tokenizer = chat_tokenizer.__wrapped__(name)
+        return ChatTemplate(tokenizer, find_family("generic", tokenizer.chat_template))
+
+    def render_in_segments_of(num_chars: int, template: ChatTemplate, request: ChatRequest) -> RenderedPrompt:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(segments, "MIN_SEGMENT", num_chars)
+            patch.setattr(encoder, "MIN_SEGMENT", num_chars)
+            return template.render(request)
+
+    used = new_template()
+
+    @given(conversations(), WORDS)
+    @settings(max_examples=15)
+    def same(messages: tuple[ChatMessage, ...], other: str) -> None:
+        following = (*messages, said("assistant", other), said("user", "and then"))
+        for turn in (messages, following, messages):
+            request = ChatRequest("request", turn)
+            assert render_in_segments_of(1, used, request) == render_in_segments_of(10**9, new_template(), request)
 
     same()
 

@@ -1,0 +1,30 @@
+"""The measure of a next turn's host time, as a whole run at a small size."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from training import warm_turns
+
+
+def test_a_small_run_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", "warm_turns --characters 4000 --message 500 --turns 3 --beside 2".split())
+    interval = sys.getswitchinterval()
+    try:
+        warm_turns.main()
+    finally:
+        sys.setswitchinterval(interval)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["body", "prompt", "key"]
+    assert all(float(number) >= 0 for line in lines[2:5] for number in line.split()[1:])
+    assert lines[5].startswith("steps of a thread beside 2 turns: ")
+
+
+def test_a_conversation_ends_with_a_question_and_grows_by_two_messages() -> None:
+    conversation = warm_turns.Conversation(3000, 500)
+    first = conversation.request.messages
+    conversation.go_on()
+    assert [message.role for message in conversation.request.messages[-3:]] == ["user", "assistant", "user"]
+    assert conversation.request.messages[:-2] == first
