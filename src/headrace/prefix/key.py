@@ -48,6 +48,8 @@ def cache_key(token_ids: Sequence[int], media: Sequence[MediaSpan] = ()) -> tupl
     key = tuple(token_ids)
     if key and min(key) < 0:
         raise ValueError(f"token ids can't be negative, as {min(key)} is")
+    if not media:
+        return key
     parts: list[int] = []
     for span in media:
         if not len(parts) <= span.start < span.end <= len(key):
