@@ -15,7 +15,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class WorkCancelled(BaseException):
-    """The work's result is no longer wanted. No Exception, so that no handler takes it for a failure."""
+    """The work's result is no longer wanted. Not an Exception, so that no handler treats it as a failure."""
 
 
 class _Cancellation:

@@ -85,7 +85,7 @@ class ContextTooLong(InvalidRequest):
 
     @classmethod
     def of_prompt(cls, max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> ContextTooLong:
-        """The error for a prompt that is too long by itself, in the wording that agents recognise.
+        """The error for a prompt that alone is too long, in the wording that agents recognise.
 
         param: the prompt's field. at_least: num_tokens is a lower bound.
         """

@@ -30,7 +30,7 @@ def test_the_defaults_pass() -> None:
         ({"timeout_s": 0.0}, "--timeout"),
         ({"timeout_s": float("nan")}, "--timeout"),
         ({"workloads": ("mixed",), "streams": (1,)}, "--streams must hold 2 or more"),
-        ({"targets": (Target("a", "http://a"), Target("a", "http://b"))}, "a label of its own"),
+        ({"targets": (Target("a", "http://a"), Target("a", "http://b"))}, "a different label"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(change: dict[str, Any], said: str) -> None:

@@ -104,7 +104,7 @@ Rule = Callable[[Trunk, Head], float]
 
 
 def stand_in(patch: pytest.MonkeyPatch, rule: Rule, is_quantised: bool = False) -> Trunk:
-    """A loaded head of which `rule` says how often its first guess is right; a second one half as often."""
+    """A loaded head of which `rule` says how often its first draft is right; a second one half as often."""
     arrays = {name: mx.ones(2) for group in NORMS for name in group.names}
     weights = HeadWeights({**arrays, **({"fc.scales": mx.ones(2)} if is_quantised else {})}, "file", NORMS)
     trunk = Trunk()
@@ -183,4 +183,4 @@ def test_the_miniatures_head_is_usable_and_an_untrained_one_is_not(
     }
     mx.save_safetensors(str(folder / "model-mtp.safetensors"), noise)
     assert main(["mtp", "check", str(folder), "--no-self-check"]) == 1
-    assert "of no use" in capsys.readouterr().out
+    assert "not usable" in capsys.readouterr().out

@@ -30,7 +30,7 @@ MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
 """Over all prompts."""
 
-# OpenAI's default. A chat ends by itself; plain text may never end.
+# OpenAI's default. A chat ends with the model's end token; plain text may never end.
 _DEFAULT_MAX_TOKENS = 16
 
 

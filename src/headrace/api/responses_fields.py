@@ -53,7 +53,7 @@ ITEM_FIELDS_WITHOUT_EFFECT = frozenset(
         "status",
     }
 )
-"""Of input items: names that nobody asks for again, and notes of who wrote an item and when."""
+"""Of input items: ids that are never looked up, and metadata about who wrote an item and when."""
 
 TOOL_FIELDS_WITHOUT_EFFECT = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
 """Of functions and custom tools: every tool is shown to the model, and its result may be any text."""

@@ -76,7 +76,7 @@ def check(plan: Plan) -> None:
         raise ConfigError("--streams must hold 2 or more for the workload mixed")
     labels = [target.label for target in plan.targets]
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"every server needs a label of its own, not {', '.join(labels)}: see --label and --peer")
+        raise ConfigError(f"every server needs a different label, not {', '.join(labels)}: see --label and --peer")
 
 
 def parse_url(text: str, flag: str) -> str:

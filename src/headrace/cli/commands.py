@@ -94,7 +94,7 @@ COMMANDS: Mapping[str, Command | Group] = {
         "headrace.cli.doctor", "say what this machine can do, and how a model would run on it", _parse_doctor
     ),
     "mtp": _MTP,
-    # Its module is light, and parses by itself.
+    # Its module is light, and parses its own arguments.
     "bench": Command(
         "headrace.cli.bench", "measure a server, or what runs on this device, alone or beside others", list
     ),

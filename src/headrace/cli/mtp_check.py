@@ -12,7 +12,7 @@ from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
 
 _DEPTH = 4
 _NUM_TOKENS = 32
-"""Places of each text where the head guesses."""
+"""Positions of each text at which the head drafts."""
 
 _LEAST_USABLE = 0.2
 """Share of first drafts that must be right; a good head reaches 0.7 to 0.9, a misread one next to nothing."""
@@ -33,7 +33,7 @@ def run(config: Config) -> None:
         print(f"{depth:>8}{found.share(depth):>28.2f}{found.tokens_per_step(depth):>18.2f}")
     if found.first >= _LEAST_USABLE:
         return
-    print(f"The head is of no use: {found.first:.0%} of its first guesses are right, of a good one's 70 % and more.")
+    print(f"The head is not usable: {found.first:.0%} of its first drafts are right, of a good one's 70 % and more.")
     sys.stdout.flush()
     for line in _explanation(check, found.first):
         print(line, flush=True)
@@ -41,10 +41,10 @@ def run(config: Config) -> None:
 
 
 def _explanation(check: HeadCheck, first: float) -> Iterator[str]:
-    """What may be wrong with a head of whose first guesses that share is right, and what helps."""
+    """Says what may be wrong with a head and what helps. first: the share of its first drafts that is right."""
     best, name = first, ""
     for label, share in check.other_readings():
-        yield f"{label}: {share:.0%} of the first guesses are right"
+        yield f"{label}: {share:.0%} of the first drafts are right"
         if share > best:
             best, name = share, label
     if best >= _LEAST_USABLE and name == BEFORE_NORM:
@@ -53,7 +53,7 @@ def _explanation(check: HeadCheck, first: float) -> Iterator[str]:
     if best >= _LEAST_USABLE:
         yield f"So its norms are stored in another form than it seems: {name}."
     elif check.weights.is_quantised:
-        yield "It is quantised, like the trunk: a head in so few bits guesses next to nothing."
+        yield "It is quantised, like the trunk: a head in so few bits is rarely right."
     else:
         yield "No other reading of it is better: it belongs to another model, or is damaged."
     yield "`headrace mtp extract SOURCE OUT`, with the full-precision original as SOURCE and this model's folder as"

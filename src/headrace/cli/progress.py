@@ -51,7 +51,7 @@ class ProgressLine:
 
 
 class Waiting:
-    """Shows a text that changes, from a thread of its own, until the block ends."""
+    """Shows a text that changes, from its own thread, until the block ends."""
 
     def __init__(self, text: Callable[[float], str], line: ProgressLine | None = None) -> None:
         """text: of the seconds since the block began."""

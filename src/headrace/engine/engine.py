@@ -187,7 +187,7 @@ class Engine:
         self._refuse_if_dead()
         self._inbox.put(Submit(request, stream.sink, time.monotonic()))
         try:
-            # the thread may have died between the check and the put, and then nobody reads the inbox
+            # the thread may have died between the check and the put, and then the inbox is never read
             self._refuse_if_dead()
             await stream.accepted()
         except BaseException:
@@ -246,10 +246,10 @@ class Engine:
         try:
             loop, self._model = _prepare(self._config, self._inbox, self._constraints)
             self._warm_up = loop.warm_up
-        except HeadraceError as error:  # handed to whoever called launch
+        except HeadraceError as error:  # handed to the caller of launch
             self._launch_error = error
             return
-        except Exception as error:  # the outer wall to mlx-lm's model files, which may raise anything
+        except Exception as error:  # an exception boundary: mlx-lm's model files may raise anything
             logger.debug("the model can't be served", exc_info=True)
             said = str(error).partition("\n")[0]
             self._launch_error = ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {said}")
@@ -260,7 +260,7 @@ class Engine:
         try:
             loop.run()
             self._death = "it was stopped"
-        except BaseException as error:  # the thread's outer wall: health turns red, nobody is left waiting
+        except BaseException as error:  # an exception boundary: health turns red, and all callers get an error
             kind = f"its thread ended with {type(error).__name__}"
             self._death = error.message if isinstance(error, HeadraceError) else kind
             logger.exception("the engine's thread died")
@@ -346,7 +346,7 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
 
 def _current_device() -> Device:
     here = device.current()
-    # MLX keeps freed buffers for reuse, without a limit of its own; nobody else could have that memory
+    # MLX keeps freed buffers for reuse without a limit, and other processes can't use that memory
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
     return here
 

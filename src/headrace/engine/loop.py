@@ -39,7 +39,7 @@ class Accepted:
 
 
 Item = Accepted | TokenOutput | HeadraceError
-"""What becomes of a request: Accepted, then outputs, or an error."""
+"""What a request's stream receives: Accepted, then outputs, or an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Loop:
             self._memory_usage.set_usage(Kind.DISK, self._prefixes.disk_bytes)
             self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
             self._memory_usage.reclaim(0, partial(self._evict, self._prefixes))
-            # records give way to what is to be written, live states don't
+            # records are evicted for what is to be written, live states are not
             self._prefixes.limit_disk(
                 self._memory_usage.capacity_bytes
                 - self._memory_usage.used(Kind.WEIGHTS)
@@ -292,7 +292,7 @@ class Loop:
             return
         self._sinks[request.request_id] = command.sink
         if request.priority < IDLE_PRIORITY:
-            # preparing a finished turn for the next one is nobody's request: all later calls skip an unknown id
+            # preparing a finished turn is no client's request and not counted: all later calls skip an unknown id
             self._stats.submitted(
                 request.request_id, len(request.prompt), command.now, request.num_choices, request.route
             )
@@ -356,7 +356,7 @@ class Loop:
         for event_loop, own in by_loop.items():
             try:
                 event_loop.call_soon_threadsafe(_take, own)
-            except RuntimeError:  # the event loop is closed: nobody waits for these requests any more
+            except RuntimeError:  # the event loop is closed: no caller waits for these requests any more
                 for sink, _ in own:
                     self._inbox.put(Abort(sink.request_id))
 

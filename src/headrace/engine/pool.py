@@ -30,7 +30,7 @@ class RecordStore:
     """Splits and drops the tree's pieces, which are records of states."""
 
     def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
-        """Two copies in place of one record."""
+        """Two copies instead of one record."""
         assert isinstance(span, SpanRecord)
         return span.split(num_tokens)
 

@@ -140,7 +140,7 @@ def _both(number: int) -> tuple[RowDrafts, ...]:
 
 
 def _reading(number: int) -> tuple[RowDrafts, ...]:
-    """Steps with drafts, for which the head reads one token of each row, two, up to four and up to eight."""
+    """Steps with drafts, with a head prefill of one token per row, two, up to four and up to eight."""
     by_head, known = _both(number)
     few, more, many = _PLAIN_STEPS[:1], _PLAIN_STEPS[:2], _PLAIN_STEPS
     return by_head, *few, by_head, *more, by_head, known, *many, by_head

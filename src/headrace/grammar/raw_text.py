@@ -172,7 +172,7 @@ def _values(option: Alternative) -> tuple[str, ...] | None:
 
 
 def _patterns(part: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Keywords of a part that are regular expressions of a whole text; None for one that nobody knows."""
+    """Keywords of a part that are regular expressions of a whole text; None for an unknown one."""
     found: list[tuple[str, str | None]] = []
     if "pattern" in part:
         found.append(("pattern", _searched(part["pattern"])))

@@ -34,7 +34,7 @@ _SINGLES = (
 _DEFINITIONS = ("$schema", "$id", "$defs", "definitions")
 
 _LOCATING_S = 0.5
-"""How long a fault is searched for in the parts of a schema, each of which is compiled by itself."""
+"""How long a fault is searched for in the parts of a schema, each of which is compiled separately."""
 
 
 def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any:

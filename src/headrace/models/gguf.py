@@ -182,7 +182,7 @@ def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The byte-level BPE tokenizer, each digit a piece of its own, with the marker tokens that text can't split."""
+    """The byte-level BPE tokenizer, which splits off each digit, with the marker tokens that text can't split."""
     _require(metadata, "tokenizer.ggml.model", "gpt2")
     _require(metadata, "tokenizer.ggml.pre", "smollm")
     tokens, types = _value(metadata, "tokenizer.ggml.tokens"), _value(metadata, "tokenizer.ggml.token_type")

@@ -117,7 +117,7 @@ def _refuse_quantised(source: str, head: Mapping[str, mx.array]) -> None:
     if rounded:
         raise ModelError(
             f"the prediction head of {source} is quantised ({min(rounded)}): what was rounded away can't be got back, "
-            "and such a head guesses next to nothing; name the checkpoint that it was made from"
+            "and such a head's drafts are rarely right; name the checkpoint that it was made from"
         )
 
 

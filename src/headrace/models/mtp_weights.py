@@ -105,7 +105,7 @@ def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Map
     if len(layers) > 1:
         raise ModelError(f"the prediction head in {origin} has {len(layers)} layers: only one is supported")
     if config.get("mtp_use_dedicated_embeddings") or any(name.startswith("embed_tokens.") for name in tensors):
-        raise ModelError(f"the prediction head in {origin} has embeddings of its own, which are not supported")
+        raise ModelError(f"the prediction head in {origin} has its own embeddings, which are not supported")
 
 
 def sidecars(directory: Path) -> list[Path]:

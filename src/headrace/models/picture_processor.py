@@ -36,7 +36,7 @@ class PictureProcessor:
         self._mark = str(mark)
         bare = tokenizer(self._mark, add_special_tokens=False)["input_ids"]
         if len(bare) != 1:
-            raise ModelError(f"the tokenizer has no token {self._mark!r} of its own")
+            raise ModelError(f"the tokenizer has no single token for {self._mark!r}")
         self.mark_id = int(bare[0])
         marked = tokenizer(self._mark)["input_ids"]
         self._num_before = marked.index(self.mark_id)

@@ -1,6 +1,6 @@
 """Vision-language models that run whole: mlx-vlm's own model, a row at a time, with what it makes of pictures before.
 
-For families whose tower is not among those of `models/vision.py`. A picture is embedded by itself, together with the
+For families whose tower is not among those of `models/vision.py`. A picture is embedded separately, together with the
 tokens that its processor writes around it, and stands in prompts like any other. That this is what the model computes
 for a whole prompt is checked before it serves.
 """
@@ -71,7 +71,7 @@ class WholeTower:
     """Encodes pictures with the model's own method, each at once."""
 
     module = nn.Module()
-    """It has no weights of its own."""
+    """It has no weights."""
 
     def __init__(self, model: SeeingModel) -> None:
         self._model = model
@@ -107,7 +107,7 @@ def runs_whole(files: ModelFiles) -> bool:
 def load_seeing(files: ModelFiles) -> Loaded:
     """mlx-vlm's model of a checkpoint, its weights not yet evaluated. Raises ModelError if it can't be loaded."""
     if files.config.get("model_file"):
-        raise ModelError(f"{files.name} brings code of its own, which is not run")
+        raise ModelError(f"{files.name} brings its own code, which is not run")
     try:
         return Loaded(SeeingModel(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
     except Exception as error:  # an exception boundary to other projects' code

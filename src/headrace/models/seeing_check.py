@@ -25,7 +25,7 @@ def check_pictures(model: SeeingModel, files: ModelFiles, precision: str) -> Non
     except ModelError:
         raise
     except Exception as error:  # an exception boundary to other projects' code
-        raise ModelError(f"a picture can't be embedded by itself: {error}") from error
+        raise ModelError(f"a picture can't be embedded separately: {error}") from error
     if not apart <= TOLERANCE[precision] * max(1.0, scale):
         raise ModelError(
             f"a prompt in parts is not what its model makes of it as a whole (logits up to {scale:.1f} differ by "

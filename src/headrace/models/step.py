@@ -43,8 +43,8 @@ NO_RUNS = TwoWayRuns()
 class RowSpan:
     """The tokens `lo` to `hi` of the step belong to one sequence and are its computed tokens from `start` on.
 
-    positions: where all computed tokens of the sequence stand; None if that is their place among them.
-    watch: notes the queries at `picks`, which are packed tokens of this row; None if nobody asks.
+    positions: of all computed tokens of the sequence; None if each one's is its index.
+    watch: records the queries at `picks`, which are packed tokens of this row; None if they aren't needed.
     """
 
     state: SequenceState

@@ -74,7 +74,7 @@ def _step(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int) -
     before: list[mx.array] = []
 
     def step(given: mx.array, i: int) -> list[mx.array]:
-        if i == 0:  # the first row goes on from where the last call has left it
+        if i == 0:  # the first row continues from where the last call left it
             before[:] = [table.state[:1] + 0]
             mx.eval(before)
         return [delta.step(shape, weights, plans[i % turns], given, table)]

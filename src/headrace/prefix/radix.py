@@ -36,7 +36,7 @@ class PrefixTree:
     """
 
     def __init__(self, store: Store, *, has_spans: bool, needs_snapshots: bool) -> None:
-        """Raises ValueError for a model with neither sort of layers."""
+        """Raises ValueError for a model with neither kind of layer."""
         if not has_spans and not needs_snapshots:
             raise ValueError("a model without any state has nothing to be stored")
         self._has_spans = has_spans

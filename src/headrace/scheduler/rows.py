@@ -39,7 +39,7 @@ class Rows:
         self._started: dict[str, Sequence] = {}
         self._preempted: list[str] = []
         self.num_preemptions = 0
-        """How often a sequence has made room."""
+        """How often a sequence was preempted."""
 
     def running(self) -> list[Sequence]:
         """Sequences that hold rows."""

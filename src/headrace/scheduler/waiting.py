@@ -145,6 +145,6 @@ class WaitingQueue:
         return self._num_started % OLDEST_EVERY == OLDEST_EVERY - 1
 
     def _take_turn(self, request: GenerationRequest, num_tokens: int, has_row: bool) -> None:
-        # a place that somebody has made for a turn is none of those that the oldest gets its share of
+        # a row freed by a preemption doesn't count: the oldest request gets its share of the free ones
         self._num_started += has_row
         self._shares.take_turn(request.session, num_tokens)

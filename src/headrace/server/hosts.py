@@ -1,6 +1,6 @@
 """The host names that a server without a key accepts.
 
-Any web page can have a name of its own resolved to 127.0.0.1 after it was loaded (DNS rebinding). To a browser the
+Any web page can have its own host name resolved to 127.0.0.1 after it was loaded (DNS rebinding). To a browser the
 server is then part of that page, and the Origin header does not show it; only the Host header does.
 """
 

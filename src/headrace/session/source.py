@@ -44,7 +44,7 @@ class TokenSource(Protocol):
         """
 
     async def abort(self, request_id: str) -> bool:
-        """Cancels a request; whoever reads its outputs gets RequestCancelled. False if there is no such request."""
+        """Cancels a request; the reader of its outputs gets RequestCancelled. False if there is no such request."""
 
     async def status(self) -> EngineStatus:
         """What the engine is doing. Raises EngineDead."""

@@ -1,4 +1,4 @@
-"""What of a prompt must be computed if the rest of it may be thinned, and when nothing may."""
+"""Which tokens of a prompt sparse prefill must keep, and which prompts it doesn't apply to."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from headrace.types.chat import ChatMessage, ChatRequest, RequestedSparse
 from headrace.types.request import Boundary, BoundaryKind, Bypass, SparseOptions
 
 LONG_TURN = 1024
-"""Tokens of a last turn that is kept whole. A longer one holds a document, and a document is what is thinned."""
+"""Tokens of a last turn that is kept whole. A longer one holds a document, and documents need not be kept whole."""
 TURN_EDGE = 128
-"""Tokens that are kept at either end of a longer one: there stands what is asked about it."""
+"""Tokens kept at either end of a longer last turn: the question about the document is usually there."""
 
 
 def check_sparse(sparse: RequestedSparse, draft: str | None) -> None:
-    """Raises InvalidRequest for a share that makes no sense, and for a wish that takes a draft model without one."""
+    """Raises InvalidRequest for an invalid share, and for options that need a draft model if there is none."""
     if sparse.keep is not None and not 0 < sparse.keep <= 1:
         raise InvalidRequest(f"sparse_keep must be in (0, 1], not {sparse.keep}", param="sparse_keep")
     if draft is not None:
@@ -28,7 +28,7 @@ def check_sparse(sparse: RequestedSparse, draft: str | None) -> None:
 
 
 def completion_sparse_options(sparse: RequestedSparse, draft: str | None, num_tokens: int) -> SparseOptions | None:
-    """How a prompt of so many tokens without messages may be thinned; None where that is off. Its ends are kept."""
+    """Sparse prefill's options for a prompt without messages, whose ends are kept; None where it is off."""
     if draft is None or sparse.prefill is False:
         return None
     return SparseOptions(sparse.keep, _edges(0, num_tokens))
@@ -37,10 +37,10 @@ def completion_sparse_options(sparse: RequestedSparse, draft: str | None, num_to
 def chat_sparse_options(
     request: ChatRequest, draft: str | None, num_tokens: int, boundaries: Sequence[Boundary]
 ) -> SparseOptions | None:
-    """How a chat's prompt of so many tokens may be thinned; None where that is off.
+    """Sparse prefill's options for a chat's prompt; None where it is off.
 
-    What a template writes at the head, system prompt and all, and the last turn of the user's with all behind it are
-    kept. So are tools and their results, for a conversation with any of them is computed whole.
+    The head of the prompt up to the end of the system prompt is kept, and the user's last turn with everything after
+    it. A conversation with tools or tool results is computed whole.
     """
     sparse = request.sparse
     if draft is None or sparse.prefill is False:

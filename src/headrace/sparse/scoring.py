@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 * 1024 * 1024
 
 
 def num_scoring_layers(model: PackedModel) -> int:
-    """How many of a model's layers provide queries: those with full attention and keys of their own."""
+    """How many of a model's layers provide queries: those with full attention and their own keys."""
     state, watch = SequenceState(StatePool()), QueryWatch()
     state.begin(1)
     model.forward([Row(state, (0,), watch=watch)], (0,))

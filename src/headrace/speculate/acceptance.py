@@ -46,7 +46,7 @@ def measure_acceptance(
     """Continue each text greedily and, before each of `num_tokens` tokens, let the head draft `depth` tokens.
 
     texts: token ids, at least two each. Drafts beyond the first use the head's own outputs. The trunk must keep the
-    hidden states that the head reads.
+    hidden states that are the head's input.
     """
     drafter, pool = HeadDrafter(head), StatePool()
     rows = [_Continued(SequenceState(pool, len(ids) + num_tokens + depth), list(ids), len(ids)) for ids in texts]

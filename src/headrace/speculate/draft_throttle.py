@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _NEW_STEPS = 16
-"""New rows have attempts of their own in this many first steps, if none is due for all rows."""
+"""New rows have separate attempts in this many first steps, if none is due for all rows."""
 
 _LONGEST_REST = 32
 """Steps from one attempt to the next at most."""

@@ -81,7 +81,7 @@ class RowRecord:
         self._expected: dict[Source, float] = {}
         self._right: dict[Source, float] = {}
         self.of_head: tuple[int, Candidate] | None = None
-        """What the head could guess, and after how many observations that was asked; see `Ranking`."""
+        """The head's draft, and after how many observations it was asked for; see `Ranking`."""
 
     def factor(self, source: Source) -> float:
         """Turns an estimate over all rows into this row's."""

@@ -150,7 +150,7 @@ class SlidingAttentionState:
             buffer[:, :, start - self.base : start - self.base + num_tokens] = part
 
     def prepare(self, start: int, num_tokens: int, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
-        """Make room for `num_tokens` after the committed tokens, which end at `start`."""
+        """Allocate `num_tokens` after the committed tokens, which end at `start`."""
         oldest = max(self.base, start - self.window + 1)
         # twice the window, so that a move happens once in a window of tokens; after a longer chunk that again, since a
         # compiled step is compiled for the sizes of its rows' buffers

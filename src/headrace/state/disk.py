@@ -77,7 +77,7 @@ class DiskTier:
         self._max_pending_bytes = max_pending_bytes
         self._max_load_bytes = max_load_bytes
         self.memory_bytes = max_pending_bytes + max_load_bytes
-        """What may be on its way to and from the disk together; whoever keeps account of memory may lower it."""
+        """Bytes that may be in flight to and from the disk together; the engine's memory accounting may lower it."""
         self._counts: Counter[str] = Counter()
         self._staging: deque[tuple[Save, Iterator[HostSave | None]]] = deque()
         self._pending: dict[str, int] = {}

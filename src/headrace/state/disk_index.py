@@ -6,7 +6,7 @@ values of a whole block; a *tail* has what a state needs behind its last whole b
 and the snapshot of windowed and opaque layers, if the model has such.
 
 A prefix on disk needs every block up to its end. One that has lost a block is of no use until the block is written
-again, which happens by itself: the same tokens give the same name.
+again, which the next write of the same tokens does: they give the same name.
 
 No file tells its tokens, by their ids or otherwise: digests are made with a key that lies in the folder.
 """

@@ -52,7 +52,7 @@ class BatchRow:
         return self.array if self.array.shape[0] == 1 else self.array[self.row : self.row + 1]
 
     def copy(self) -> mx.array:
-        """The row as `[1, …]` in an array of its own: a slice would keep the other rows' memory alive."""
+        """The row as `[1, …]` in its own array: a slice would keep the other rows' memory alive."""
         return self.array if self.array.shape[0] == 1 else copy_of(self.alone())
 
 
@@ -119,7 +119,7 @@ class RecurrentState:
         self.num_replay = stash.num_tokens if stash is not None else 0
 
     def note(self, length: int) -> None:
-        """Record the state as it is now, at `length`: a scan that goes on from here has just passed it."""
+        """Record the state as it is now, at `length`: called inside a scan, which then continues."""
         assert self.state is not None and self.window is not None
         self.noted[length] = RecurrentRecord(self.state.copy(), self.window.copy())
 

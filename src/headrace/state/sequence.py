@@ -122,7 +122,7 @@ class SequenceState:
         """Tokens of the open window that can't be dropped."""
 
     def begin(self, num_tokens: int, num_certain: int | None = None, marks: tuple[int, ...] = ()) -> None:
-        """Open a window of `num_tokens` behind the committed ones and make room for it.
+        """Open a window of `num_tokens` behind the committed ones and allocate it.
 
         num_certain: how many of them will surely be kept; None means all.
         marks: lengths at which to take snapshots on the way, rising, inside the certain tokens; see `take_snapshots`.
@@ -142,7 +142,7 @@ class SequenceState:
         return self.length + num_tokens <= self._slot.capacity
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` behind the committed ones."""
+        """Allocate `num_tokens` behind the committed ones."""
         needed = self.length + num_tokens
         if needed > self._slot.capacity:
             # a prediction head may hold an entry for the next token already

@@ -28,7 +28,7 @@ from headrace.state.layer import LayerKey, copy_of
 SMALLEST_CAPACITY = 256
 """Tokens in the smallest slot."""
 SLAB_TOKENS = 1024
-"""Tokens of a slab, unless the pool is told otherwise; a larger slot has a slab of its own."""
+"""Tokens of a slab, unless the pool is told otherwise; a larger slot has a separate slab."""
 
 
 def slot_capacity(num_tokens: int) -> int:
@@ -106,7 +106,7 @@ class Slot:
             stored[layer][:, :, at : at + new.shape[2]] = part
 
     def fill(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """The same between steps, in place whoever else holds the slab's arrays; gives what is to be evaluated."""
+        """The same between steps, in place, also if others hold the slab's arrays; returns what must be evaluated."""
         self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
         stored = self.slab.keys[layer], self.slab.values[layer]
         return [put(array, 2, self.start + start, new) for array, new in zip(stored, (keys, values), strict=True)]

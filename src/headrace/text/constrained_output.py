@@ -1,8 +1,8 @@
 """Separates answer, thinking and calls in a grammar-constrained output.
 
-The grammar has decided already, so nothing is guessed: thinking comes first and ends at its first closer, whatever
-surrounds it; calls begin with the grammar's openers, never in thinking, after text only where the grammar allows it,
-and quotes make no difference.
+The grammar has decided already, so no heuristics are needed: thinking comes first and ends at its first closer,
+whatever surrounds it; calls begin with the grammar's openers, never in thinking, after text only where the
+grammar allows it, and quotes make no difference.
 """
 
 from __future__ import annotations

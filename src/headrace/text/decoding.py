@@ -50,7 +50,7 @@ class TokenPieces:
         self._pieces: dict[int, str | None] = {}
         self.new_decoder: Callable[[], PieceDecoder] = _decoder_factory(backend)
         self.bytes_of = self.new_decoder().bytes_of
-        """`bytes_of(token_id, piece)`: the bytes that a token stands for by itself."""
+        """`bytes_of(token_id, piece)`: the bytes that a token alone stands for."""
 
     def piece(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it, None if there is no such token."""

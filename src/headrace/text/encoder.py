@@ -141,7 +141,7 @@ _REASONS = {
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether it is an error of the library: a panic is no Exception, and its errors have no class of their own."""
+    """Whether it is an error of the library: a panic is no Exception, and its errors are plain Exceptions."""
     return type(error) is Exception or type(error).__module__ == "pyo3_runtime"
 
 

@@ -1,7 +1,7 @@
 """Adapts tool calls and their results to a chat template.
 
 Clients send calls in one form, templates differ: some concatenate arguments as text, some accept one call per turn,
-some require ids of their own form, some know no calls or no tools at all. Probing finds what a template accepts; what
+some require ids in a certain form, some know no calls or no tools at all. Probing finds what a template accepts; what
 it doesn't render is written into the text of messages.
 """
 

@@ -88,7 +88,7 @@ class TokenScore:
     text: of the token alone; incomplete characters show as U+FFFD.
     data: the bytes that it adds to the answer; None for special and stop tokens.
     logprob, rank: see TokenLogprobs; None for a prompt's first token.
-    top: the most likely tokens at this position, best first, without alternatives of their own.
+    top: the most likely tokens at this position, best first; their own `top` is empty.
     """
 
     token_id: int

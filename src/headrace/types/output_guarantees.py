@@ -1,4 +1,4 @@
-"""What a grammar guarantees about an output, so that the parser need not guess."""
+"""What a grammar guarantees about an output, so that the parser needs no heuristics."""
 
 from __future__ import annotations
 

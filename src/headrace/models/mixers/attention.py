@@ -25,7 +25,7 @@ def attend(
     sinks: mx.array | None,
     window: int | None,
 ) -> mx.array:
-    """Causal attention of each row over its own tokens; tokens of a two-way run see those behind them in it, too.
+    """Causal attention of each row over its own tokens; tokens of a bidirectional run also see the later ones in it.
 
     queries: `[1, num_heads, T, head_dim]`.
     new: keys and values `[1, num_kv_heads, T, head_dim]` of the step's tokens; None for a layer that reads what
@@ -59,7 +59,7 @@ def _by_row(spans: Sequence[RowSpan], array: mx.array) -> Sequence[mx.array]:
 
 
 def _are_decoding(view: View) -> bool:
-    """Whether each row is one token, whose query sees what was written before it and is noted by nobody."""
+    """Whether each row is one token, whose query sees what was written before it and isn't recorded."""
     step = view.step
     return (
         step.kernels.folds_query_heads

@@ -37,7 +37,7 @@ def read_arguments(reader: Reader, schema: Schema, write: Write, ends: Sequence[
 
 
 def take_null(reader: Reader) -> Reading[bool]:
-    """Skip a null in place of arguments, but not a longer word."""
+    """Skip a null instead of arguments, but not a longer word."""
     start = reader.pos
     if (yield from reader.take_any(_NULL)) is None:
         return False

@@ -1,4 +1,4 @@
-"""Calls as JSON objects with a name and arguments, by themselves or in a list, between markers that differ by family.
+"""Calls as JSON objects with a name and arguments, alone or in a list, between markers that differ by family.
 
 <tool_call>          hermes: one object between the markers, newlines around it
 {"name": "f", "arguments": {"a": 1}}

@@ -65,7 +65,7 @@ GEMMA = Spelling({'<|"|>': None, **_JSON_QUOTES}, bare=True)
 
 
 def escaped(text: str) -> str:
-    """Text as it stands inside a JSON string."""
+    """Text as written inside a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -3,7 +3,7 @@
     [f(a=1, b='x'), g()]
     <|tool_call_start|>[f(a=1, b="x")]<|tool_call_end|>
 
-A bare list has to have a line of its own.
+A bare list must be alone on its line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seed-OSS: like Qwen3-Coder's, with a wrapper of its own and values that stand right between the tags.
+"""Seed-OSS: like Qwen3-Coder's, with its own wrapper and values directly between the tags.
 
 <seed:tool_call>
 <function=f>
