@@ -14,8 +14,10 @@ import pytest
 from fakes import FakeEngine, describe, fake_session
 
 import headrace
+from headrace.backend.device import Device
 from headrace.cli import chat, doctor, serve
 from headrace.cli.main import main
+from headrace.cli.verdict import Fit, Resources
 from headrace.config import Config
 from headrace.errors import ModelError
 
@@ -102,9 +104,13 @@ def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
 
 
 def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, asked = FakeEngine(model=replace(describe(), report=("level of its layers",))), []
+    gpu = Device("cuda", "Some GPU", 16_000_000_000, 4)
+    monkeypatch.setattr(doctor, "resources", lambda *_: Resources(gpu, 9_000_000_000, 80_000_000_000, tmp_path))
+    monkeypatch.setattr(doctor, "model_files", lambda config: None)
+    monkeypatch.setattr(doctor, "fit", lambda *_: Fit(4_000_000_000, 14_000_000_000, 100_000, 4096))
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
     words = SimpleNamespace(constraints=None)
     monkeypatch.setattr(doctor, "configured_text_pipeline", lambda config: asked.append(config) or words)
@@ -112,14 +118,20 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     monkeypatch.setattr(doctor.Session, "over", lambda engine, words: fake_session(engine))
     monkeypatch.delenv("HEADRACE_MODEL", raising=False)
     assert main(["doctor", "--numerics", "exact"]) == 0
-    assert capsys.readouterr().out == "the machine, exact\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the machine, exact"
+    assert lines[1:] == ["memory: 9.00 GB free", f"disk: 80.00 GB free in {tmp_path}", "", "all well"]
     assert not engine.stopped
     assert main(["doctor", "some/where"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [config.model for config in asked] == ["some/where"]
-    assert said[:2] == ["the machine, fast", "level of its layers"]
+    assert said[3:6] == [
+        "fits: 4.00 GB of weights, 14.00 GB of memory may be used",
+        "room for about 100000 tokens of all requests together; its own context is 4096 tokens",
+        "level of its layers",
+    ]
     # What a session over the model has to say: the family, how it thinks, what its template takes.
-    assert said[2:] == list(fake_session(engine).notes)
+    assert said[6:] == [*fake_session(engine).notes, "", "all well"]
     assert any("thinking" in line for line in said)
     assert engine.stopped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,12 @@ def test_end_tokens_come_from_the_generation_config_first(
     config: dict[str, Any], generation_config: Any, ids: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert read(tmp_path, {"model_type": "llama", **config}, generation_config).eos_token_ids == ids
+
+
+def test_a_full_disk_and_a_broken_proxy_are_not_told_as_a_missing_network() -> None:
+    with pytest.raises(ModelError, match="the disk is full"), source.hub_errors("a/b"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ModelError, match="the proxy that HTTPS_PROXY"), source.hub_errors("a/b"):
+        raise hub_errors.LocalEntryNotFoundError("not found") from httpx.ProxyError("403 Forbidden")
+    with pytest.raises(ModelError, match="can't be reached"), source.hub_errors("a/b"):
+        raise hub_errors.LocalEntryNotFoundError("not found") from httpx.ConnectError("no route")

@@ -74,6 +74,15 @@ def host_memory_bytes(cgroups: Path = _PROCESS_CGROUPS, mount: Path = _CGROUP_MO
     return min([physical, *limits])
 
 
+def available_memory_bytes(info: Path = Path("/proc/meminfo")) -> int | None:
+    """What new programs can have of the machine's memory; None where the system doesn't say."""
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def num_usable_cores(cgroups: Path = _PROCESS_CGROUPS, mount: Path = _CGROUP_MOUNT) -> int:
     """Cores in this process's affinity mask, or fewer if a control group grants less processor time than that."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -27,6 +29,12 @@ NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_
 """Keys of the text model's config in vision-language checkpoints."""
 
 CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length", "n_ctx")
+
+
+_NO_GGUF = (
+    "take the same model in MLX's format (many are at https://huggingface.co/mlx-community), or convert the original "
+    "with `python -m mlx_lm convert --hf-path ORIGINAL -q`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,8 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        raise ModelError(f"{path} is a GGUF file: {_NO_GGUF}")
     if path.is_file():
         raise ModelError(f"{path} is a file, not a model folder")
     if path.is_absolute() or name.startswith((".", "~")):
@@ -96,17 +106,31 @@ def hub_errors(name: str) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face") from error
     except (LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise ModelError(f"{name!r} can't be fetched: the disk is full ({HF_HUB_CACHE})") from error
+        # by name: the hub library may bring another copy of httpx than ours
+        if any(type(cause).__name__ == "ProxyError" for cause in _causes(error)):
+            raise ModelError(
+                f"{name!r} can't be fetched: the proxy that HTTPS_PROXY or ALL_PROXY names fails"
+            ) from error
         raise ModelError(
             f"{name!r} is not a folder here, not (or not all of it) in the local Hugging Face cache, "
             f"and Hugging Face can't be reached: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def read_files(name: str, directory: Path) -> ModelFiles:
     """Parse the folder's JSON files. Raises ModelError if config.json is missing or unusable."""
     config = _read_json(directory / "config.json")
     if config is None:
-        raise ModelError(f"{directory} holds no config.json: it is not a model folder")
+        note = f"but GGUF files: {_NO_GGUF}" if any(directory.glob("*.gguf")) else "it is not a model folder"
+        raise ModelError(f"{directory} holds no config.json: {note}")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{directory / 'config.json'} names no model_type")
     config["model_type"] = _known_model_type(config["model_type"])
