@@ -137,7 +137,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
     const int first_split = (item - row_item) % splits.number;
     const int end_split = min(splits.number, first_split + end_item - item);
     const int num_rows = min(row.num_tokens * GROUP - first_row, TILE);
-    const int num_keys = row.start + (first_row + num_rows - 1) / GROUP + 1;  // that the tile's last token sees
+    const int num_keys = row.start + row.num_tokens;
     const int begin = splits.origin + (splits.first + first_split) * splits.size;
     const int segment_end = min(begin + (end_split - first_split) * splits.size, num_keys);
     const long base = (static_cast<long>(row.slot) * HKV + head) * row.capacity;
@@ -173,7 +173,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
     const bool has_new = Heads::ARE_NEW && segment_end > row.start;
     if (!has_new) begin_fetching();
 
-    const int first_new = max(begin, row.start), num_new = has_new ? max(0, segment_end - first_new) : 0;
+    const int first_new = max(begin, row.start), num_new = has_new ? segment_end - first_new : 0;
 #pragma unroll 1
     for (int m = warp; m < TILE + 2 * num_new; m += WARPS) {
       // queries first, then a key and a value of each new token
