@@ -124,6 +124,29 @@ def test_a_long_prompt_that_waits_keeps_neither_other_long_ones_waiting_nor_shor
     asyncio.run(scenario())
 
 
+def test_long_prompts_are_rendered_one_at_a_time() -> None:
+    inside, most = [0], [0]
+    lock, never = threading.Lock(), threading.Event()
+
+    class Crowded(PlainTemplate):
+        def render(self, request: ChatRequest, **options: Any) -> RenderedPrompt:
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            never.wait(0.01)
+            with lock:
+                inside[0] -= 1
+            return super().render(request, **options)
+
+    async def scenario() -> list[int]:
+        session = fake_session(FakeEngine("hi"), Crowded())
+        chats = [ChatRequest(str(index), (ChatMessage("user", (TextPart("x" * 40_000),)),)) for index in range(6)]
+        return [len(ids) for ids in await asyncio.gather(*map(session.tokenize_chat, chats))]
+
+    assert all(length > 40_000 for length in asyncio.run(scenario()))
+    assert most == [1]
+
+
 @pytest.mark.parametrize("num_bytes", [10, 300_000])
 def test_a_large_body_is_read_beside_the_event_loop(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = []
