@@ -61,6 +61,7 @@ def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureF
         (["serve", "--prot", "80"], "--prot"),
         (["serve", "--port", "eighty"], "--port must be a whole number"),
         (["serve", "--host", "0.0.0.0", "--port", "0"], "--api-key"),
+        (["serve", "--allowed-origin", "foo", "--port", "0"], "--allowed-origin takes origins like"),
         (["chat", "--port", "80"], "--port"),
         (["doctor", "--dtype", "int3"], "--dtype"),
     ],

@@ -25,6 +25,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead
 from headrace.long_work import hand_over_soon
 from headrace.server.app import build_app
+from headrace.server.hosts import OwnNames
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.watchdog import start_watchdog
 from headrace.session.session import Session
@@ -53,8 +54,9 @@ _KEEP_ALIVE_S = 75
 def open_listener(config: ServerConfig) -> socket.socket:
     """A bound socket that doesn't listen yet, so that a taken port is reported before minutes of loading.
 
-    Raises ConfigError for an address that can't be bound, and for a public one without a key.
+    Raises ConfigError for an address that can't be bound, for a public one without a key, and for an invalid origin.
     """
+    OwnNames(config.host, config.allowed_origin)  # raises for one
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
