@@ -65,7 +65,6 @@ def test_attention_of_a_row_is_the_same_in_any_company(form: tuple[HeadShape, mx
     with emulation():
         attention_tests.test_a_row_finds_the_same_bits_in_any_company(*form)
         attention_tests.test_a_row_finds_the_same_bits_wherever_its_keys_are(*form)
-        attention_tests.test_a_row_finds_the_same_bits_wherever_its_buffer_begins(*form)
 
 
 def test_attention_of_a_row_is_the_same_however_blocks_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

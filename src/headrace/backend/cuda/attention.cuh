@@ -149,7 +149,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
       if (at < segment_end) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const T* from = keys + static_cast<long>(max(0, min(at + half * 8 + r, num_keys - 1))) * D + t * 8;
+          const T* from = keys + static_cast<long>(min(at + half * 8 + r, num_keys - 1)) * D + t * 8;
 #pragma unroll
           for (int i = 0; i < LOADS; i++) copy_async(to + (half * LOADS + i) * 32 + lane, from + i * 32);
         }
@@ -157,7 +157,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
         for (int i = 0; i < STEPS; i++) {
           const int key = (i * 32 + lane) / TILES, chunk = (i * 32 + lane) % TILES;
           copy_async(to + STEPS * 32 + key * TILES + (chunk ^ (key / 2 % 4 * 2)),
-                     values + static_cast<long>(max(0, min(at + key, num_keys - 1))) * D + chunk * 8);
+                     values + static_cast<long>(min(at + key, num_keys - 1)) * D + chunk * 8);
         }
       }
       end_stage();

@@ -19,8 +19,6 @@ SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
 """Keys of a split at least, by head_dim: fewer are not worth the work of putting parts together."""
 MOST_SPLITS = 34
 """Of a row, but for those of its own tokens, see splits.cuh: 32, and two that are not full."""
-_LONGEST_SPLIT_OF_A_WINDOW = 4096
-"""Of windows up to 131,072 tokens."""
 BLOCKS_AT_ONCE = {64: 264, 128: 264, 256: 132}
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200, by head_dim; more would wait for others."""
 
@@ -206,14 +204,6 @@ def _stages(head_dim: int) -> int:
     """That a block has room for; 0 if there is none for one."""
     own = head_dim * (_TILE * 2 + _THREADS // 32 * 16) + 1024  # see attention.cuh
     return max(0, min(_STAGES[head_dim], (limits.largest_block() - own) // _stage_bytes(head_dim)))
-
-
-def first_of_buffer(base: int) -> int:
-    """A plan's first key for a buffer of a row's last tokens, which begins at token `base`.
-
-    So splits stay at their tokens when the buffer moves on.
-    """
-    return -(base % _LONGEST_SPLIT_OF_A_WINDOW)
 
 
 def most_splits(shape: HeadShape, most: int) -> int:

@@ -169,7 +169,7 @@ def attend(
     for lo, num_tokens, start, slab, slot, _, window, first in rows:
         if not num_tokens:
             continue
-        first, end = max(0, first), start + num_tokens
+        end = start + num_tokens
         keys, values = (mx.repeat(held[slot, :, first:end].astype(mx.float32), group, axis=0) for held in slabs[slab])
         own = queries[lo : lo + num_tokens].astype(mx.float32).swapaxes(0, 1)
         places, last = mx.arange(first, end), mx.arange(start, end)[:, None]

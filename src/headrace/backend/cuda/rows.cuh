@@ -1,8 +1,7 @@
 // Where the rows of a step are.
 //
 // plan int32 [R, ROW]: per row its first packed token, its tokens, its length before them, its slab, its slot there, the
-// slab's capacity, how many keys a token sees, its own included (0: all), and the first key there is. That is below 0
-// where the array is a buffer of a row's last tokens: how far splits.cuh counts from before it; only for a window within it.
+// slab's capacity, how many keys a token sees, its own included (0: all), and the first key there is.
 
 constexpr int ROW = 8;
 

@@ -1,7 +1,6 @@
 // How the keys of a row are split: by what the row has before its own tokens, whatever rows are beside it.
 
-// Where splits are counted from is a multiple of it, as are rows' places in an array that many share; or it is before the array,
-// where that is a buffer of a row's last tokens.
+// Where splits are counted from is a multiple of it, as are rows' places in an array that many share.
 constexpr int PLACES = 256;
 
 struct Splits {
@@ -9,8 +8,8 @@ struct Splits {
   int begin;                        // the first key that is seen
 
   __device__ Splits(const Row& row, int shortest) {
-    origin = row.first < 0 ? row.first : row.first / PLACES * PLACES;
-    begin = max(max(row.first, 0), row.window ? row.start - row.window + 1 : 0);
+    origin = row.first / PLACES * PLACES;
+    begin = row.window ? max(row.first, row.start - row.window + 1) : row.first;
     size = shortest;
     // at most 16 of the shortest, 32 of others: one row's then are about as many as run at a time
     while (row.start - begin > size * (size > shortest ? 32 : 16)) size *= 2;

@@ -59,10 +59,10 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
 
 def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
     """Of layers with a window: to the kernels a row's buffer is a slab, whose first token is the base."""
-    rows = []
-    for slab, (span, state) in enumerate(zip(step.spans, states, strict=True)):
-        place = slab, 0, state.capacity, window, kernels.first_of_buffer(state.base)
-        rows.append((span.lo, span.num_tokens, span.start - state.base, *place))
+    rows = [
+        (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
+        for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
+    ]
     together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, window)]
     return _places(step, rows, together, ())
 
