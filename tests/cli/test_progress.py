@@ -6,11 +6,13 @@ import asyncio
 import io
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 from fakes import FakeEngine, fake_session
 
-from headrace.cli.progress import ProgressLine, PromptProgress, Waiting, show_prompts
+from headrace.cli.progress import ProgressLine, PromptProgress, Waiting, preparing_text, show_prompts
+from headrace.config import Config
 from headrace.types.status import Phase, RequestStatus
 
 CLEAR = "\r\x1b[K"
@@ -103,3 +105,9 @@ def test_a_dead_engine_ends_the_watch_and_a_live_one_is_asked_until_it_is_cancel
         await asyncio.wait_for(show_prompts(fake_session(engine), ProgressLine(Terminal())), 30)
 
     asyncio.run(scenario())
+
+
+def test_downloads_that_show_themselves_are_left_alone(tmp_path: Path) -> None:
+    assert preparing_text(Config("smollm2"))(3.2) == "preparing smollm2: 3 s"
+    assert preparing_text(Config("owner/name"))(3.2) == ""
+    assert preparing_text(Config(str(tmp_path)))(3.2) == f"preparing {tmp_path}: 3 s"

@@ -17,7 +17,7 @@ from headrace.cli.chat_input import terminal_input, unquoted
 from headrace.cli.chat_remote import RemoteChat
 from headrace.cli.chat_state import ChatState
 from headrace.cli.defaults import server_defaults
-from headrace.cli.progress import PromptProgress, Waiting, loading_text
+from headrace.cli.progress import PromptProgress, Waiting, loading_text, preparing_text
 from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
 from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
@@ -69,8 +69,9 @@ def run(config: Config) -> None:
             finally:
                 runner.run(remote.aclose())
         return
-    config = without_missing_vision(config)
-    text = configured_text_pipeline(config)
+    with Waiting(preparing_text(config)):
+        config = without_missing_vision(config)
+        text = configured_text_pipeline(config)
     with Waiting(loading_text(config)):
         engine = Engine.launch(config, text.constraints)
     try:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
@@ -127,6 +128,15 @@ class PromptProgress:
             text += f", {speed:.0f} tokens/s, {(num_tokens - num_done) / speed:.0f} s left"
         num_others = len(prompts) - 1
         return f"{text}; {num_others} more" if num_others else text
+
+
+def preparing_text(config: Config) -> Callable[[float], str]:
+    """What a Waiting shows while a model's files are fetched and its tokenizer is read.
+
+    Nothing for Hugging Face ids: that library shows its downloads itself.
+    """
+    is_hub_id = "/" in config.model and not Path(config.model).expanduser().is_dir()
+    return lambda seconds: "" if is_hub_id else f"preparing {config.model}: {seconds:.0f} s"
 
 
 def loading_text(config: Config) -> Callable[[float], str]:

@@ -10,7 +10,7 @@ import socket
 
 from headrace.cli.defaults import server_defaults
 from headrace.cli.media import media_limits, media_policy
-from headrace.cli.progress import ProgressLine, Waiting, loading_text, show_prompts
+from headrace.cli.progress import ProgressLine, Waiting, loading_text, preparing_text, show_prompts
 from headrace.cli.startup import ready_text, summary
 from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
 from headrace.config import Config, warn_of_unknown_variables
@@ -36,8 +36,9 @@ def run(config: Config) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
     with open_listener(config.server) as listener:
         print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
-        config = without_missing_vision(config)
-        text = configured_text_pipeline(config)
+        with Waiting(preparing_text(config)):
+            config = without_missing_vision(config)
+            text = configured_text_pipeline(config)
         with Waiting(loading_text(config)):
             engine = Engine.launch(config, text.constraints)
         try:
