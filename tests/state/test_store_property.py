@@ -302,6 +302,18 @@ def test_sequences_of_one_pool_go_on_as_lists_of_their_tokens_say(kind: str, num
     )
 
 
+def test_an_entry_for_the_next_token_moves_along_to_a_larger_slot() -> None:
+    sequences = Sequences("full attention", "fast")
+    live = Live(SequenceState(sequences.pool))
+    sequences.lives = [live]
+    for num_tokens in (250, 20):
+        sequences.compute([Window(live, [sequences.token() for _ in range(num_tokens)], [], num_tokens, ())])
+        sequences.read(live, len(live.tokens) + 1 if num_tokens == 250 else 0)
+    sequences.read_rows_are_in_the_heads_entries()
+    sequences.unread_rows_are_there()
+    sequences.teardown()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_is_the_untouched_model(kind: str) -> None:
     model, outputs = toy_layers.build(KINDS[kind])
