@@ -15,7 +15,7 @@ from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
-from headrace.types.request import SamplingParams
+from headrace.types.request import GREEDY
 
 _NUM_CONTEXT = 32
 """Tokens before the steps."""
@@ -29,7 +29,7 @@ _LONGEST_WINDOW = 8
 _STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
 """Time limits of the parts; on a slower machine they end early."""
 
-_GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
+_GREEDY = SamplingRow(GREEDY, 0)
 
 
 @dataclass(frozen=True, slots=True)

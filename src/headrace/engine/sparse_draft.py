@@ -14,7 +14,7 @@ from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sparse.scoring import importance
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,6 @@ LOOKAHEAD = 8
 """Tokens that the draft model continues a prompt with; their attention gives the scores (SpecPrefill, arXiv
 2502.02789)."""
 
-_GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
 Importance = npt.NDArray[np.float32]
 """Of each token of a prompt, `[M]`."""
@@ -80,7 +79,7 @@ class SparseDraft:
         reading = GenerationRequest(
             request.request_id,
             request.prompt,
-            _GREEDY,
+            GREEDY,
             max_tokens=LOOKAHEAD,
             boundaries=request.boundaries,
             session=request.session,

@@ -27,7 +27,7 @@ from headrace.speculate.speculator import Speculator
 from headrace.speculate.step_costs import StepCosts
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import StepForms, WarmUpStatus
 
 _MOST_ROWS = 64
@@ -39,8 +39,7 @@ _PROMPT_TOKENS = 2 * MOST_TOKENS
 _LARGEST_CHUNK = 1 << 20
 """So that prompts of a piece are computed together."""
 
-_GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
-_SAMPLED = replace(_GREEDY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05)
+_SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05)
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Piece:
 
     num_rows: int
     prompt_tokens: int = _PROMPT_TOKENS
-    sampling: SamplingParams = _GREEDY
+    sampling: SamplingParams = GREEDY
     drafts: tuple[RowDrafts, ...] = ()
     joining: int = 0
     caches: bool = False
@@ -96,7 +95,7 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
     """
     found: list[Piece] = []
     for num_rows in _sizes(padded_rows, max_rows):
-        for sampling in (_GREEDY, _SAMPLED):
+        for sampling in (GREEDY, _SAMPLED):
             found.append(Piece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
             if max_drafts:
                 found.append(Piece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))

@@ -19,9 +19,8 @@ from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 
-_GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 _AMPLE = MemoryBudget(2**62, lambda num_tokens: 1)
 _LONGEST = 2**30
 
@@ -48,7 +47,7 @@ class OurSteps:
         watch_memory()
         engine = self._engine(num_rows)
         num_tokens = WARM_UPS + num_steps + num_host_steps(num_steps) + 3
-        request = GenerationRequest("rows", self._ids(context), _GREEDY, num_tokens, num_choices=num_rows)
+        request = GenerationRequest("rows", self._ids(context), GREEDY, num_tokens, num_choices=num_rows)
         engine.scheduler.add(request, 0.0)
         while engine.step() < num_rows:
             pass
@@ -86,7 +85,7 @@ class OurSteps:
 
     def _first_token(self, num_tokens: int) -> None:
         engine = self._engine(1)
-        engine.scheduler.add(GenerationRequest("prompt", self._ids(num_tokens), _GREEDY, max_tokens=1), 0.0)
+        engine.scheduler.add(GenerationRequest("prompt", self._ids(num_tokens), GREEDY, max_tokens=1), 0.0)
         while not engine.step():
             pass
         engine.runner.drop()

@@ -13,9 +13,9 @@ from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
-from headrace.types.request import SamplingParams
+from headrace.types.request import GREEDY
 
-_GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0), 0)
+_GREEDY = SamplingRow(GREEDY, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,9 @@ class SamplingParams:
     min_tokens: int = 0
 
 
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+
+
 @dataclass(frozen=True, slots=True)
 class LateThinking:
     """Where thinking may begin in mid-answer: at an unquoted start marker.
