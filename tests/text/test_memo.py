@@ -1,33 +1,12 @@
-"""What is remembered between turns: bounded, and told apart by all that decides it."""
+"""Digests tell apart whatever decides what is cached between turns."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.memo import Memo, PrefixDigests, chain, digest_of_variables
+from headrace.text.memo import PrefixDigests, chain, digest_of_variables
 from headrace.types.chat import ChatMessage, MediaPart, TextPart
-
-
-def test_the_values_that_were_of_use_last_are_kept() -> None:
-    memo: Memo[int] = Memo(3)
-    for number in range(3):
-        memo.put(bytes([number]), number)
-    assert memo.get(b"\0") == 0
-    memo.put(b"\3", 3)
-    assert [memo.get(bytes([number])) for number in range(4)] == [0, None, 2, 3]
-
-
-def test_weights_count_and_a_value_that_weighs_too_much_is_not_kept() -> None:
-    memo: Memo[str] = Memo(10)
-    memo.put(b"a", "a", 6)
-    memo.put(b"b", "b", 4)
-    memo.put(b"a", "A", 3)
-    memo.put(b"c", "c", 3)
-    assert [memo.get(key) for key in (b"a", b"b", b"c")] == ["A", "b", "c"]
-    memo.put(b"d", "d", 11)
-    assert memo.get(b"d") is None
-
 
 TEXTS = st.text(st.sampled_from("ab\udc80é"), max_size=6)
 

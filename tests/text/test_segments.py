@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as Backend
 
 import headrace
+from headrace.lru_cache import LruCache
 from headrace.models.smollm2 import FOLDER
 from headrace.text import encoder, segments
 from headrace.text.encoder import TextEncoder
-from headrace.text.memo import Memo
 from headrace.text.segments import Cuts, find_cuts
 from headrace.text.spellings import any_of
 from headrace.text.tokenizer import Tokenizer
@@ -304,14 +304,14 @@ def test_only_what_is_new_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_remembered_weighs_no_more_than_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Weighing(Memo[encoder.EncodedIds]):
+    class Weighing(LruCache[str, encoder.EncodedIds]):
         weight = 0
 
-        def put(self, key: bytes | str, value: encoder.EncodedIds, weight: int = 1) -> None:
-            Weighing.weight += weight
-            super().put(key, value, weight)
+        def put(self, key: str, value: encoder.EncodedIds, size: int = 1) -> None:
+            Weighing.weight += size
+            super().put(key, value, size)
 
-    monkeypatch.setattr(encoder, "Memo", Weighing)
+    monkeypatch.setattr(encoder, "LruCache", Weighing)
     monkeypatch.setattr(segments, "MIN_SEGMENT", 1)
     remembering = TextEncoder(byte_level())
     remembering.encode("warm<|im_end|>up", frames=False)

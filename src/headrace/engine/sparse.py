@@ -7,12 +7,13 @@ never gets into the prefix cache.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import replace
 
 from headrace.engine.pool import PrefixPool
 from headrace.engine.sparse_draft import Importance, Scored, SparseDraft
 from headrace.errors import ContextTooLong
+from headrace.lru_cache import LruCache
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.sparse.select import CHUNK, select
 from headrace.types.events import SparseUsage
@@ -56,7 +57,7 @@ class SparsePrefill:
         """Cache salt and prompt of the requests that wait for their scores."""
         self._scored: dict[str, Importance | Bypass] = {}
         """Of requests that have not started: what the draft model found, or why it found nothing."""
-        self._remembered: OrderedDict[tuple[str, tuple[int, ...]], Importance] = OrderedDict()
+        self._remembered: LruCache[tuple[str, tuple[int, ...]], Importance] = LruCache(NUM_REMEMBERED)
         """By cache salt and prompt."""
         self._is_broken = False
         self._bypassed: Counter[Bypass] = Counter()
@@ -171,10 +172,8 @@ class SparsePrefill:
         if one.importance is None:
             self._scored[one.request_id] = Bypass.DRAFT_FAILED
             return
-        self._scored[one.request_id] = self._remembered[key] = one.importance
-        self._remembered.move_to_end(key)
-        if len(self._remembered) > NUM_REMEMBERED:
-            self._remembered.popitem(last=False)
+        self._scored[one.request_id] = one.importance
+        self._remembered.put(key, one.importance)
 
     def clear(self) -> int:
         """Drop what is kept of prompts and isn't in use. Returns the bytes freed."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from llguidance import LLMatcher
 
@@ -19,6 +17,7 @@ from headrace.grammar.constraint import Constraint
 from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.thinking import Lines, ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.lru_cache import LruCache
 from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.request import ConstraintSpec, ThinkingLimit
 
@@ -38,8 +37,8 @@ class ConstraintFactory:
         self.vocabulary = vocabulary
         self._lines = lines
         self._compiler = Compiler(vocabulary)
-        self._grammars: _Kept[LLMatcher] = _Kept()
-        self._outputs: _Kept[CompiledOutput] = _Kept()
+        self._grammars: LruCache[str, LLMatcher] = LruCache(NUM_KEPT)
+        self._outputs: LruCache[str, CompiledOutput] = LruCache(NUM_KEPT)
 
     def warm_up(self) -> None:
         """Do the one-time work for all grammars: llguidance blocks all threads while it reads a vocabulary."""
@@ -83,7 +82,7 @@ class ConstraintFactory:
             parts.append(ThinkingBudget(spec.thinking, self.vocabulary, self._lines))
         if spec.grammar is not None:
             # It may have failed only because of its accumulated mask cost: compile it again next time.
-            drop = partial(self._grammars.drop, spec.grammar)
+            drop = partial(self._grammars.remove, spec.grammar)
             compiled = spec.compiled if isinstance(spec.compiled, LLMatcher) else self._find(spec.grammar)
             begun = compiled.deep_copy()
             parts.append(Matcher(begun, self.vocabulary, stop_token_ids, path=spec.path, on_failure=drop))
@@ -123,35 +122,3 @@ def _is_larger(values: Sequence[Any], most: int) -> bool:
         elif isinstance(value, list | tuple):
             waiting += value if size <= most else []
     return size > most
-
-
-T = TypeVar("T")
-
-
-class _Kept(Generic[T]):
-    """An LRU cache by source. Several threads may compute the same entry at once."""
-
-    def __init__(self) -> None:
-        self._made: OrderedDict[str, T] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, source: str) -> T | None:
-        with self._lock:
-            if (found := self._made.get(source)) is not None:
-                self._made.move_to_end(source)
-            return found
-
-    def find(self, source: str, make: Callable[[], T]) -> T:
-        if (found := self.get(source)) is not None:
-            return found
-        made = make()
-        with self._lock:
-            self._made[source] = made
-            while len(self._made) > NUM_KEPT:
-                self._made.popitem(last=False)
-        return made
-
-    def drop(self, source: str) -> None:
-        """Remove an entry."""
-        with self._lock:
-            self._made.pop(source, None)

@@ -6,7 +6,6 @@ more in the server.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,12 @@ from headrace.grammar.compile import CompiledOutput, OutputForm, compile_output
 from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.schema import schema_violation
 from headrace.grammar.vocabulary import TokenTable, Vocabulary
+from headrace.lru_cache import LruCache
 
 _NUM_KEPT = 2
 _NUM_TRIED = 4
 
-_vocabularies: OrderedDict[str, Vocabulary] = OrderedDict()
+_vocabularies: LruCache[str, Vocabulary] = LruCache(_NUM_KEPT)
 
 
 class UnknownVocabulary(Exception):
@@ -31,16 +31,13 @@ def take_vocabulary(table: TokenTable) -> None:
     """Compile and keep a vocabulary, for calls that name it by digest."""
     vocabulary = Vocabulary(table)
     _ = vocabulary.compiled
-    _vocabularies[table.digest] = vocabulary
-    while len(_vocabularies) > _NUM_KEPT:
-        _vocabularies.popitem(last=False)
+    _vocabularies.put(table.digest, vocabulary)
 
 
 def compile_on_trial(digest: str, form: OutputForm) -> CompiledOutput:
     """An output's grammar, compiled and begun. Raises InvalidRequest, and UnknownVocabulary."""
     if (vocabulary := _vocabularies.get(digest)) is None:
         raise UnknownVocabulary
-    _vocabularies.move_to_end(digest)
     output = compile_output(form, vocabulary)
     try:
         _begin(Matcher(compiled_grammar(output.grammar, vocabulary), vocabulary, frozenset()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from hashlib import sha256
 
 from headrace.cancellation import run_in_thread
 from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.lru_cache import LruCache
 from headrace.media.decoder import MAX_DECODERS, MediaDecoder
 from headrace.media.fetch import MediaFetcher
 from headrace.media.inline import split_frames
@@ -44,8 +44,7 @@ class MediaReader:
         self._fetcher = MediaFetcher(policy)
         self._decoder = MediaDecoder(limits)
         self._gate = HelperGate(MAX_DECODERS, "media")
-        self._kept: OrderedDict[_Key, tuple[ProcessedItem, ...]] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: LruCache[_Key, tuple[ProcessedItem, ...]] = LruCache(KEPT_BYTES)
 
     async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
         """The prompt of a chat with all of its media. render: renders it without them.
@@ -98,32 +97,18 @@ class MediaReader:
             frames is not None,
             part.options,
         )
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if (known := self._kept.get(key)) is not None:
+            return known
         item = MediaFiles(part.kind, tuple(files), frames is not None, part.options, part.param)
         limits = replace(self._limits, tokens=max_tokens)
         kept = partial(self._kept.get, key)  # another request may have sent the same item meanwhile
         prepared = await self._gate.run(self._processor.prepare, item, limits, self._decoder, unless=kept)
-        self._keep(key, prepared)
+        self._kept.put(key, prepared, sum(item.num_bytes for item in prepared))
         return prepared
 
     def warm(self) -> None:
         """Prepare in the background for the first item."""
         self._decoder.warm()
-
-    def _keep(self, key: _Key, prepared: tuple[ProcessedItem, ...]) -> None:
-        if key in self._kept:  # two requests have read the same item at the same time
-            return
-        self._kept[key] = prepared
-        self._kept_bytes += _num_bytes(prepared)
-        while self._kept_bytes > KEPT_BYTES:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= _num_bytes(oldest)
-
-
-def _num_bytes(prepared: Sequence[ProcessedItem]) -> int:
-    return sum(item.num_bytes for item in prepared)
 
 
 def _with_frames(request: ChatRequest, num_frames: Mapping[int, int]) -> ChatRequest:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.text.memo import Memo, PrefixDigests, TextDigest, chain
+from headrace.lru_cache import LruCache
+from headrace.text.memo import PrefixDigests, TextDigest, chain
 from headrace.text.normalise import num_leading_system
 from headrace.types.chat import ChatMessage, Role, TextPart
 from headrace.types.request import BoundaryKind
@@ -35,28 +36,33 @@ class TextBoundary:
 class RenderedPrefixes:
     """Prefixes of one conversation, rendered separately unless cached.
 
-    memo: prefixes of any conversations. salt: digest of whatever decides a rendering besides the messages.
+    cache: prefixes of any conversations. salt: digest of whatever decides a rendering besides the messages.
     """
 
     def __init__(
-        self, rendered: str, messages: tuple[ChatMessage, ...], render: Render, memo: Memo[TextDigest], salt: bytes
+        self,
+        rendered: str,
+        messages: tuple[ChatMessage, ...],
+        render: Render,
+        cache: LruCache[bytes, TextDigest],
+        salt: bytes,
     ) -> None:
         self.rendered = rendered
         self.render = render
-        self._memo = memo
+        self._cache = cache
         self._keys = chain(messages, salt)
         self._digests = PrefixDigests(rendered)
 
     def length_of(self, head: tuple[ChatMessage, ...]) -> int | None:
         """Characters of the head alone, if the rendered text begins with it. head: the first messages."""
         key = self._keys[len(head)]
-        known = self._memo.get(key)
+        known = self._cache.get(key)
         if known is not None and self._digests.include(known):
             return known.length
         alone = self.render(head)
         if alone is None or not self.rendered.startswith(alone):
             return None
-        self._memo.put(key, self._digests.of(len(alone)))
+        self._cache.put(key, self._digests.of(len(alone)))
         return len(alone)
 
 

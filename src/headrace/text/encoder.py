@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest
 from headrace.long_work import set_aside
+from headrace.lru_cache import LruCache
 from headrace.sandbox import LimitExceeded, Sandbox
-from headrace.text.memo import Memo
 from headrace.text.segments import MIN_SEGMENT, NO_CUTS, Cuts, find_cuts
 
 LONG_TEXT = 512 * 1024
@@ -45,7 +45,7 @@ class TextEncoder:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._memo: Memo[EncodedIds] = Memo(REMEMBERED_BYTES)
+        self._cache: LruCache[str, EncodedIds] = LruCache(REMEMBERED_BYTES)
 
     def encode(self, text: str, *, frames: bool) -> EncodedIds:
         """Token ids of one text. frames: with the tokenizer's tokens around a document.
@@ -75,7 +75,7 @@ class TextEncoder:
     def _encode_segments(self, text: str) -> EncodedIds:
         """Encode a text without a frame; only its new segments are encoded."""
         segments = self._cuts.segments(text)
-        known = [self._memo.get(segment) for segment in segments]
+        known = [self._cache.get(segment) for segment in segments]
         missing = [segment for segment, token_ids in zip(segments, known, strict=True) if token_ids is None]
         encoded = iter(self._encode_new(missing, frames=False))
         parts = [next(encoded) if token_ids is None else token_ids for token_ids in known]
@@ -85,7 +85,7 @@ class TextEncoder:
             return self._encode_segments(text)
         for segment, token_ids, remembered in zip(segments, parts, known, strict=True):
             if remembered is None:
-                self._memo.put(segment, token_ids, sys.getsizeof(segment) + token_ids.nbytes + _ENTRY_BYTES)
+                self._cache.put(segment, token_ids, sys.getsizeof(segment) + token_ids.nbytes + _ENTRY_BYTES)
         return np.concatenate([parts[0], *(token_ids[1:] for token_ids in parts[1:])])
 
     def _encode_new(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:

@@ -23,8 +23,9 @@ from functools import cached_property
 from typing import Any
 
 from headrace.families.family import ModelFamily
+from headrace.lru_cache import LruCache
 from headrace.text.boundaries import common_length
-from headrace.text.memo import Memo, chain, digest_of, digest_of_variables
+from headrace.text.memo import chain, digest_of, digest_of_variables
 from headrace.text.normalise import content_text
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.types.chat import ChatMessage, TextPart
@@ -128,8 +129,8 @@ class TurnCache:
     def __init__(self, source: TemplateSource, family: ModelFamily) -> None:
         self._source = source
         self._family = family
-        self._forms: Memo[TurnForms] = Memo(_MAX_VARIABLES)
-        self._turns: Memo[TurnForm] = Memo(_MAX_CHARS)
+        self._forms: LruCache[bytes, TurnForms] = LruCache(_MAX_VARIABLES)
+        self._turns: LruCache[bytes, TurnForm] = LruCache(_MAX_CHARS)
 
     def under(self, variables: Mapping[str, Any]) -> TurnForms:
         """The forms under a template's variables."""
@@ -148,7 +149,7 @@ class TurnCache:
 class TurnForms:
     """Forms of an assistant's turns under one set of template variables, each computed once.
 
-    memo: forms under any variables. salt: digest of the variables and of whatever else decides a rendering.
+    cache: forms under any variables. salt: digest of the variables and of whatever else decides a rendering.
     """
 
     def __init__(
@@ -156,13 +157,13 @@ class TurnForms:
         source: TemplateSource,
         variables: Mapping[str, Any],
         family: ModelFamily,
-        memo: Memo[TurnForm],
+        cache: LruCache[bytes, TurnForm],
         salt: bytes,
     ) -> None:
         self._source = source
         self._variables = variables
         self._think_close = family.think_close
-        self._memo = memo
+        self._cache = cache
         self._salt = salt
 
     @property
@@ -178,11 +179,11 @@ class TurnForms:
 
     def of(self, group: Group) -> TurnForm:
         key = chain(group, self._salt)[-1]
-        form = self._memo.get(key)
+        form = self._cache.get(key)
         if form is None:
             pair = self._pair(group)
             form = _NO_FORM if pair is None else self._form(group, *pair)
-            self._memo.put(key, form, max(1, form.num_chars))
+            self._cache.put(key, form, max(1, form.num_chars))
         return form
 
     def _form(self, group: Group, new: str, old: str) -> TurnForm:

@@ -1,45 +1,13 @@
-"""Caches renderings between the turns of a conversation."""
+"""Digests that name what is cached between the turns of a conversation."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
-
-Value = TypeVar("Value")
+from typing import Any
 
 _DIGEST_BYTES = 20
-
-
-class Memo(Generic[Value]):
-    """An LRU cache by digest. Thread-safe."""
-
-    def __init__(self, max_weight: int) -> None:
-        self._max_weight = max_weight
-        self._weight = 0
-        self._values: OrderedDict[bytes | str, tuple[Value, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes | str) -> Value | None:
-        with self._lock:
-            found = self._values.get(key)
-            if found is None:
-                return None
-            self._values.move_to_end(key)
-            return found[0]
-
-    def put(self, key: bytes | str, value: Value, weight: int = 1) -> None:
-        """Store a value, and evict old ones until the total weight is within the limit."""
-        with self._lock:
-            replaced = self._values.pop(key, None)
-            self._values[key] = value, weight
-            self._weight += weight - (0 if replaced is None else replaced[1])
-            while self._weight > self._max_weight:
-                _, (_, gone) = self._values.popitem(last=False)
-                self._weight -= gone
 
 
 @dataclass(frozen=True, slots=True)

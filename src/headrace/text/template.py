@@ -11,6 +11,7 @@ import numpy as np
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.vision import PatchVision
+from headrace.lru_cache import LruCache
 from headrace.text.boundaries import (
     RenderedPrefixes,
     TextBoundary,
@@ -21,7 +22,7 @@ from headrace.text.boundaries import (
 from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnCache, with_thinking_apart
-from headrace.text.memo import Memo, TextDigest, digest_of_variables
+from headrace.text.memo import TextDigest, digest_of_variables
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
@@ -106,7 +107,7 @@ class ChatTemplate:
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
         )
         self._forms = None if self._source is None else TurnCache(self._source, family)
-        self._prefixes: Memo[TextDigest] = Memo(_MAX_PREFIXES)
+        self._prefixes: LruCache[bytes, TextDigest] = LruCache(_MAX_PREFIXES)
 
     @property
     def exists(self) -> bool:
