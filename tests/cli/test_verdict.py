@@ -108,7 +108,7 @@ def test_what_a_machine_lacks_becomes_advice(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(verdict, "compiler", lambda: None)
     monkeypatch.setattr(verdict, "vision_advice", lambda: "`pip install x`")
     advice = list(Resources(CPU, 1 * GB, 2 * GB, tmp_path).advice())
-    assert [line.split()[0] for line in advice] == ["install", "`pip", "end", "make"]
+    assert [line.split()[0] for line in advice] == ["install", "`pip", "end", "free"]
     # A GPU needs no compiler.
     assert len(list(Resources(GPU, 9 * GB, 80 * GB, tmp_path).advice())) == 1
 

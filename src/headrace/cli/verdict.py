@@ -40,7 +40,7 @@ class Resources:
         if self.free_memory_bytes is not None and self.free_memory_bytes < _LOW_MEMORY_BYTES:
             yield f"end other programs: {_gb(self.free_memory_bytes)} of memory are little"
         if self.free_disk_bytes < _LOW_DISK_BYTES:
-            yield f"make room on the disk of {self.cache_folder}: models have gigabytes"
+            yield f"free space on the disk of {self.cache_folder}: models have gigabytes"
 
 
 def resources(device: Device, cache_folder: Path) -> Resources:
