@@ -30,7 +30,7 @@ def launch(folder: Path, **knobs: object) -> Engine:
     """An engine with kernels for NVIDIA GPUs, or the operations that stand for them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(load, "Kernels", lambda numerics, device: Kernels("fast", "cuda"))
-        engine = EngineConfig(**{"max_num_seqs": 3, "prefill_chunk": 256, "max_draft_tokens": 2, **knobs})
+        engine = EngineConfig(**{"max_num_seqs": 3, "prefill_chunk": 128, "max_draft_tokens": 2, **knobs})
         return Engine.launch(Config(str(folder), ModelConfig(self_check=False), engine))
 
 

@@ -212,7 +212,7 @@ class Loop:
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""
         has_requests = self._scheduler.num_running + self._scheduler.num_waiting > 0
-        if not has_requests and self.warm_up.is_over:
+        if not has_requests and not self._can_warm_up(is_idle=True):
             # rows of what was just finished or aborted are freed before the wait, not after it
             self._free()
             while self._inbox.empty() and self._prefixes is not None and self._prefixes.hand_over():
