@@ -14,6 +14,7 @@ from headrace.engine.drafting import Drafting
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import EngineDead
+from headrace.models import compiled
 from headrace.models.load import LoadedModel
 from headrace.models.mixers.fused import MOST_TOKENS, coarse, padded_chunk_tokens, padded_chunks, padded_rows
 from headrace.models.packed import PackedModel
@@ -32,7 +33,7 @@ from headrace.types.status import StepForms, WarmUpStatus
 
 _MOST_ROWS = 64
 _SHARE = 0.25
-"""Of the engine's time while it has requests."""
+"""Of the engine's time, at most, while it has requests."""
 
 _PROMPT_TOKENS = 2 * MOST_TOKENS
 
@@ -116,7 +117,9 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
                 found += [Piece(each, num_tokens // each, caches=True) for each in sorted(both)]
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
-        found += [Piece(2, drafts=drafts, joining=length) for length in _sizes(padded_chunk_tokens, chunk_tokens)]
+        for length in _sizes(padded_chunk_tokens, chunk_tokens):
+            # a scheduler plans at most four times as many prompt tokens as before
+            found.append(Piece(2, max(_PROMPT_TOKENS, length // 8), drafts=drafts, joining=length))
     return found
 
 
@@ -254,7 +257,8 @@ def prepare_warm_up(
     if not packed.is_compiled:
         return WarmUp(served, knobs.max_num_seqs, ())
     max_rows = min(knobs.max_num_seqs, _MOST_ROWS, memory.budget_bytes // memory.cost(_PROMPT_TOKENS))
-    found = pieces_for(max_rows, chunk_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on")
+    most_tokens = min(chunk_tokens, compiled.MOST_TOKENS)
+    found = pieces_for(max_rows, most_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on")
     fitting = [
         piece for piece in found if piece.num_tokens <= max_model_len and piece.num_bytes(memory) <= memory.budget_bytes
     ]
