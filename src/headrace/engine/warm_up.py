@@ -117,9 +117,7 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
                 found += [Piece(each, num_tokens // each, caches=True) for each in sorted(both)]
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
-        for length in _sizes(padded_chunk_tokens, chunk_tokens):
-            # a scheduler plans at most four times as many prompt tokens as before
-            found.append(Piece(2, max(_PROMPT_TOKENS, length // 8), drafts=drafts, joining=length))
+        found.append(Piece(2, drafts=drafts, joining=_PROMPT_TOKENS))
     return found
 
 

@@ -172,7 +172,8 @@ class Window:
         token_ids = self.chunk.token_ids + self._likely_drafts
         # a chunk inside a prompt has no token whose queries are wanted
         watch = self.live.watch if self.chunk.samples else None
-        return Row(self.live.state, token_ids, self.media, self.live.positions, watch)
+        are_known = not self.num_drafts or self.draft_ids is not None
+        return Row(self.live.state, token_ids, self.media, self.live.positions, watch, are_known)
 
     @property
     def _likely_drafts(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ class Row:
     media: what the sequence's media mean for these tokens; None if it has none.
     positions: where the sequence's tokens stand; None if that is their place among those that the state has computed.
     watch: notes what the tokens whose logits are wanted ask of the earlier ones; for rows whose tokens are all certain.
+    has_known_ids: whether `token_ids` holds even where a step's ids are given on the device.
     """
 
     state: SequenceState
@@ -48,6 +49,7 @@ class Row:
     media: RowMedia | None = None
     positions: TokenPositions | None = None
     watch: QueryWatch | None = None
+    has_known_ids: bool = False
 
 
 class PackedModel:
@@ -116,8 +118,10 @@ class PackedModel:
             tokens = [token for number in own for token in range(starts[number], starts[number + 1])]
             places = {token: place for place, token in enumerate(tokens)}
             wanted = [pick for pick in picks if pick in places]
-            own_ids = None if ids is None else mx.take(ids, to_device(tokens, mx.int32))
             own_rows, own_picks = [rows[number] for number in own], [places[pick] for pick in wanted]
+            # chunks beside drafts have the form that they have alone
+            are_known = ids is None or all(row.has_known_ids for row in own_rows)
+            own_ids = None if ids is None or are_known else mx.take(ids, to_device(tokens, mx.int32))
             if not wanted:  # logits of some token, so that the step can be launched
                 own_rows, own_picks = [replace(row, watch=None) for row in own_rows], [len(tokens) - 1]
             found = self._graph(own_rows, own_picks, own_ids)
