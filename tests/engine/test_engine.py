@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,12 +16,14 @@ from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.draws import Drawn, Draws
 from headrace.engine.engine import Engine
+from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ContextTooLong, EngineDead, GenerationFailed, InvalidRequest, ModelError
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.scheduler import Scheduler
+from headrace.state.sequence import SequenceState
 from headrace.types.events import FinishReason
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, StepPlan
@@ -215,6 +217,24 @@ async def test_a_step_that_fails_leaves_nothing_of_its_prompts_for_others(
             await num_cached()
     assert await num_cached() == 0
     assert await num_cached() > 0
+
+
+async def test_an_answer_that_can_not_be_kept_is_complete_and_the_engine_goes_on(
+    shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = await collect(shared_engine, REQUESTS[1])
+    store = PrefixPool.store
+
+    def fail_at_the_end(self: PrefixPool, request_id: str, token_ids: Sequence[int], state: SequenceState) -> None:
+        if state.length > len(REQUESTS[1].prompt):
+            raise MemoryError("no memory for a copy")
+        store(self, request_id, token_ids, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixPool, "store", fail_at_the_end)
+        assert await collect(shared_engine, REQUESTS[1]) == alone
+        assert await collect(shared_engine, REQUESTS[1]) == alone
+    assert shared_engine.health() is None
 
 
 async def test_stop_tokens_and_max_tokens_end_an_output(shared_engine: Engine) -> None:

@@ -413,9 +413,12 @@ class Runner:
             live = self._live.pop(sequence_id, None)
             if live is None or live.record is not None:
                 continue
-            if self._prefixes is not None and live.is_sound and live.state.length:
-                self._catch_up([live])
-                self._prefixes.store(live.request.request_id, live.token_ids, live.state)
+            try:
+                if self._prefixes is not None and live.is_sound and live.state.length:
+                    self._catch_up([live])
+                    self._prefixes.store(live.request.request_id, live.token_ids, live.state)
+            except Exception:  # a row's outer wall: its answer is complete
+                logger.exception("what %s has computed is not kept", sequence_id)
             live.state.release()
 
     def drop(self) -> None:
