@@ -123,3 +123,16 @@ def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable:    2048 kB\n")
     assert available_memory_bytes(tmp_path / "meminfo") == 2 * 2**20
     assert available_memory_bytes(tmp_path / "none") is None
+
+
+def test_a_busy_machine_is_told_how_to_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr(verdict, "vision_advice", lambda: None)
+    one_core = Device("cpu", "Some CPU", 24 * GB, 1)
+    advice = {
+        (device.num_cores, load): list(Resources(device, 9 * GB, 80 * GB, tmp_path, load).advice())
+        for device, load in ((CPU, 30.0), (CPU, 8.0), (one_core, 30.0))
+    }
+    assert "30 programs share 8 cores" in advice[8, 30.0][0]
+    # One core has one thread anyway.
+    assert advice[8, 8.0] == advice[1, 30.0] == []

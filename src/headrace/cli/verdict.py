@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Resources:
     free_memory_bytes: int | None
     free_disk_bytes: int
     cache_folder: Path
+    load: float = 0.0
+    """Programs that wanted to run at a time, on average over the last minute."""
 
     def lines(self) -> Iterator[str]:
         if self.free_memory_bytes is not None:
@@ -35,6 +38,9 @@ class Resources:
         """What to do for a better server, a line each."""
         if self.device.kind == "cpu" and compiler() is None:
             yield "install a C++ compiler (g++): MLX fuses operations on a CPU with it"
+        if self.device.kind == "cpu" and self.load > 1.5 * self.device.num_cores > 1.5:
+            busy = f"{self.load:.0f} programs share {self.device.num_cores} cores"
+            yield f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
         if (advice := vision_advice()) is not None:
             yield f"{advice} adds what images and videos need"
         if self.free_memory_bytes is not None and self.free_memory_bytes < _LOW_MEMORY_BYTES:
@@ -46,7 +52,9 @@ class Resources:
 def resources(device: Device, cache_folder: Path) -> Resources:
     """cache_folder: may not exist yet."""
     existing = next(folder for folder in (cache_folder, *cache_folder.absolute().parents) if folder.is_dir())
-    return Resources(device, available_memory_bytes(), shutil.disk_usage(existing).free, cache_folder)
+    return Resources(
+        device, available_memory_bytes(), shutil.disk_usage(existing).free, cache_folder, os.getloadavg()[0]
+    )
 
 
 @dataclass(frozen=True, slots=True)
