@@ -128,8 +128,9 @@ def _placed(numbers: bytes) -> NDArray[np.uint8]:
 
 
 @cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="emulated-kernels-"))
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="emulated-kernels-")
 
 
 @cache
@@ -138,7 +139,7 @@ def _built(source: str, name: str) -> ctypes._NamedFuncPointer:
         source = re.sub(statement, replacement, source, flags=re.DOTALL)
     source = source.replace("<'bf'>", "<true>").replace("<'f'>", "<false>")
     assert "asm" not in source
-    path = _folder() / f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:16]}.cpp"
+    path = Path(_folder().name) / f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:16]}.cpp"
     path.write_text(
         f'#include "{_HEADER}"\n{source}\n'
         'extern "C" void launch(void** pointers, const int* numbers, const int* blocks, int threads, unsigned seed) '
