@@ -14,7 +14,7 @@ from headrace.engine.engine import Engine
 from headrace.models.pieces import Computation
 from headrace.models.vision import MediaEmbeddings, VisionTower
 from headrace.session.session import Session
-from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
@@ -139,7 +139,7 @@ async def test_it_answers_questions_about_pictures_at_once_and_one_by_one(sessio
 async def test_drafts_of_answers_about_pictures_are_mostly_right_and_change_nothing(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+    def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(len(row.survival) for row in rows)
 
     monkeypatch.setattr(DepthPlanner, "plan", plan)

@@ -18,7 +18,7 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
-from headrace.speculate.depth import DepthPlanner, RowOutlook
+from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.types.events import TokenOutput
 from headrace.types.request import ConstraintSpec, GenerationRequest, SamplingParams
 from training.chat import encode
@@ -42,7 +42,7 @@ def anyio_backend() -> str:
 def _as_deep_as_asked() -> Iterator[None]:
     """How far ahead is guessed follows from the request, not from the clock."""
 
-    def plan(self: DepthPlanner, rows: Sequence[RowOutlook]) -> tuple[int, ...]:
+    def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(len(row.survival) for row in rows)
 
     with pytest.MonkeyPatch.context() as patched:
