@@ -226,3 +226,12 @@ def test_the_import_linter_contract_covers_every_pure_room_that_exists() -> None
     existing = {f"headrace.{room}" for room in PURE & {room_of(path) for path in source_files()}}
     assert set(wall["source_modules"]) == existing
     assert set(wall["forbidden_modules"]) == ARRAYS
+
+
+def test_the_drawing_of_the_rooms_agrees_with_the_rules() -> None:
+    drawing = (ROOT / "docs" / "structure.md").read_text().partition("flowchart TD")[2].partition("```")[0]
+    edges = [tuple(line.split(" --> ")) for line in drawing.split("\n") if "-->" in line]
+    arrows = [(importer.strip(), imported.strip()) for importer, imported in edges]
+    assert [(a, b) for a, b in arrows if b not in RULES[a]] == []
+    rooms = {each for each in RULES if (SOURCE / each).is_dir()}
+    assert {each for arrow in arrows for each in arrow} == rooms
