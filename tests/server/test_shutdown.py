@@ -207,7 +207,7 @@ engine.on_start, Silent.stop = engine._thread.start, serve.Engine.stop
     ("fault", "code", "said"),
     [
         (STUCK_TOKENIZER.format("blocks"), 0, ""),
-        # twice of three runs beside other tests the process was not killed within 30 s, alone never in eight
+        # In two of three runs of the whole suite the process was not killed within 30 s, in six of this file it was.
         pytest.param(STUCK_TOKENIZER.format("freezes"), -signal.SIGKILL, "still busy", marks=pytest.mark.slow),
         pytest.param(STUCK_ENGINE.format("blocks"), 0, "the engine is still busy", marks=pytest.mark.slow),
         # the event loop

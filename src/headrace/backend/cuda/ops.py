@@ -47,7 +47,7 @@ def most_likely(logits: mx.array, otherwise: int) -> mx.array:
 
 
 def put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
-    """The table is changed as an object, so that whoever holds it has the new numbers."""
+    """Changes the table's Python object, so that every reference to it has the new numbers."""
     # what fills a table whole would become the table
     own = part * mx.array(1, part.dtype) if part.shape == table.shape else part
     table[(slice(None),) * axis + (slice(at, at + part.shape[axis]),)] = own
