@@ -26,9 +26,8 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.state.disk_folder import DiskFolder
-from headrace.state.disk_save import HEAD_BYTES
-from headrace.state.host_arrays import HostArray
-from headrace.state.record_file import read_file, write_file
+from headrace.state.disk_records import HEAD_BYTES
+from headrace.state.record_file import HostArray, read_file, write_file
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import DiskStatus
 
@@ -461,7 +460,7 @@ async def test_while_a_read_hangs_others_go_on_and_who_gives_up_leaves_nothing_b
         release.wait()
         return read_file(file, key)
 
-    monkeypatch.setattr("headrace.state.disk_load.read_file", hang)
+    monkeypatch.setattr("headrace.state.disk_records.read_file", hang)
     async with engine_of(folders("gpt_oss"), tmp_path) as engine:
         given_up = await engine.submit(request_of(prompt, (290,)))
         waiting = asyncio.create_task(ask(engine, prompt, (290,)))
@@ -487,7 +486,7 @@ async def test_a_read_that_never_comes_is_not_waited_for(
         release.wait()
         return read_file(file, key)
 
-    monkeypatch.setattr("headrace.state.disk_load.read_file", hang)
+    monkeypatch.setattr("headrace.state.disk_records.read_file", hang)
     monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 0.0)
     async with engine_of(folders("llama"), tmp_path) as engine:
         assert await ask(engine, prompt) == (expected, 0)
@@ -613,10 +612,10 @@ async def test_a_file_that_the_key_has_signed_but_no_model_like_this_has_made_is
         folder = DiskFolder(cache, 10**9)
         for name in names(cache):
             with folder.open(name) as file:
-                head, arrays = read_file(file, folder.key())
-            if "-block-" in name and head.about["start"] == 0:
+                about, arrays = read_file(file, folder.key())
+            if "-block-" in name and about["start"] == 0:
                 wrong = {each: HostArray(array.dtype, array.data[..., :-1]) for each, array in arrays.items()}
-                folder.write(name, partial(write_file, about=head.about, arrays=wrong, key=folder.key()))
+                folder.write(name, partial(write_file, about=about, arrays=wrong, key=folder.key()))
         caplog.clear()
         async with engine_of(folders(family), cache) as engine:
             assert await ask(engine, prompt, (300,)) == (expected, 0)

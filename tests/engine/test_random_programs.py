@@ -29,7 +29,7 @@ from headrace.models.packed import PackedModel, Row
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
-from headrace.state.state_form import StateForm
+from headrace.state.stored_state import StateForm
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
 KINDS = {"dense": "llama", "sliding window": "gpt_oss", "hybrid": "qwen3_5", "module": "lfm2"}
@@ -57,7 +57,7 @@ def small_files_and_patience() -> Iterator[None]:
     """Blocks on disk short enough for these sentences, and a disk that always beats computing."""
     blas.install("exact")
     with pytest.MonkeyPatch.context() as patched:
-        for module in ("disk_index", "disk_save"):
+        for module in ("disk_index", "disk_records"):
             patched.setattr(f"headrace.state.{module}.BLOCK_TOKENS", 16)
         patched.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 3600.0)
         patched.setattr("headrace.state.disk_pace.READ_START_S", 0.0)

@@ -14,10 +14,10 @@ from headrace.prefix.key import Namespace
 from headrace.state.attention import KVRecord, SlidingAttentionState
 from headrace.state.disk import DiskTier
 from headrace.state.disk_folder import DiskFolder
-from headrace.state.disk_load import Load, LoadedState
+from headrace.state.disk_records import Load
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
-from headrace.state.state_form import StateForm
+from headrace.state.stored_state import StateForm
 
 SPACE = Namespace("weights", salt="s")
 KEY = tuple(range(1000, 1700))
@@ -61,12 +61,12 @@ def state() -> Iterator[SequenceState]:
     made.release()
 
 
-def finish(load: Load | None) -> LoadedState | None:
+def finish(load: Load | None) -> Load | None:
     assert load is not None
     load.is_over.wait()
     while load.advance(0.0):
         pass
-    return load.loaded
+    return load if load.is_loaded else None
 
 
 def same(record: KVRecord, expected: KVRecord) -> bool:

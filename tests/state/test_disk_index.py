@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.prefix.key import Namespace
-from headrace.state import disk_index, disk_save
+from headrace.state import disk_index, disk_records
 from headrace.state.disk_index import MARK_BYTES, Digests, DiskIndex
-from headrace.state.disk_save import plan_save
+from headrace.state.disk_records import missing_files
 
 DIGESTS = Digests(b"k" * 32)
 ROOT = DIGESTS.root(Namespace("weights"))
@@ -19,16 +19,16 @@ KEYS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
 @pytest.fixture(autouse=True, scope="module")
 def short_blocks() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk_index, disk_save):
+        for module in (disk_index, disk_records):
             patch.setattr(module, "BLOCK_TOKENS", 3)
         yield
 
 
 def save(index: DiskIndex, key: tuple[int, ...], ends: list[int], root: bytes = ROOT) -> None:
-    plans, known = plan_save(DIGESTS, "v2-" + "0" * 16, root, key, ends, index.__contains__, index.has_spans)
-    assert not {plan.name for plan in plans} & set(known)
-    for plan in plans:
-        index.add(plan.entry(DIGESTS))
+    missing, known = missing_files(DIGESTS, "v2-" + "0" * 16, root, key, ends, index.__contains__, index.has_spans)
+    assert not {file.name for file in missing} & set(known)
+    for file in missing:
+        index.add(file.entry(DIGESTS))
 
 
 def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ from headrace.models.load import LoadedModel
 from headrace.models.seeing import Tower
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceState
-from headrace.state.state_form import StateForm
+from headrace.state.stored_state import StateForm
 
 PREFILL_TOKENS_PER_S = {"cpu": 200.0, "cuda": 10_000.0, "metal": 1_000.0}
 """Assumed until measured, by device: a small model's speed."""

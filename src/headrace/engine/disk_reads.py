@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headrace.prefix.key import Namespace, common_length
 from headrace.prefix.match import Match
 from headrace.state.disk import DiskTier
-from headrace.state.disk_load import Load
+from headrace.state.disk_records import Load
 
 SLICE_S = 0.01
 """Limit on delaying a step by making arrays from what was read, or by handing over what is to be written."""
@@ -77,7 +77,7 @@ class DiskReads:
         """The request's read, if it had one, cancelled unless it is done; forgotten here."""
         read = self._reads.pop(request_id, None)
         if read is not None:
-            read.load.abandon()
+            read.load.is_abandoned = True
         return read
 
     def end(self, request_id: str) -> DiskRead | None:

@@ -149,18 +149,17 @@ class PrefixPool:
         if read is None:
             return
         self._tree.unlock(read.match)
-        loaded = read.load.loaded
-        if loaded is None:
+        if not read.load.is_loaded:
             return
         assert self._disk is not None
-        self._disk.count_hit(loaded.num_tokens - read.match.num_tokens)
-        span, length = loaded.span, loaded.num_tokens
+        span, snapshot, length = read.load.span, read.load.snapshot, read.load.num_tokens
+        self._disk.count_hit(length - read.match.num_tokens)
 
         def cut(start: int, end: int) -> Piece:
             assert span is not None
             return span if (start, end) == (span.start, span.end) else span.part(start, end)
 
-        snapshots: dict[int, Piece] = {} if loaded.snapshot is None else {length: loaded.snapshot}
+        snapshots: dict[int, Piece] = {} if snapshot is None else {length: snapshot}
         self._tree.insert(read.namespace, read.key[:length], cut=cut if self._has_spans else None, snapshots=snapshots)
 
     def restore(self, request_id: str, state: SequenceState) -> None:

@@ -14,10 +14,11 @@ written is dropped, what can't be read is computed.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,11 @@ from pathlib import Path
 from headrace.prefix.key import Namespace
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry, model_prefix
-from headrace.state.disk_load import Load, read_load
 from headrace.state.disk_pace import DiskPace
-from headrace.state.disk_save import HostSave, Save, contents, entry_of, plan_save, stage
-from headrace.state.record_file import BadFile, read_head, write_file
+from headrace.state.disk_records import Load, Save, entry_of, missing_files
+from headrace.state.record_file import BadFile, read_about, write_file
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
-from headrace.state.state_form import StateForm
-from headrace.state.stored_layers import NotStorable
-from headrace.state.worker import Worker
+from headrace.state.stored_state import NotStorable, StateForm
 from headrace.types.status import DiskStatus
 
 logger = logging.getLogger(__name__)
@@ -79,17 +77,17 @@ class DiskTier:
         self.memory_bytes = max_pending_bytes + max_load_bytes
         """Bytes that may be in flight to and from the disk together; the engine's memory accounting may lower it."""
         self._counts: Counter[str] = Counter()
-        self._staging: deque[tuple[Save, Iterator[HostSave | None]]] = deque()
+        self._staging: deque[tuple[Save, Iterator[None]]] = deque()
         self._pending: dict[str, int] = {}
         """Bytes of files on their way to the disk, by name. Items are set and removed whole, by any thread."""
         self._lock = threading.Lock()
         self._generation = 0
         """Counts how often all was forgotten; what was to be written before is of no use then."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._scan()
         self._held = self._folder.held()
-        self._writer = Worker("headrace-disk-writer")
-        self._reader = Worker("headrace-disk-reader")
+        self._writer = _Worker("headrace-disk-writer")
+        self._reader = _Worker("headrace-disk-reader")
 
     @property
     def report(self) -> str:
@@ -134,7 +132,7 @@ class DiskTier:
                 continue
             try:
                 with self._folder.open(file.name) as opened:
-                    self._index.add(entry_of(file.name, file.num_bytes, read_head(opened, self._digests.key)))
+                    self._index.add(entry_of(file.name, file.num_bytes, read_about(opened, self._digests.key)))
             except BadFile as error:
                 logger.warning("%s is removed from the disk cache: %s", file.name, error)
                 self._folder.remove(file.name)
@@ -157,18 +155,20 @@ class DiskTier:
         snapshots: by length, all of `ends` if the model needs them.
         """
         root = self._digests.root(namespace)
-        plans, known = plan_save(self._digests, self._model, root, key, ends, self._is_known, self._form.has_spans)
+        missing, known = missing_files(
+            self._digests, self._model, root, key, ends, self._is_known, self._form.has_spans
+        )
         try:
-            save = Save.of(plans, known, state, spans, snapshots, self._room_bytes())
+            save = Save.of(missing, known, state, spans, snapshots, self._room_bytes())
         except NotStorable as error:
-            self._tell_once("sort", "the disk cache is of no use for this model: %s", error)
+            self._warn_once("sort", "the disk cache is of no use for this model: %s", error)
             return
         if save.num_dropped:
-            self._tell_once("slow", "not all is cached on disk: too much of it waits to be written, or memory is short")
+            self._warn_once("slow", "not all is cached on disk: too much of it waits to be written, or memory is short")
             self._count(num_dropped=save.num_dropped)
-        if save.plans or known:
-            self._pending.update((plan.name, plan.num_bytes) for plan in save.plans)
-            self._staging.append((save, stage(save)))
+        if save.files or known:
+            self._pending.update((file.name, file.num_bytes) for file in save.files)
+            self._staging.append((save, save.to_host()))
 
     def _is_known(self, name: str) -> bool:
         return name in self._index or name in self._pending
@@ -180,46 +180,44 @@ class DiskTier:
         """Hand arrays over to the writer's thread for about this long. Returns whether there are more."""
         until = time.monotonic() + seconds
         while self._staging:
-            _, steps = self._staging[0]
-            for ready in steps:
-                if ready is not None:
-                    self._staging.popleft()
-                    self._writer.put(partial(self._write, ready, self._generation))
-                    break
+            save, steps = self._staging[0]
+            for _ in steps:
                 if time.monotonic() >= until:
                     return True
+            self._staging.popleft()
+            self._writer.put(partial(self._write, save, self._generation))
         return False
 
-    def _write(self, save: HostSave, generation: int) -> None:
+    def _write(self, save: Save, generation: int) -> None:
         """On the writer's thread: all files of a save, or as many as there is room for."""
         try:
             if generation == self._generation:
                 self._write_files(save, generation)
-                self._told.discard("write")
+                self._warned.discard("write")
         except OSError as error:
-            self._tell_once("write", "the disk cache can't be written: %s", error)
+            self._warn_once("write", "the disk cache can't be written: %s", error)
         finally:
-            for plan in save.plans:
-                self._pending.pop(plan.name, None)
+            for file in save.files:
+                self._pending.pop(file.name, None)
             self._held = self._folder.held()
 
-    def _write_files(self, save: HostSave, generation: int) -> None:
-        num_bytes = sum(plan.num_bytes for plan in save.plans)
+    def _write_files(self, save: Save, generation: int) -> None:
+        num_bytes = sum(file.num_bytes for file in save.files)
         if num_bytes > self._folder.quota_bytes:
-            self._tell_once("quota", "what a prompt left takes %d bytes, more than the disk cache's quota", num_bytes)
-            self._count(num_dropped=len(save.plans))
+            self._warn_once("quota", "what a prompt left takes %d bytes, more than the disk cache's quota", num_bytes)
+            self._count(num_dropped=len(save.files))
             return
         self._forget_missing()
         self._folder.touch(save.known, time.time_ns())
-        for number, plan in enumerate(save.plans):
-            self._index.discard(self._folder.make_room(plan.num_bytes))
-            entry = plan.entry(self._digests)
-            about, arrays = contents(save, plan, entry)
+        for number, file in enumerate(save.files):
+            self._index.discard(self._folder.make_room(file.num_bytes))
+            entry = file.entry(self._digests)
+            about, arrays = save.contents(file, entry)
             write = partial(write_file, about=about, arrays=arrays, key=self._digests.key)
             try:
-                num_written = self._folder.write(plan.name, write)
+                num_written = self._folder.write(file.name, write)
             except OSError:
-                self._count(num_dropped=len(save.plans) - number)
+                self._count(num_dropped=len(save.files) - number)
                 raise
             self._count(num_writes=1, num_written_bytes=num_written)
             with self._lock:
@@ -227,9 +225,9 @@ class DiskTier:
                 if is_wanted:
                     self._index.add(replace(entry, num_bytes=num_written))
             if not is_wanted:  # cleared meanwhile
-                self._folder.remove(plan.name)
+                self._folder.remove(file.name)
                 return
-        self._folder.touch((*save.known, *(plan.name for plan in save.plans)), time.time_ns())
+        self._folder.touch((*save.known, *(file.name for file in save.files)), time.time_ns())
 
     def _forget_missing(self) -> None:
         """Files, or the folder, may have been removed from outside."""
@@ -260,7 +258,7 @@ class DiskTier:
         """On the reader's thread."""
         started = time.monotonic()
         try:
-            if read_load(load, self._folder, self._form):
+            if load.read(self._folder, self._form):
                 duration_s = time.monotonic() - started
                 num_bytes = load.num_bytes
                 self._pace.observe_read(num_bytes, duration_s)
@@ -288,8 +286,8 @@ class DiskTier:
             self._generation += 1
             names = self._index.clear()
         for save, _ in self._staging:
-            for plan in save.plans:
-                self._pending.pop(plan.name, None)
+            for file in save.files:
+                self._pending.pop(file.name, None)
         self._staging.clear()
         self._writer.put(partial(self._remove, names))
 
@@ -307,8 +305,41 @@ class DiskTier:
         if not self._writer.close(FLUSH_S):
             logger.warning("the disk is too slow: some of what was computed isn't kept")
 
-    def _tell_once(self, about: str, message: str, *values: object) -> None:
+    def _warn_once(self, about: str, message: str, *values: object) -> None:
         """A warning that isn't repeated."""
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._warned:
+            self._warned.add(about)
             logger.warning(message, *values)
+
+
+class _Worker:
+    """A thread that runs tasks in their order. A daemon: it keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], object]) -> None:
+        """Add a task. What it raises is logged."""
+        self._tasks.put(task)
+
+    def close(self, seconds: float) -> bool:
+        """End the thread, waiting at most so long for the tasks that are left. Returns whether all were done."""
+        self._tasks.put(None)
+        self._thread.join(seconds)
+        is_done = not self._thread.is_alive()
+        self._is_closed = True
+        return is_done
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            task = self._tasks.get()
+            if task is None:
+                return
+            try:
+                task()
+            except Exception:  # the thread's exception boundary: the next task may succeed
+                logger.exception("work on the disk cache failed")
+            del task  # or it would keep its arrays until the next one comes

@@ -1,0 +1,312 @@
+"""A sequence's records as files of the disk tier: splits them into the files that are missing, and reads them back.
+
+The engine's thread moves arrays off the device and onto it, in slices; other threads write and read the files.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.state.attention import KVRecord
+from headrace.state.disk_folder import DiskFolder
+from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Digests, Entry, file_name
+from headrace.state.layer import LayerKey
+from headrace.state.record_file import BadFile, HostArray, join, read_file, to_device, to_host
+from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.stored_state import Description, StateForm, describe, rebuild, span_name
+
+HEAD_BYTES = 16_384
+"""What a file's header takes besides its arrays, on the large side."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file to write. before, digest: as in its Entry. num_bytes: approximate, 0 if unknown."""
+
+    name: str
+    before: bytes
+    digest: bytes
+    start: int
+    tokens: tuple[int, ...]
+    is_tail: bool
+    num_bytes: int = 0
+
+    @property
+    def end(self) -> int:
+        """Length after the file's tokens."""
+        return self.start + len(self.tokens)
+
+    def entry(self, digests: Digests) -> Entry:
+        """The file's entry, with the approximate size."""
+        marks = digests.marks(self.before, self.tokens)
+        return Entry(self.name, self.before, self.digest, self.start, marks, self.is_tail, self.num_bytes)
+
+
+def missing_files(
+    digests: Digests,
+    model: str,
+    root: bytes,
+    key: tuple[int, ...],
+    ends: Sequence[int],
+    is_known: Callable[[str], bool],
+    has_spans: bool,
+) -> tuple[list[NewFile], list[str]]:
+    """The missing files for a key's blocks and for states of its first `ends` tokens; and the names of existing ones.
+
+    Both in token order, blocks before tails.
+    """
+    chain = [root]
+    parts: list[tuple[int, int, bool]] = []
+    for start in range(0, len(key) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        chain.append(digests.after(chain[-1], key[start : start + BLOCK_TOKENS]))
+        if has_spans:
+            parts.append((start, start + BLOCK_TOKENS, False))
+    parts += [(end - end % BLOCK_TOKENS, end, True) for end in ends]
+    missing: list[NewFile] = []
+    known: list[str] = []
+    for start, end, is_tail in parts:
+        before, tokens = chain[start // BLOCK_TOKENS], key[start:end]
+        digest = digests.after(before, tokens)
+        name = file_name(model, digest, is_tail=is_tail)
+        if is_known(name):
+            known.append(name)
+        else:
+            missing.append(NewFile(name, before, digest, start, tokens, is_tail))
+    return missing, known
+
+
+@dataclass(slots=True)
+class Save:
+    """Files to write, and the arrays to put into them: MLX's at first, `HostArray` after `to_host`.
+
+    known: names of existing files that the state needs too.
+    num_dropped: files that there was no room for.
+    layers: those with keys and values. spans: start, end, and their arrays by name; rising, they may overlap.
+    descriptions, snapshots: by length, the latter's arrays by name.
+    """
+
+    files: tuple[NewFile, ...]
+    known: tuple[str, ...]
+    num_dropped: int
+    layers: Sequence[LayerKey]
+    spans: list[tuple[int, int, dict[str, Any]]]
+    descriptions: dict[int, Description]
+    snapshots: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        missing: Sequence[NewFile],
+        known: Sequence[str],
+        state: SequenceState,
+        spans: Sequence[SpanRecord],
+        snapshots: Mapping[int, SequenceRecord],
+        room_bytes: int,
+    ) -> Save:
+        """As many of the missing files as fit `room_bytes`; tokens that no record has are copied from the state.
+
+        Raises NotStorable.
+        """
+        descriptions: dict[int, Description] = {}
+        arrays: dict[int, dict[str, mx.array]] = {}
+        for length in sorted({file.end for file in missing if file.is_tail} & snapshots.keys()):
+            descriptions[length], arrays[length] = describe(snapshots[length].layers)
+        token_bytes = state.span_token_bytes
+        taken: list[NewFile] = []
+        num_dropped = 0
+        for file in missing:
+            of_snapshot = arrays.get(file.end, {}).values() if file.is_tail else ()
+            num_bytes = len(file.tokens) * token_bytes + sum(array.nbytes for array in of_snapshot)
+            if num_bytes == 0:  # a state that ends with a block and has no snapshot needs no tail
+                continue
+            if num_bytes > room_bytes or num_dropped:
+                num_dropped += 1
+                continue
+            room_bytes -= num_bytes
+            taken.append(replace(file, num_bytes=num_bytes + HEAD_BYTES))
+        covering = _covering(taken, state, spans) if token_bytes else []
+        layers = list(covering[0].layers) if covering else []
+        named = [(span.start, span.end, _named(span)) for span in covering]
+        return cls(tuple(taken), tuple(known), num_dropped, layers, named, descriptions, arrays)
+
+    def to_host(self) -> Iterator[None]:
+        """Copy the arrays off the device, one per step. On the thread that owns arrays."""
+        for arrays in (*(arrays for _, _, arrays in self.spans), *self.snapshots.values()):
+            for name, array in arrays.items():
+                arrays[name] = to_host(array)
+                yield
+
+    def contents(self, file: NewFile, entry: Entry) -> tuple[dict[str, Any], dict[str, HostArray]]:
+        """JSON and arrays of a file, after `to_host`. On any thread."""
+        arrays = dict(self.snapshots.get(file.end, {})) if file.is_tail else {}
+        layers = self.layers if file.tokens else []
+        for key in layers:
+            for part in ("keys", "values"):
+                arrays[span_name(key, part)] = self._rows(span_name(key, part), file.start, file.end)
+        about = {
+            "name": entry.name,
+            "before": entry.before.hex(),
+            "start": entry.start,
+            "marks": entry.marks.hex(),
+            "span": layers,
+            "snapshot": self.descriptions.get(file.end, []) if file.is_tail else [],
+        }
+        return about, arrays
+
+    def _rows(self, name: str, start: int, end: int) -> HostArray:
+        """The tokens `start` to `end` of an array, out of the spans that have them."""
+        parts = []
+        for span_start, span_end, arrays in self.spans:
+            low, high = max(start, span_start), min(end, span_end)
+            if low < high:
+                parts.append(arrays[name].rows(low - span_start, high - span_start))
+                start = high
+        return join(parts)
+
+
+def _named(span: SpanRecord) -> dict[str, mx.array]:
+    """A span's arrays by name."""
+    return {
+        span_name(key, part): array
+        for key, record in span.layers.items()
+        for part, array in zip(("keys", "values"), record.arrays, strict=False)
+    }
+
+
+def _covering(files: Sequence[NewFile], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+    """Records that cover the files' tokens, rising; they may overlap."""
+    records = list(spans)
+    covered = sorted((span.start, span.end) for span in spans)
+    for start, end in _merged(files):
+        place = start
+        for low, high in covered:
+            if high <= place or low >= end:
+                continue
+            if low > place:
+                records.append(state.copy_span(place, low))
+            place = max(place, high)
+        if place < end:
+            records.append(state.copy_span(place, end))
+    return sorted(records, key=lambda record: (record.start, record.end))
+
+
+def _merged(files: Sequence[NewFile]) -> list[tuple[int, int]]:
+    """The files' tokens as runs."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted((file.start, file.end) for file in files if file.tokens):
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
+        else:
+            runs.append((start, end))
+    return runs
+
+
+class Load:
+    """A state being read from the disk; `span` and `snapshot` are its records once it `is_loaded`.
+
+    entries: the files to read. num_tokens: length of the state.
+    deadline_s: monotonic seconds after which waiting for the read is pointless.
+    is_over: the read has ended, successfully or not. is_abandoned: no request waits for it any more.
+    current: name of the file being read.
+    span: of the missing tokens; None without sliceable layers.
+    snapshot: of windowed and opaque layers; None if the model has none.
+    """
+
+    def __init__(self, entries: Sequence[Entry], num_tokens: int, deadline_s: float) -> None:
+        self.entries = tuple(entries)
+        self.num_tokens = num_tokens
+        self.deadline_s = deadline_s
+        self.is_over = threading.Event()
+        self.is_abandoned = False
+        self.current = ""
+        self.is_loaded = False
+        self.span: SpanRecord | None = None
+        self.snapshot: SequenceRecord | None = None
+        self._steps: Iterator[None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files, and roughly of their arrays."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def read(self, folder: DiskFolder, form: StateForm) -> bool:
+        """Read the files, which must have the form. Returns whether that was completed. On the reader's thread.
+
+        Raises BadFile and OSError; see `current`.
+        """
+        parts: dict[str, list[HostArray]] = {}
+        description: Description = []
+        snapshot: dict[str, HostArray] = {}
+        for entry in self.entries:
+            if self.is_abandoned:
+                return False
+            self.current = entry.name
+            with folder.open(entry.name) as file:
+                about, arrays = read_file(file, folder.key())
+            if entry_of(entry.name, entry.num_bytes, about) != entry:
+                raise BadFile("another file has taken its place")
+            form.check(entry, about, arrays)
+            description, snapshot = about["snapshot"], {}
+            for name, array in arrays.items():
+                if name.startswith("snapshot."):
+                    snapshot[name] = array
+                else:
+                    parts.setdefault(name, []).append(array)
+        num_rows = self.num_tokens - self.entries[0].start
+        spans: dict[str, HostArray] = {}
+        for name in list(parts):
+            spans[name] = join(parts.pop(name)).rows(0, num_rows)
+        self._steps = self._to_device(list(form.spans), spans, description, snapshot)
+        return True
+
+    def advance(self, seconds: float) -> bool:
+        """Make arrays from what was read, for about this long. Returns whether there is more to do or to wait for."""
+        if not self.is_over.is_set():
+            return time.monotonic() < self.deadline_s
+        until = time.monotonic() + seconds
+        for _ in self._steps or ():
+            if time.monotonic() >= until:
+                return True
+        self._steps = None
+        return False
+
+    def _to_device(
+        self,
+        layers: Sequence[LayerKey],
+        spans: dict[str, HostArray],
+        description: Description,
+        snapshot: dict[str, HostArray],
+    ) -> Iterator[None]:
+        """Make the records, with an array per step; each array is dropped from the host then."""
+        start, end = self.entries[0].start, self.num_tokens
+        made: dict[str, mx.array] = {}
+        for arrays in (spans, snapshot):
+            for name in list(arrays):
+                made[name] = to_device(arrays.pop(name))
+                yield
+        if layers and start < end:
+            records = {
+                key: KVRecord(start, made[span_name(key, "keys")], made[span_name(key, "values")]) for key in layers
+            }
+            self.span = SpanRecord(start, end, records)
+        self.snapshot = SequenceRecord(end, rebuild(description, made)) if description else None
+        self.is_loaded = True
+
+
+def entry_of(name: str, num_bytes: int, about: Mapping[str, Any]) -> Entry:
+    """The entry of a file in the folder. Raises BadFile if its JSON doesn't match its name."""
+    try:
+        before, marks, start = bytes.fromhex(about["before"]), bytes.fromhex(about["marks"]), about["start"]
+        is_own = about["name"] == name and start % BLOCK_TOKENS == 0
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFile(f"the header says nothing about its tokens: {error}") from error
+    if not is_own or len(before) != DIGEST_BYTES or len(marks) % MARK_BYTES:
+        raise BadFile("it is not what its name says")
+    *_, sort, digest = name.removesuffix(".safetensors").split("-")
+    return Entry(name, before, bytes.fromhex(digest), start, marks, sort == "tail", num_bytes)
