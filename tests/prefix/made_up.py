@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.prefix.key import Namespace
-from headrace.prefix.match import Match
-from headrace.prefix.pieces import CutSpan, HeldPieces, Piece
+from headrace.prefix.node import CutSpan, HeldPieces, Match, Piece
 from headrace.prefix.radix import PrefixTree
 
 HERE = Namespace("weights")
@@ -131,7 +130,7 @@ class Shelf:
     def held_bytes(self, matches: Iterable[Match]) -> int:
         """Bytes of the pieces that matches are restored from, each once."""
         held = [self.tree.read(match) for match in matches]
-        pieces = {part.piece for each in held for part in each.spans}
+        pieces = {span for each in held for span in each.spans}
         pieces |= {each.snapshot for each in held if each.snapshot is not None}
         return sum(piece.num_bytes for piece in pieces)
 
@@ -139,11 +138,11 @@ class Shelf:
         """What was read is alive, is the key's own, and is whole."""
         key = tuple(key)
         place = 0
-        for part in held.spans:
-            assert part.piece in self.store.live and isinstance(part.piece, MadeUpPiece)
-            assert part.piece.namespace == namespace and part.piece.start == part.start == place < part.end
-            assert part.piece.prefix[: part.end] == key[: part.end] and len(part.piece.prefix) >= part.end
-            place = part.end
+        for span in held.spans:
+            assert span in self.store.live and isinstance(span, MadeUpPiece)
+            assert span.namespace == namespace and span.start == place < held.num_tokens
+            place = min(len(span.prefix), held.num_tokens)
+            assert span.prefix[:place] == key[:place]
         assert place == (held.num_tokens if self.has_spans else 0)
         if self.needs_snapshots and held.num_tokens:
             assert held.snapshot in self.store.live and isinstance(held.snapshot, MadeUpPiece)

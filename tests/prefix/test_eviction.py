@@ -8,7 +8,7 @@ import pytest
 from prefix.made_up import MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.budget import Kind, MemoryUsage
-from headrace.prefix.pieces import Piece
+from headrace.prefix.node import Piece
 
 SPAN_BYTES_PER_TOKEN = 20_000
 SNAPSHOT_BYTES = 60_000_000

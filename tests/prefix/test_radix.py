@@ -8,8 +8,7 @@ import pytest
 from prefix.made_up import HERE, THERE, MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.key import MediaSpan, cache_key
-from headrace.prefix.match import Mismatch
-from headrace.prefix.pieces import Piece
+from headrace.prefix.node import Mismatch, Piece
 from headrace.prefix.radix import PrefixTree
 
 A, B, C = (made_up_tokens(seed, 1000) for seed in range(3))
@@ -245,7 +244,7 @@ def test_a_locked_span_may_be_split_and_is_read_in_its_parts() -> None:
     assert len(shelf.tree.read(match).spans) == 1
     shelf.put(A[:200] + B)
     held = shelf.tree.read(match)
-    assert [(part.start, part.end) for part in held.spans] == [(0, 200), (200, 699)]
+    assert [(span.start, len(span.prefix)) for span in held.spans] == [(0, 200), (200, len(A))]
     shelf.check_held(held, A)
     shelf.tree.unlock(match)
     shelf.tree.clear()
@@ -300,14 +299,14 @@ def test_a_match_whose_snapshot_alone_was_evicted_cannot_be_used() -> None:
         shelf.tree.lock(match)
 
 
-def test_a_locked_span_that_is_split_behind_the_match_is_read_up_to_the_match() -> None:
+def test_of_a_locked_span_that_is_split_behind_the_match_the_first_part_is_read() -> None:
     shelf = dense()
     shelf.put(A)
     match = shelf.find(A[:300])
     shelf.tree.lock(match)
     shelf.put(A[:700] + B)
     held = shelf.tree.read(match)
-    assert [(part.start, part.end) for part in held.spans] == [(0, 299)]
+    assert [(span.start, len(span.prefix)) for span in held.spans] == [(0, 700)]
     shelf.check_held(held, A)
 
 

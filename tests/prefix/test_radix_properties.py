@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefix.made_up import HERE, THERE, Shelf
 
 from headrace.prefix.key import Namespace
-from headrace.prefix.match import Match
+from headrace.prefix.node import Match
 
 MODELS = {"sliceable": (True, False), "opaque": (False, True), "both": (True, True)}
 BLOCK = 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prefix.made_up import HERE, Shelf, made_up_tokens
 
-from headrace.prefix.match import Match
+from headrace.prefix.node import Match
 from headrace.prefix.restore import RestorePlan, plan_restore
 from headrace.types.request import Boundary, BoundaryKind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.prefix.key import Namespace, common_length
-from headrace.prefix.match import Match
+from headrace.prefix.node import Match
 from headrace.state.disk import DiskTier
 from headrace.state.disk_records import Load
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.engine.disk_reads import SLICE_S, DiskRead, DiskReads
 from headrace.prefix.key import MediaSpan, Namespace, cache_key, common_length
-from headrace.prefix.match import Match
-from headrace.prefix.pieces import Piece
+from headrace.prefix.node import Match, Piece
 from headrace.prefix.radix import PrefixTree
 from headrace.prefix.restore import plan_restore
 from headrace.scheduler.prefixes import CachedPrefix
@@ -167,9 +166,9 @@ class PrefixPool:
         prompt = self._prompts[request_id]
         held = self._tree.read(prompt.match)
         spans = []
-        for part in held.spans:
-            assert isinstance(part.piece, SpanRecord)
-            spans.append(part.piece)
+        for span in held.spans:
+            assert isinstance(span, SpanRecord)
+            spans.append(span)
         snapshot = held.snapshot
         assert snapshot is None or isinstance(snapshot, SequenceRecord)
         state.restore_parts(held.num_tokens, spans, snapshot)

@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace.prefix.node import Node, below
-from headrace.prefix.node_storage import NodeStorage
+from headrace.prefix.node import Node, NodeStorage, below
 
 HALF_LIFE_LOOKUPS = 32
 """Age is counted in lookups (requests), so an idle server forgets nothing. Long enough for a conversation to survive
@@ -44,9 +43,9 @@ class _Candidate:
 class Eviction:
     """One round of eviction. Nothing else may change the tree meanwhile."""
 
-    def __init__(self, roots: Iterable[Node], holdings: NodeStorage, *, needs_snapshots: bool, clock: int) -> None:
+    def __init__(self, roots: Iterable[Node], storage: NodeStorage, *, needs_snapshots: bool, clock: int) -> None:
         self._roots = list(roots)
-        self._storage = holdings
+        self._storage = storage
         self._needs_snapshots = needs_snapshots
         self._clock = clock
         self._heap: list[_Candidate] = []

@@ -1,11 +1,59 @@
-"""A node of the prefix tree, with the edge that leads to it."""
+"""The nodes of the prefix tree, the pieces of states that they hold, and the match of a prompt with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
 
-from headrace.prefix.pieces import Piece
+from headrace.prefix.key import Namespace
+
+
+class Piece(Protocol):
+    """An immutable stored part of a state. There are two kinds.
+
+    A *span* holds the sliceable layers' state of consecutive tokens; a *snapshot* holds all windowed and opaque layers
+    at exactly one length.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by the piece; constant."""
+
+
+class Store(Protocol):
+    """Creates and frees pieces. A tree owns the inserted ones and drops each exactly once.
+
+    Neither method may call the tree.
+    """
+
+    def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
+        """Replace a span by two, of the first `num_tokens` tokens and of the rest.
+
+        Both have at least one token. Eviction calls this too, when bytes are short: hold spans in blocks of tokens, so
+        that at most one block has to be copied. If it raises, the span must still be whole.
+        """
+
+    def drop(self, piece: Piece) -> None:
+        """Let go of a span or snapshot."""
+
+
+CutSpan = Callable[[int, int], Piece]
+"""Makes the span of a sequence's tokens `start` to `end`. May raise; must not call the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPieces:
+    """The pieces from which a state of `num_tokens` tokens is restored.
+
+    spans: consecutive, from token 0 on; the last may hold more tokens. None if the model has no sliceable layers.
+    snapshot: at exactly num_tokens; None if the model needs none, and at length 0.
+    """
+
+    num_tokens: int
+    spans: tuple[Piece, ...]
+    snapshot: Piece | None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,3 +102,118 @@ def below(root: Node) -> Iterator[Node]:
         node = waiting.pop()
         yield node
         waiting += node.children.values()
+
+
+class NodeStorage:
+    """Keeps the byte count in step with the pieces, and drops useless leaves.
+
+    A leaf is useful if state can end there: a snapshot where the model needs them, else a span.
+    """
+
+    def __init__(self, store: Store, *, needs_snapshots: bool) -> None:
+        self._store = store
+        self._needs_snapshots = needs_snapshots
+        self.num_bytes = 0
+        """Of all pieces held."""
+
+    def put_span(self, node: Node, span: Piece) -> None:
+        """Store the span of a node that has none."""
+        node.span, node.span_bytes = span, span.num_bytes
+        self.num_bytes += node.span_bytes
+
+    def put_snapshot(self, node: Node, snapshot: Piece) -> None:
+        """Store a node's snapshot; if it has one already, drop the new one."""
+        if node.snapshot is not None:
+            self._store.drop(snapshot)
+            return
+        node.snapshot, node.snapshot_bytes = snapshot, snapshot.num_bytes
+        self.num_bytes += node.snapshot_bytes
+
+    def drop_span(self, node: Node) -> None:
+        if node.span is not None:
+            self._store.drop(node.span)
+        self.num_bytes -= node.span_bytes
+        node.span, node.span_bytes = None, 0
+
+    def drop_snapshot(self, node: Node) -> None:
+        if node.snapshot is not None:
+            self._store.drop(node.snapshot)
+        self.num_bytes -= node.snapshot_bytes
+        node.snapshot, node.snapshot_bytes = None, 0
+
+    def split(self, node: Node, num_tokens: int) -> Node:
+        """Insert a new node after the first `num_tokens` tokens of a node's edge, and return it.
+
+        The old node keeps the lower part, so locks, which start at the lower end, cover both.
+        """
+        assert node.parent is not None and 0 < num_tokens < len(node.edge)
+        pieces = self._store.split(node.span, num_tokens) if node.span is not None else None
+        upper = Node(node.edge[:num_tokens], node.start + num_tokens, node.parent, num_locks=node.num_locks)
+        upper.span_used = node.span_used
+        node.parent.children[upper.edge[0]] = upper
+        node.edge, node.parent = node.edge[num_tokens:], upper
+        upper.children[node.edge[0]] = node
+        if pieces is not None:
+            self.num_bytes -= node.span_bytes
+            self.put_span(upper, pieces[0])
+            self.put_span(node, pieces[1])
+        return upper
+
+    def prune(self, node: Node) -> Node:
+        """Remove a useless leaf, then the nodes above it likewise. Returns the node where that stopped.
+
+        A locked leaf always counts as useful.
+        """
+        while node.parent is not None and not node.children and not self._is_worth(node):
+            self.drop_span(node)
+            parent, node.parent = node.parent, None
+            del parent.children[node.edge[0]]
+            node = parent
+        return node
+
+    def _is_worth(self, leaf: Node) -> bool:
+        return (leaf.snapshot if self._needs_snapshots else leaf.span) is not None
+
+
+class Mismatch(StrEnum):
+    """Why a prompt and the stored keys agree no further."""
+
+    WHOLE = "whole"
+    """They agree to the prompt's end."""
+    END = "end"
+    """What is stored ends there."""
+    TOKEN = "token"
+    """Another token follows in what is stored."""
+    MEDIA = "media"
+    """A media item follows in one of them, and not the same one in the other."""
+    EMPTY = "empty"
+    """Nothing is stored in the namespace."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """The longest stored prefix of a prompt. Numbers are lengths in tokens.
+
+    num_tokens: the deepest stored state, at most `limit`.
+    num_agreed_tokens: how far keys agree, regardless of limit and state.
+    mismatch: why no further.
+    snapshot_lengths: snapshots on the path beyond num_tokens, rising; the limit excludes them.
+    num_prompt_tokens: of the prompt that was looked up.
+    node: where the state ends; internal to the tree.
+    """
+
+    namespace: Namespace
+    num_prompt_tokens: int
+    limit: int
+    num_tokens: int
+    num_agreed_tokens: int
+    mismatch: Mismatch
+    snapshot_lengths: tuple[int, ...] = ()
+    node: Node = field(repr=False, kw_only=True)
+
+    @property
+    def branch_point(self) -> int | None:
+        """Where an earlier prompt branched off but no state is stored: a snapshot there will serve the next one.
+        None if the usable state reaches as far."""
+        reachable = min(self.num_agreed_tokens, self.limit)
+        return reachable if reachable > self.num_tokens else None

@@ -19,10 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.prefix.eviction import Eviction
 from headrace.prefix.key import Namespace, common_length
-from headrace.prefix.match import Match, Mismatch
-from headrace.prefix.node import Node, below
-from headrace.prefix.node_storage import NodeStorage
-from headrace.prefix.pieces import CutSpan, HeldPieces, Piece, SpanPart, Store
+from headrace.prefix.node import CutSpan, HeldPieces, Match, Mismatch, Node, NodeStorage, Piece, Store, below
 from headrace.types.status import CacheStatus
 
 NO_SNAPSHOTS: Mapping[int, Piece] = {}
@@ -155,11 +152,11 @@ class PrefixTree:
         Raises ValueError if they are gone.
         """
         self._check_held(match)
-        spans: list[SpanPart] = []
+        spans: list[Piece] = []
         if self._has_spans:
             for node in match.node.path_to_root():
                 if node.span is not None and node.start < match.num_tokens:
-                    spans.append(SpanPart(node.span, node.start, min(node.end, match.num_tokens)))
+                    spans.append(node.span)
         snapshot = match.node.snapshot if self._needs_snapshots and match.num_tokens else None
         return HeldPieces(match.num_tokens, tuple(reversed(spans)), snapshot)
 

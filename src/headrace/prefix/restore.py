@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.prefix.match import Match, Mismatch
+from headrace.prefix.node import Match, Mismatch
 from headrace.types.request import Boundary, BoundaryKind
 
 MAX_MARKS = 6
