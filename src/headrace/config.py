@@ -23,15 +23,9 @@ from typing import Any, NoReturn
 
 from headrace.errors import ConfigError
 from headrace.knobs import ENVIRONMENT_PREFIX, Knob, knob, knobs_of
+from headrace.tool_calls.syntaxes import SYNTAXES
 
 DEFAULT_MODEL = "miniature"
-
-TOOL_FORMATS = (
-    "auto", "deepseek_v3", "deepseek_v31", "dsml", "gemma4", "glm", "granite3", "harmony", "hermes", "hunyuan",
-    "kimi_k2", "lfm2", "llama_json", "minimax_m2", "mistral_args", "mistral_json", "pythonic", "qwen_xml", "seed_oss",
-    "toolcall_list",
-)  # fmt: skip
-"""Names of the syntaxes that `text/formats/registry.py` holds, and `auto`."""
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +51,7 @@ class ModelConfig:
     tool_format: str = knob(
         "auto",
         "syntax in which the model writes tool calls; auto takes the family's, or what the chat template shows",
-        choices=TOOL_FORMATS,
+        choices=("auto", *sorted(SYNTAXES)),
     )
     vision: str = knob(
         "auto",

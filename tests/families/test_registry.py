@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.families.detect import THINK_MARKERS, TOOL_MARKERS, detect_reasoning_keys
+from headrace.families.detect import THINK_MARKERS, detect_reasoning_keys
 from headrace.families.registry import FAMILIES, explain, find_family
+from headrace.tool_calls.syntaxes import SYNTAXES
 
 
 def test_no_model_type_belongs_to_two_families() -> None:
@@ -90,7 +91,10 @@ def test_every_marker_of_harmony_survives_the_skipping_of_special_tokens() -> No
     assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"} <= kept
 
 
-@pytest.mark.parametrize(("marker", "tool_format"), TOOL_MARKERS)
+@pytest.mark.parametrize(
+    ("marker", "tool_format"),
+    [(f"{text} {each.also_shown_by}", each.name) for each in SYNTAXES.values() for text in each.shown_by],
+)
 def test_the_syntax_of_calls_is_read_from_the_template(marker: str, tool_format: str) -> None:
     family = find_family("never_heard_of", f"{{% for call in message.tool_calls %}}{{{{ '{marker}' }}}}{{% endfor %}}")
     assert family.tool_format == tool_format
@@ -99,7 +103,7 @@ def test_the_syntax_of_calls_is_read_from_the_template(marker: str, tool_format:
 
 def test_a_syntax_that_was_asked_for_is_stronger_than_record_and_template() -> None:
     family = find_family("gpt_oss", "<tool_call>", tool_format="hermes")
-    assert (family.tool_format, family.speaks_harmony) == ("hermes", False)
+    assert family.call_syntax is SYNTAXES["hermes"]
     assert "hermes: set by --tool-format" in "\n".join(explain(family))
 
 

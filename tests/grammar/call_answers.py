@@ -12,15 +12,14 @@ import numpy as np
 from grammar.random_answers import legal_ids
 
 from headrace.families.family import ModelFamily
-from headrace.grammar.call_bodies import TagBody
-from headrace.grammar.call_syntaxes import CALL_SYNTAXES
-from headrace.grammar.compile import HARMONY, OutputForm, compile_output
+from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.text.fences import LineTracker
-from headrace.text.formats.registry import FORMATS
 from headrace.text.stream_parser import StreamParser
+from headrace.tool_calls.forms import TagBody
+from headrace.tool_calls.syntaxes import SYNTAXES
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Text, ToolArguments, ToolCallStart
 from headrace.types.model import TokenIds
@@ -64,7 +63,7 @@ def made(special: tuple[str, ...]) -> ConstraintFactory:
 
 
 def special_of(name: str, has_special: bool) -> tuple[str, ...]:
-    return FORMATS[name].markers if has_special or name == HARMONY else ()
+    return SYNTAXES[name].parser.markers if has_special or SYNTAXES[name].messages is not None else ()
 
 
 def begun(form: OutputForm, special: tuple[str, ...] = ()) -> Constraint:
@@ -142,6 +141,6 @@ def parsed(
 
 def ways_out_of(name: str) -> list[str]:
     """Texts that end whatever text a call of a syntax may stand in."""
-    bodies = [syntax.body for syntax in CALL_SYNTAXES.get(name, ())]
-    tags = [body.frame + body.value_close for body in bodies if isinstance(body, TagBody)]
+    bodies = [form.body for form in SYNTAXES[name].forms]
+    tags = [body.tags.frame + body.tags.value_close for body in bodies if isinstance(body, TagBody)]
     return [*tags, '"', "}", "]", ")"]

@@ -25,12 +25,12 @@ from grammar.call_answers import (
 from grammar.schemas import closed
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.call_syntaxes import CALL_SYNTAXES
-from headrace.grammar.compile import HARMONY, CallsForm, OutputForm, ThinkingForm, compile_output
-from headrace.text.formats.registry import FORMATS
+from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm, compile_output
+from headrace.tool_calls.syntaxes import SYNTAXES
 from headrace.types.chat import Structure, ToolDefinition
 
-NAMES = [*CALL_SYNTAXES, HARMONY]
+HARMONY = "harmony"
+NAMES = [name for name, syntax in SYNTAXES.items() if syntax.can_be_enforced]
 SEEDS = range(2)
 
 SEARCH = closed(
@@ -175,7 +175,7 @@ def test_thinking_comes_before_calls_and_may_quote_them() -> None:
 
 
 def test_harmony_thinks_answers_and_calls_in_messages() -> None:
-    special = FORMATS[HARMONY].markers
+    special = SYNTAXES[HARMONY].parser.markers
     thinking = ThinkingForm("<|channel|>analysis<|message|>", "<|end|>", False)
     thought = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
     answer = "<|channel|>final<|message|>hello"

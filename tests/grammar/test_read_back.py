@@ -22,12 +22,10 @@ from grammar.call_answers import (
 from grammar.schemas import closed
 
 from headrace.families.family import ModelFamily
-from headrace.grammar.call_bodies import TagBody
-from headrace.grammar.call_syntaxes import CALL_SYNTAXES, CallSyntax
 from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm
-from headrace.grammar.lark import MAYBE_NEWLINE
-from headrace.text.formats.registry import FORMATS
 from headrace.text.stream_parser import StreamParser
+from headrace.tool_calls.forms import MAYBE_NEWLINE, CallForm, TagBody
+from headrace.tool_calls.syntaxes import SYNTAXES
 from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.events import ToolArguments, ToolCallStart
 
@@ -46,9 +44,7 @@ SCHEMAS: dict[str, Any] = {
 }
 TOOLS = tuple(ToolDefinition(name, None, schema, strict=True) for name, schema in SCHEMAS.items())
 TAGGED = {
-    name: syntaxes
-    for name, syntaxes in CALL_SYNTAXES.items()
-    if any(isinstance(each.body, TagBody) for each in syntaxes)
+    name: syntax.forms for name, syntax in SYNTAXES.items() if any(isinstance(f.body, TagBody) for f in syntax.forms)
 }
 THINK = ("<think>", "</think>")
 
@@ -57,35 +53,38 @@ def pattern(marker: str) -> str:
     return re.escape(marker).replace(re.escape(MAYBE_NEWLINE), "\\n?")
 
 
-def calls_of(output: str, syntaxes: tuple[CallSyntax, ...]) -> list[tuple[str, dict[str, str]]]:
+def calls_of(output: str, forms: tuple[CallForm, ...]) -> list[tuple[str, dict[str, str]]]:
     """The calls behind an opener, by a reading that ends each value at the first closer outside of JSON's brackets."""
-    for syntax in syntaxes:
-        body = syntax.body
-        if not isinstance(body, TagBody) or not output.startswith(syntax.opener):
+    for form in forms:
+        body = form.body
+        if not isinstance(body, TagBody) or not output.startswith(form.opener):
             continue
-        head = rf"\s*(?:{pattern(syntax.opener)}|{pattern(syntax.join)})?\s*{pattern(body.before.lstrip())}"
+        name_end = pattern(body.tags.name_end + body.tags.newline)
+        head = rf"\s*(?:{pattern(form.opener)}|{pattern(form.join)})?\s*{pattern(body.before.lstrip())}"
         found, rest = [], output
-        while (opened := re.match(rf"{head}(?P<name>send|note){pattern(body.behind_name)}", rest)) is not None:
+        while (opened := re.match(rf"{head}(?P<name>send|note){name_end}", rest)) is not None:
             arguments, rest = arguments_of(body, opened["name"], rest[opened.end() :])
             found.append((opened["name"], arguments))
-        assert rest.strip() == syntax.close, rest
+        assert rest.strip() == form.close, rest
         return found
     raise AssertionError(output)
 
 
 def arguments_of(body: TagBody, tool: str, rest: str) -> tuple[dict[str, Any], str]:
-    arguments = {}
-    keys = "|".join(pattern(key) for key in {body.after_key, body.typed_key or body.after_key})
-    while (opened := re.match(rf"{pattern(body.key)}(?P<key>\w+)(?:{keys}){pattern(body.frame)}", rest)) is not None:
+    arguments, tags = {}, body.tags
+    keys = "|".join(pattern(tags.after_key(is_text=each)) for each in (True, False))
+    while (
+        opened := re.match(rf"{pattern(tags.key_open)}(?P<key>\w+)(?:{keys}){pattern(tags.frame)}", rest)
+    ) is not None:
         key, rest = opened["key"], rest[opened.end() :]
         if rest[0] in "[{" and key in ("lines", "rows"):
             arguments[key], end = json.JSONDecoder().raw_decode(rest)
-            _, _, rest = rest[end:].partition(body.value_close)
+            _, _, rest = rest[end:].partition(tags.value_close)
         else:
-            text, _, rest = rest.partition(body.value_close)
-            text = text.removesuffix(body.frame) if body.frame else text
+            text, _, rest = rest.partition(tags.value_close)
+            text = text.removesuffix(tags.frame) if tags.frame else text
             arguments[key] = json.loads(text) if key in ("limit", "rows") else text
-        behind = re.match(pattern(body.behind_value), rest)
+        behind = re.match(pattern(tags.newline), rest)
         assert behind is not None, rest
         rest = rest[behind.end() :]
     closer = re.match(pattern(body.after), rest)
@@ -93,17 +92,18 @@ def arguments_of(body: TagBody, tool: str, rest: str) -> tuple[dict[str, Any], s
     return arguments, rest[closer.end() :]
 
 
-def nasty_pieces(syntaxes: tuple[CallSyntax, ...]) -> list[str]:
+def nasty_pieces(forms: tuple[CallForm, ...]) -> list[str]:
     """Parts of calls, alone and put together as a value would quote them, and what else may confuse a reader."""
     pieces = ["`", "```\n", "\n\n", "[", '["', '"]', "\\", *THINK, '{"name": "note", "arguments": {}}', "Send it. "]
-    for syntax in syntaxes:
-        body = syntax.body
-        pieces.append(syntax.opener)
+    for form in forms:
+        body = form.body
+        pieces.append(form.opener)
         if isinstance(body, TagBody):
-            head = body.before + "note" + body.behind_name
-            value = body.key + "label" + body.after_key + "x" + body.value_close + body.behind_value
-            whole = [head, value, body.value_close + body.behind_value, body.after, body.value_close + body.after]
-            whole += [syntax.opener + head + value, syntax.opener + head, body.key + "limit" + body.after_key]
+            tags, after_key = body.tags, body.tags.after_key(is_text=True)
+            head = body.before + "note" + tags.name_end + tags.newline
+            value = tags.key_open + "label" + after_key + "x" + tags.value_close + tags.newline
+            whole = [head, value, tags.value_close + tags.newline, body.after, tags.value_close + body.after]
+            whole += [form.opener + head + value, form.opener + head, tags.key_open + "limit" + after_key]
             pieces += [each.replace(MAYBE_NEWLINE, "") for each in whole]
     return pieces
 
@@ -151,14 +151,14 @@ def test_a_model_that_writes_freely_may_quote_whole_calls() -> None:
     assert calls == [("note", {"text": whole, "label": "low"})]
 
 
-@pytest.mark.parametrize("name", CALL_SYNTAXES)
+@pytest.mark.parametrize("name", [name for name, syntax in SYNTAXES.items() if syntax.forms])
 def test_the_grammar_knows_every_opener_that_a_call_is_read_from(name: str) -> None:
     """Else a call could come that nothing holds. Tokens of older versions, which a model does not write, are left."""
     form = OutputForm(None, CallsForm(TOOLS, False, True), name, None)
-    for opener in FORMATS[name].openers:
+    for opener in SYNTAXES[name].parser.openers:
         output = f"So: {opener}"
         text, calls = parsed(name, output, TOOLS, guarantees_of(form))
-        assert takes_whole(begun(form), output) == (not any(opener == each.opener for each in CALL_SYNTAXES[name]))
+        assert takes_whole(begun(form), output) == (not any(opener == each.opener for each in SYNTAXES[name].forms))
         assert (text, calls) == (output, [])
 
 

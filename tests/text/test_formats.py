@@ -14,9 +14,9 @@ from text.transcripts import parse
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import MAX_HELD
-from headrace.text.formats.registry import FORMATS
-from headrace.text.formats.value_end import MAX_DOUBT
 from headrace.text.stream_parser import StreamParser
+from headrace.tool_calls.syntaxes import SYNTAXES
+from headrace.tool_calls.tag_values import MAX_DOUBT
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Text, ToolArguments, ToolCallStart
 
@@ -41,7 +41,7 @@ SCHEMA = {
 }
 TOOLS = (ToolDefinition("store", None, SCHEMA), ToolDefinition("now", None, {"type": "object", "properties": {}}))
 MARKERS = sorted(
-    {marker for syntax in FORMATS.values() for marker in (*syntax.openers, *syntax.markers)}
+    {marker for syntax in SYNTAXES.values() for marker in (*syntax.parser.openers, *syntax.parser.markers)}
     | {
         "<think>",
         "</think>",
@@ -233,14 +233,15 @@ def fragments(tool_format: str) -> st.SearchStrategy[str]:
     written += [encode([("now", {}), ("other", {"a": 1})]) for name, encode in ENCODERS.values() if name == tool_format]
     written += [text.replace("{}", nothing) for text in written for nothing in ("null", "") if "{}" in text]
     pieces = [piece for text in written for piece in re.findall(r"<[^<>]*>|\w+|\s+|[^\w\s]", text)]
-    markers = [*FORMATS[tool_format].openers, *FORMATS[tool_format].markers, "<think>", "</think>"]
+    parser = SYNTAXES[tool_format].parser
+    markers = [*parser.openers, *parser.markers, "<think>", "</think>"]
     others = ["`", "```\n", "\n\n", "\n", "\n</think>\n\n", " ", "word", "x" * (MAX_HELD - 20), '"', "{", "}", "[", "]"]
     whole = st.sampled_from(written)
     cut = st.tuples(whole, st.integers(0, 80)).map(lambda pair: pair[0][: pair[1]])
     return st.one_of(whole, cut, st.sampled_from(pieces), st.sampled_from([*markers, *others]))
 
 
-@pytest.mark.parametrize("tool_format", sorted(FORMATS))
+@pytest.mark.parametrize("tool_format", sorted(SYNTAXES))
 @given(st.data(), st.booleans(), st.booleans())
 @settings(max_examples=20)
 def test_any_split_of_anything_comes_to_the_same(
@@ -258,7 +259,7 @@ def test_any_split_of_anything_comes_to_the_same(
             json.loads(told)
 
 
-@pytest.mark.parametrize("tool_format", sorted(FORMATS))
+@pytest.mark.parametrize("tool_format", sorted(SYNTAXES))
 @given(st.data())
 @settings(max_examples=10)
 def test_no_beginning_takes_what_follows_hostage(tool_format: str, data: st.DataObject) -> None:

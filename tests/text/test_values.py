@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.text.formats.literals import GEMMA, JSON, PYTHON, Spelling, convert, parsed_literal
-from headrace.text.formats.schema import Schema
+from headrace.tool_calls.literals import GEMMA, JSON, PYTHON, Spelling, convert, parsed_literal
+from headrace.tool_calls.schema import Schema
 
 NULLABLE_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 POINT = {"$ref": "#/$defs/point"}

@@ -15,31 +15,6 @@ THINK_MARKERS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
 )
 
-# Text in a template and the tool-call syntax it indicates, in search order.
-TOOL_MARKERS: tuple[tuple[str, str], ...] = (
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<seed:tool_call>", "seed_oss"),
-    ("<tool_calls:opensource>", "hunyuan"),
-    ("<｜DSML｜", "dsml"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<tool_calls>", "hunyuan"),
-    ("<TOOLCALL>", "toolcall_list"),
-    ("<|tool_call_start|>", "lfm2"),
-    ("<|tool_list_start|>", "lfm2"),
-    ("<|channel|>commentary", "harmony"),
-    ("<|tool_call>", "gemma4"),
-    ("<|tool_call|>", "granite3"),
-    ("[ARGS]", "mistral_args"),
-    ("[TOOL_CALLS]", "mistral_json"),
-    ("<function=", "qwen_xml"),
-    ("<arg_key>", "glm"),
-    ("<tool_call>", "hermes"),
-    ("<|python_start|>", "pythonic"),
-    ("<|python_tag|>", "llama_json"),
-    ("Environment: ipython", "llama_json"),
-)
-_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
-
 THINKING_WORDS = ("/think", "/no_think")
 
 # Message fields for thinking, by template.
@@ -58,13 +33,6 @@ def detect_think_markers(chat_template: str) -> tuple[str, str] | None:
     The end marker decides: templates whose prompt always opens the block may assemble the start marker.
     """
     return next((pair for pair in THINK_MARKERS if pair[1] in chat_template), None)
-
-
-def detect_tool_format(chat_template: str) -> str | None:
-    """The tool-call syntax that the template writes or describes, None if none is known."""
-    if _DEEPSEEK_CALL in chat_template:
-        return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
-    return next((name for marker, name in TOOL_MARKERS if marker in chat_template), None)
 
 
 def detect_reasoning_keys(chat_template: str) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.tool_calls.syntaxes import SYNTAXES, CallSyntax
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
@@ -47,9 +49,9 @@ class ModelFamily:
         return bool(self.thinking_key or self.thinking_words or self.thinking_off)
 
     @property
-    def speaks_harmony(self) -> bool:
-        """Whether an output is a sequence of messages with headers (gpt-oss)."""
-        return self.tool_format == "harmony"
+    def call_syntax(self) -> CallSyntax | None:
+        """None if the family's calls are text."""
+        return None if self.tool_format is None else SYNTAXES[self.tool_format]
 
     @property
     def think_blocks(self) -> dict[str, tuple[str, ...]]:

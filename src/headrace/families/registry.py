@@ -9,9 +9,9 @@ from headrace.families.detect import (
     detect_think_markers,
     detect_thinking_key,
     detect_thinking_words,
-    detect_tool_format,
 )
 from headrace.families.family import ModelFamily
+from headrace.tool_calls.syntaxes import PROMPTED, detect_syntax
 
 FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(name="llama", model_types=("llama",), tool_format="llama_json"),
@@ -105,9 +105,6 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(name="step", model_types=("step3p5",), tool_format="qwen_xml"),
 )
 
-NEEDS_NO_TEMPLATE = frozenset({"harmony", "hermes", "pythonic"})
-"""Syntaxes that can be prompted for, or that a model writes whatever its template shows."""
-
 _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
@@ -136,11 +133,11 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
         found["thinking_key"] = key
     if not (family.thinking_key or key or family.thinking_off) and (words := detect_thinking_words(chat_template)):
         found["thinking_words"] = words
-    if (tool_format := detect_tool_format(chat_template)) is not None:
-        found["tool_format"] = tool_format
+    if (syntax := detect_syntax(chat_template)) is not None:
+        found["tool_format"] = syntax.name
     why.update(dict.fromkeys(found, "found in the chat template"))
-    if tool_format is None and family.tool_format not in NEEDS_NO_TEMPLATE:
-        found["tool_format"] = "hermes"
+    if syntax is None and (family.call_syntax is None or not family.call_syntax.needs_no_template):
+        found["tool_format"] = PROMPTED.name
         why["tool_format"] = "the chat template shows none, so models are prompted for this one"
     return replace(family, **found, why=why)
 

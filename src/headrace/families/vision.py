@@ -5,7 +5,7 @@ A checkpoint's own files contain the same values and take precedence (`media/pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.types.media import TwoWay
 
@@ -165,6 +165,9 @@ GEMMA4_VISION = PatchVision(
     sampling=FrameSampling(fps=1.0, min_frames=1, max_frames=32),
     mark="<|image|>",
 )
+
+UNKNOWN_VISION = replace(GEMMA3_VISION, model_types=())
+"""For vision models without a record, which get a video as pictures."""
 
 _VISIONS = (QWEN2_VISION, QWEN3_VISION, GEMMA3_VISION, GEMMA4_VISION)
 _BY_MODEL_TYPE = {model_type: vision for vision in _VISIONS for model_type in vision.model_types}

@@ -11,23 +11,19 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments
-from headrace.grammar.call_syntaxes import CALL_SYNTAXES, HARMONY_CALL
+from headrace.grammar.call_bodies import after_opener, body_rule
 from headrace.grammar.faults import describe_fault
 from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_value, literal, regex
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.tool_calls.forms import MessageFormat
+from headrace.tool_calls.syntaxes import SYNTAXES, CallSyntax
 from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.output_guarantees import OutputGuarantees
-
-HARMONY = "harmony"
-"""The syntax in which an output is a sequence of messages, and a call is one of them."""
 
 _BEFORE_OPENER = r"\n?"
 _AFTER_CLOSER = r"\n{0,2}"
 """Newlines that belong to the end marker of thinking, as in the stream parser."""
-
-
-_HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class OutputForm:
 
     structure: of an answer that is no call; None for any text.
     calls: None for none.
-    syntax: the family's call syntax.
+    syntax: name of the family's CallSyntax.
     thinking: None if none may come.
     """
 
@@ -84,11 +80,6 @@ class CompiledOutput:
     path: str
 
 
-def can_enforce_calls(syntax: str | None) -> bool:
-    """Whether calls in a syntax can be constrained."""
-    return syntax == HARMONY or syntax in CALL_SYNTAXES
-
-
 def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
     """The grammar of an output of this form. Raises InvalidRequest.
 
@@ -101,25 +92,26 @@ def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
     thought = _thought(form.thinking)
     if form.structure is not None and (form.calls is None or not form.calls.is_required):
         options.append(answer_rule(rules, form.structure, others, vocabulary, refused=thought))
-    if form.syntax == HARMONY:
-        whole = harmony_rule(rules, form.thinking, options, form.calls)
+    syntax = None if form.syntax is None else SYNTAXES[form.syntax]
+    if syntax is not None and syntax.messages is not None:
+        whole = messages_rule(rules, syntax.messages, form.thinking, options, form.calls)
     else:
         if form.calls is not None:
             takes_text = form.structure is None and not form.calls.is_required
-            options += call_rules(rules, form.calls, form.syntax, takes_text=takes_text, refused=thought)
+            options += call_rules(rules, form.calls, syntax, takes_text=takes_text, refused=thought)
         whole = f"{thinking_rule(rules, form.thinking)} ({' | '.join(options)})"
     grammar = rules.text_of(whole)
     if others:
         grammar = json.dumps({"grammars": [{"name": "output", "lark_grammar": grammar}, *others]})
-    return CompiledOutput(grammar, _guarantees(form, rules), form.path)
+    return CompiledOutput(grammar, _guarantees(form, syntax, rules), form.path)
 
 
-def _guarantees(form: OutputForm, rules: Rules) -> OutputGuarantees:
-    syntaxes = () if form.calls is None else CALL_SYNTAXES.get(form.syntax or "", ())
+def _guarantees(form: OutputForm, syntax: CallSyntax | None, rules: Rules) -> OutputGuarantees:
+    call_forms = () if form.calls is None or syntax is None else syntax.forms
     return OutputGuarantees(
         thinks=form.thinking is not None,
-        call_openers=tuple(each.opener for each in syntaxes),
-        is_mixed=form.structure is None and all(each.is_clear for each in syntaxes),
+        call_openers=tuple(each.opener for each in call_forms),
+        is_mixed=form.structure is None and all(each.is_clear for each in call_forms),
         json_values=frozenset(rules.json_values),
     )
 
@@ -140,25 +132,24 @@ def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
 
 
 def call_rules(
-    rules: Rules, calls: CallsForm, syntax: str | None, *, takes_text: bool, refused: Sequence[str]
+    rules: Rules, calls: CallsForm, syntax: CallSyntax | None, *, takes_text: bool, refused: Sequence[str]
 ) -> list[str]:
     """Rules of answers that are calls and, if it takes text, of texts in which a call may begin. Raises InvalidRequest.
 
     refused: regular expressions of forbidden texts.
     """
-    syntaxes = CALL_SYNTAXES.get(syntax or "")
-    if syntaxes is None:
-        what = "no known syntax" if syntax is None else f"the syntax {syntax}"
+    if syntax is None or not syntax.forms:
+        what = "no known syntax" if syntax is None else f"the syntax {syntax.name}"
         message = f"the model writes its calls in {what}, which can't be enforced"
         raise InvalidRequest(message, param=_what_limits(calls))
     tools = [Arguments(tool) for tool in calls.tools]
-    unclear = "".join(exactly(each.opener[0]) for each in syntaxes if not each.is_clear)
+    unclear = "".join(exactly(each.opener[0]) for each in syntax.forms if not each.is_clear)
     # A start marker with a special token may not be spelled in other tokens either.
-    refused = (*refused, *(containing(each.opener) for each in syntaxes if rules.split(each.opener)[1]))
+    refused = (*refused, *(containing(each.opener) for each in syntax.forms if rules.split(each.opener)[1]))
     options = []
-    for each in syntaxes:
+    for each in syntax.forms:
         begun = rules.until(each.opener, refused=refused) if takes_text and each.is_clear else rules.marker(each.opener)
-        options.append(f"{begun} {each.after_opener(rules, tools, is_parallel=calls.is_parallel)}")
+        options.append(f"{begun} {after_opener(rules, each, tools, is_parallel=calls.is_parallel)}")
     if takes_text:
         options.append(rules.text(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT, refused=refused))
     return options
@@ -171,19 +162,25 @@ def _what_limits(calls: CallsForm) -> str:
     return "tools" if any(tool.strict for tool in calls.tools) else "parallel_tool_calls"
 
 
-def harmony_rule(rules: Rules, thinking: ThinkingForm | None, answers: Sequence[str], calls: CallsForm | None) -> str:
-    """A sequence of messages: thoughts, then an answer on the user's channel or a call on another one."""
+def messages_rule(
+    rules: Rules,
+    messages: MessageFormat,
+    thinking: ThinkingForm | None,
+    answers: Sequence[str],
+    calls: CallsForm | None,
+) -> str:
+    """A sequence of messages: thoughts, then an answer or a call."""
     thoughts = ""
     if thinking is not None:
-        rest = f"{rules.until(thinking.closer)} {rules.marker('<|start|>assistant')}"
+        rest = f"{rules.until(thinking.closer)} {rules.marker(messages.turn)}"
         whole = f"({rules.marker(thinking.opener)} {rest})*"
         thoughts = f"{rest} {whole}" if thinking.is_open else whole
     if calls is not None and not calls.is_required and not answers:
-        answers = [rules.text(refused=[containing(mark) for mark in _HARMONY_MARKS])]
-    options = [f"{rules.marker('<|channel|>final<|message|>')} ({each})" for each in answers]
+        answers = [rules.text(refused=[containing(mark) for mark in messages.markers])]
+    options = [f"{rules.marker(messages.answer)} ({each})" for each in answers]
     for tool in calls.tools if calls is not None else ():
-        call = HARMONY_CALL.rule(rules, Arguments(tool))
-        options.append(f"{rules.marker('<|channel|>commentary')} {call}")
+        call = body_rule(rules, messages.body, Arguments(tool))
+        options.append(f"{rules.marker(messages.call)} {call}")
     return f"{thoughts} ({' | '.join(options)})"
 
 

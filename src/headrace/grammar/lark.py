@@ -9,11 +9,10 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from headrace.tool_calls.forms import DIGITS, MAYBE_NEWLINE, MAYBE_SPACE
+
 ANY_TEXT = r"(?s:.*)"
 """Regular expression of any text, which contains no special token."""
-
-MAYBE_NEWLINE, MAYBE_SPACE, DIGITS = "\ue000", "\ue001", "\ue002"
-"""Stand in a marker for what is not always the same."""
 
 _PLACEHOLDERS = {MAYBE_NEWLINE: r"\n?", MAYBE_SPACE: " ?", DIGITS: "[0-9]{1,4}"}
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
-from headrace.families.vision import GEMMA3_VISION, FrameSampling, PatchVision, PixelRange
+from headrace.families.vision import UNKNOWN_VISION, FrameSampling, PatchVision, PixelRange
 from headrace.media.image import decode_image
 from headrace.media.patches import Pixels, scaled, to_patches
 from headrace.media.prepared import PreparedImage, PreparedMedia, PreparedVideo
@@ -53,13 +53,13 @@ def prepare(item: MediaFiles, vision: PatchVision, limits: MediaLimits) -> tuple
 
 
 def read_pictures(item: MediaFiles, limits: MediaLimits) -> list[Pixels]:
-    """The picture, or as many frames of a video as Gemma 3 takes. Raises as `prepare`."""
+    """The picture, or frames of a video, for a model without a vision record. Raises as `prepare`."""
     if item.is_frames:
         check_frames(item.files, limits, item.param)
     if item.kind == "image" or item.is_frames:
         return [decode_image(file, limits.image_pixels, item.param) for file in item.files]
     outline = read_outline(item.files[0], limits, item.param)
-    samples = choose_frames(outline.frames, GEMMA3_VISION, limits, item.options)
+    samples = choose_frames(outline.frames, UNKNOWN_VISION, limits, item.options)
     return read_frames(item.files[0], outline, samples.indices, lambda picture: picture, limits, item.param)
 
 

@@ -15,13 +15,11 @@ from headrace.grammar.compile import (
     CallsForm,
     OutputForm,
     ThinkingForm,
-    can_enforce_calls,
 )
 from headrace.grammar.compiler import NUM_PROCESSES
 from headrace.grammar.factory import ConstraintFactory
 from headrace.session.helper_gate import HelperGate
 from headrace.session.output_processor import ChoiceOutputProcessor
-from headrace.text.formats.registry import FORMATS
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart, ToolDefinition
@@ -32,13 +30,6 @@ from headrace.types.request import ConstraintSpec, LateThinking, ThinkingLimit
 log = logging.getLogger("headrace.session")
 
 _ANY_OBJECT = {"type": "object"}
-
-
-_HARMONY_TURN, _HARMONY_ANSWER = "<|start|>assistant", "<|channel|>final<|message|>"
-"""How Harmony begins a message, and the one for the user."""
-
-_HARMONY_RECIPIENT = " to="
-"""In the header of a call."""
 
 _THOUGHT, _ANSWERED = "first thought", "then answered"
 
@@ -101,7 +92,8 @@ class ChatConstraints:
         if choice.mode == "auto" and not is_strict and choice.is_parallel:
             # With a structured answer calls need a grammar, too; a choice of tools is a constraint as well.
             is_limited = request.structure is not None or choice.names is not None
-            if not is_limited or not can_enforce_calls(self._family.tool_format):
+            syntax = self._family.call_syntax
+            if not is_limited or syntax is None or not syntax.can_be_enforced:
                 return None
         return CallsForm(tools, is_required=choice.mode == "required", is_parallel=choice.is_parallel)
 
@@ -122,16 +114,18 @@ class ChatConstraints:
 
     def _late(self, request: ChatRequest, closing: str) -> LateThinking:
         """What the stream parser takes for thinking in mid-answer."""
-        if self._family.speaks_harmony:
-            return LateThinking(call_openers=(_HARMONY_RECIPIENT,))
-        name = self._family.tool_format if callable_tools(request) else None
-        openers, bare_openers = ((), ()) if name is None else (FORMATS[name].openers, FORMATS[name].bare_openers)
+        syntax = self._family.call_syntax
+        if syntax is not None and syntax.messages is not None:
+            return LateThinking(call_openers=(syntax.messages.recipient,))
+        parser = syntax.parser if syntax is not None and callable_tools(request) else None
+        openers, bare_openers = ((), ()) if parser is None else (parser.openers, parser.bare_openers)
         return LateThinking(openers, bare_openers, max_inline=MAX_BLOCK - len(closing))
 
     def _closing(self, closer: str, *, has_tools: bool) -> str:
         """What ends thinking and begins what follows, as the model's template writes it."""
-        if self._family.speaks_harmony:
-            return closer + (_HARMONY_TURN if has_tools else _HARMONY_TURN + _HARMONY_ANSWER)
+        syntax = self._family.call_syntax
+        if syntax is not None and (messages := syntax.messages) is not None:
+            return closer + messages.turn + ("" if has_tools else messages.answer)
         return self._between or f"\n{closer}\n\n"
 
     @cached_property

@@ -8,8 +8,8 @@ from dataclasses import replace
 from headrace.session.scores import ScoreQueue, Scorer, TextScores
 from headrace.text.detokenize import Detokenizer
 from headrace.text.emitter import ParsedEvent
-from headrace.text.formats.calls import CallFault
 from headrace.text.stream_parser import StreamParser
+from headrace.tool_calls.calls import CallFault
 from headrace.types.events import (
     Event,
     Finished,

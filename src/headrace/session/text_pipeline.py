@@ -40,7 +40,7 @@ def load_text_pipeline(
 ) -> TextPipeline:
     """The words of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
 
-    history: of HistoryPolicy. system_notes: as ChatTemplate takes them. tool_format: of TOOL_FORMATS in config.py.
+    history: of HistoryPolicy. system_notes: as ChatTemplate takes them. tool_format: name of a CallSyntax, or auto.
     """
     tokenizer = Tokenizer.load(directory)
     asked = None if tool_format == "auto" else tool_format

@@ -1,13 +1,12 @@
-"""Runs a syntax's machine where a tool call may begin, and decides between call and text."""
+"""Runs a syntax's parser where a tool call may begin, and decides between call and text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from headrace.text.emitter import Emitter
-from headrace.text.formats.calls import CallFault, CallSink, Tools
-from headrace.text.formats.reader import SPACE, NotACall, OutOfText, Reader, Reading
-from headrace.text.formats.tool_format import ToolFormat
+from headrace.tool_calls.calls import CallFault, CallParser, CallSink, Tools
+from headrace.tool_calls.reader import SPACE, NotACall, OutOfText, Reader, Reading
 
 MAX_HELD = 512
 """Characters held back until a construct is known to be a call; then of each further call in it.
@@ -23,12 +22,12 @@ class CallReader:
     openers, bare_openers: with which a call may begin; the latter only at the start of a line.
     """
 
-    def __init__(self, syntax: ToolFormat, tools: Tools, reader: Reader, emitter: Emitter) -> None:
+    def __init__(self, parser: CallParser, tools: Tools, reader: Reader, emitter: Emitter) -> None:
         self.say: Callable[[str], None] = emitter.text
-        self.openers = syntax.openers
-        self.bare_openers = syntax.bare_openers
+        self.openers = parser.openers
+        self.bare_openers = parser.bare_openers
         self.faults: list[CallFault] = []
-        self._syntax = syntax
+        self._parser = parser
         self._tools = tools
         self._reader = reader
         self._emitter = emitter
@@ -71,7 +70,7 @@ class CallReader:
                 if not (yield from reader.skip_space()):
                     break
                 saved = reader.pos
-                if (yield from reader.take_any(self._syntax.openers)) is None:
+                if (yield from reader.take_any(self._parser.openers)) is None:
                     raise NotACall
                 reader.pos = saved
         except NotACall:
@@ -82,13 +81,13 @@ class CallReader:
         return True
 
     def _run(self, sink: CallSink) -> Reading[None]:
-        """Run the machine, and pass on what is certain whenever it waits."""
+        """Run the parser, and pass on what is certain whenever it waits."""
         reader, done = self._reader, sink.done
-        machine = self._syntax.read(reader, sink)
+        parsing = self._parser.read(reader, sink)
         while True:
             num_seen = len(reader.text)
             try:
-                next(machine)
+                next(parsing)
             except StopIteration:
                 return
             if self._tools.guarantees is not None:
@@ -124,16 +123,16 @@ class CallReader:
             self._reader.set_limit(start + MAX_HELD)
 
     def _run_in_thinking(self, sink: CallSink, start: int, closers: tuple[str, ...]) -> Reading[None]:
-        """Run the machine while thinking is not closed. Raises NotACall."""
+        """Run the parser while thinking is not closed. Raises NotACall."""
         reader, done = self._reader, sink.done
-        machine = self._syntax.read(reader, sink)
+        parsing = self._parser.read(reader, sink)
         searched = start
         while True:
             if any(reader.text.find(closer, searched) >= 0 for closer in closers):
                 raise NotACall
             searched = max(start, len(reader.text) - max(map(len, closers)))
             try:
-                next(machine)
+                next(parsing)
             except StopIteration:
                 return
             if sink.done == done:
@@ -143,7 +142,7 @@ class CallReader:
     def _pass_on(self, sink: CallSink) -> None:
         """Pass on what is certain of the construct."""
         if sink.is_text:
-            # Between calls the machine only looks ahead.
+            # Between calls the parser only looks ahead.
             self._say_until(sink.done if sink.current is None else sink.written)
         elif sink.is_text is False:
             for call in sink.take_certain():

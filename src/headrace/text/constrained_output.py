@@ -10,8 +10,8 @@ from __future__ import annotations
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
-from headrace.text.formats.reader import Reader, Reading
 from headrace.text.plain_output import PlainOutput
+from headrace.tool_calls.reader import Reader, Reading
 from headrace.types.output_guarantees import OutputGuarantees
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.text.formats.calls import Call, CallIds
 from headrace.text.stop_strings import StopCutter
+from headrace.tool_calls.calls import Call, CallIds
 from headrace.types.events import Reasoning, Text, ToolArguments, ToolCallStart
 
 # More white space than templates or models write before a call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.text.formats.reader import Reader, Reading
+from headrace.tool_calls.reader import Reader, Reading
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 

@@ -16,9 +16,8 @@ from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
 from headrace.text.fences import LineTracker, closes_quote
-from headrace.text.formats.harmony import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
-from headrace.text.formats.reader import NotACall, Reader, Reading
-from headrace.text.stop_strings import overlap
+from headrace.tool_calls.marked_calls import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
+from headrace.tool_calls.reader import NotACall, Reader, Reading, overlap
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"

@@ -10,7 +10,7 @@ thinking begins at once; later only if it is closed, so what follows it is held 
 MAX_BLOCK characters, after which one that begins a line counts). Thinking that never closes stays thinking, unless it
 ends with calls and nothing after them: those are calls. A closer with nothing before it is dropped.
 
-Calls. A construct is read by its syntax's machine (`formats/`). It is held back until the call is complete, or has
+Calls. A construct is read by its syntax's parser (`tool_calls/`). It is held back until the call is complete, or has
 MAX_HELD characters; from then on its arguments are streamed. So a short call that breaks off or is invalid becomes
 text, to the byte; the beginning of a long one has been sent already.
 """
@@ -23,8 +23,7 @@ from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
 from headrace.text.fences import LineTracker, closes_quote
-from headrace.text.formats.reader import Reader, Reading
-from headrace.text.stop_strings import overlap
+from headrace.tool_calls.reader import Reader, Reading, overlap
 
 MAX_BLOCK = 2048
 """Characters of a block in mid-answer that are held back until it is closed."""

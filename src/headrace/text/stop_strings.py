@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from headrace.tool_calls.reader import overlap
+
 
 class StopCutter:
     """Searches stop strings in one run of text; holds back only a possible beginning of one.
@@ -51,11 +53,3 @@ class StopCutter:
         starts = ((text.find(string), string) for string in self._strings)
         found = [(start + len(string), start, string) for start, string in starts if start >= 0]
         return min(found)[1:] if found else None
-
-
-def overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

@@ -1,8 +1,8 @@
 """Parses an answer's text into events incrementally: answer, thinking, tool calls.
 
-The text lies in a `Reader`. A machine over it finds thinking and calls (`plain_output.py`, `constrained_output.py`, or
-`harmony.py` for gpt-oss), hands calls to their syntax's machine (`call_reader.py`, `formats/`), and passes results to
-an `Emitter`, which makes events of them.
+The text lies in a `Reader`. A parser over it finds thinking and calls (`plain_output.py`, `constrained_output.py`, or
+`harmony.py` where outputs are messages), hands calls to their syntax's parser (`call_reader.py`, `tool_calls/`), and
+passes results to an `Emitter`, which makes events of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.constrained_output import ConstrainedOutput
 from headrace.text.emitter import Emitter, ParsedEvent
-from headrace.text.formats.calls import CallFault, CallIds, Tools
-from headrace.text.formats.reader import Reader
-from headrace.text.formats.registry import FORMATS
 from headrace.text.harmony import HarmonyOutput
 from headrace.text.plain_output import PlainOutput
+from headrace.tool_calls.calls import CallFault, CallIds, Tools
+from headrace.tool_calls.reader import Reader
 from headrace.types.chat import ToolDefinition
 from headrace.types.output_guarantees import OutputGuarantees
 
 
 def visible_tokens(family: ModelFamily) -> frozenset[str]:
     """Texts of the special tokens that the parser needs to see."""
-    markers = () if family.tool_format is None else FORMATS[family.tool_format].markers
-    return family.keep_special_tokens | frozenset(markers)
+    syntax = family.call_syntax
+    return family.keep_special_tokens | frozenset(() if syntax is None else syntax.parser.markers)
 
 
 class StreamParser:
@@ -47,19 +46,19 @@ class StreamParser:
         num_earlier_calls: int = 0,
         guarantees: OutputGuarantees | None = None,
     ) -> None:
-        syntax = FORMATS[family.tool_format] if tools and family.tool_format is not None else None
-        ids = CallIds("random" if syntax is None else syntax.id_style, num_earlier_calls)
+        syntax = family.call_syntax if tools else None
+        ids = CallIds("random" if syntax is None else syntax.ids, num_earlier_calls)
         self._emitter = Emitter(stop_strings, ids, takes_calls=syntax is not None)
         self._reader = Reader()
         self._calls = (
-            None if syntax is None else CallReader(syntax, Tools(tools, guarantees), self._reader, self._emitter)
+            None if syntax is None else CallReader(syntax.parser, Tools(tools, guarantees), self._reader, self._emitter)
         )
         self._reading = self._output(family, thinking_open, guarantees).read()
 
     def _output(
         self, family: ModelFamily, thinking_open: bool, guarantees: OutputGuarantees | None
     ) -> HarmonyOutput | PlainOutput:
-        if family.speaks_harmony:
+        if family.call_syntax is not None and family.call_syntax.messages is not None:
             return HarmonyOutput(family, self._reader, self._emitter, self._calls, thinking_open=thinking_open)
         if guarantees is not None:
             return ConstrainedOutput(

@@ -176,7 +176,7 @@ class ChatTemplate:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
         said = request.messages
         if said and not source.traits.tools.shows_tools and (tools := _shown_tools(request)):
-            said = (tools_note(tools, self._family.tool_format), *said)
+            said = (tools_note(tools, self._family.call_syntax), *said)
         words, thinking = self._family.thinking_words, self._thinking_switch(request)
         if said and words is not None and thinking is not None:
             said = with_system_line(said, words[0] if thinking else words[1])

@@ -108,7 +108,7 @@ class TemplateSource:
         tools = find_tool_traits(
             self._try_with_tools,
             source=self._source,
-            counts_ids=family.tool_format == "kimi_k2",
+            counts_ids=family.call_syntax is not None and family.call_syntax.ids == "counted",
             reasoning_keys=reasoning_keys,
         )
         return TemplateTraits(takes_system, single_system, alternates_roles, tools, reasoning_keys)

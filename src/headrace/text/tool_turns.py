@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from headrace.text.tool_results import in_call_order, paired_results
 from headrace.text.written_numbers import parse_written
+from headrace.tool_calls.syntaxes import CallSyntax
 from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
 IdForm = Literal["any", "short", "counted"]
@@ -146,10 +147,10 @@ def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     return joined
 
 
-def tools_note(tools: Sequence[dict[str, Any]], tool_format: str | None) -> ChatMessage:
+def tools_note(tools: Sequence[dict[str, Any]], syntax: CallSyntax | None) -> ChatMessage:
     """A system message that describes the tools and how to call them."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    form = _LIST if tool_format in ("pythonic", "lfm2") else _ELEMENTS
+    form = _LIST if syntax is not None and syntax.asked_as == "list" else _ELEMENTS
     return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=form)),))
 
 

@@ -1,17 +1,22 @@
-"""Collects the calls that machines read, until they are certain."""
+"""Calls as parsers read them, collected until they are certain."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from headrace.text.formats.reader import NotACall, Reader, Reading
-from headrace.text.formats.schema import ANY, Schema
+from headrace.tool_calls.reader import NotACall, Reader, Reading
+from headrace.tool_calls.schema import ANY, Schema
 from headrace.types.chat import ToolDefinition
 from headrace.types.output_guarantees import OutputGuarantees
+
+IdStyle = Literal["random", "short", "counted"]
+"""Forms of calls' ids: any, nine letters and digits, or counted over the whole conversation."""
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _COUNTED_ID = re.compile(r"(?:functions\.)?.+:\d+", re.DOTALL)
@@ -47,12 +52,9 @@ class Call:
 
 
 class CallIds:
-    """Makes the ids of one answer's calls. style: `random`, `short` (Mistral's) or `counted` (Kimi's).
+    """Makes the ids of one answer's calls. num_earlier: calls in the conversation before this answer."""
 
-    num_earlier: calls in the conversation before this answer; Kimi counts over all of them.
-    """
-
-    def __init__(self, style: str, num_earlier: int) -> None:
+    def __init__(self, style: IdStyle, num_earlier: int) -> None:
         self._style = style
         self._count = num_earlier
         self._used: set[str] = set()
@@ -91,14 +93,6 @@ class Tools:
     def schema(self, name: str) -> Schema:
         """The arguments' schema; for an undeclared tool, anything."""
         return self._schemas.get(name, ANY)
-
-
-@dataclass(slots=True)
-class TextSegment:
-    """Text that only looks like a call, between two indices of the reader's text; end is None while it goes on."""
-
-    start: int
-    end: int | None = None
 
 
 class CallSink:
@@ -212,3 +206,24 @@ class CallSink:
         """Record a value of the current call that is passed on with a type that the schema does not allow."""
         assert self.current is not None
         self.faults.append(CallFault(self.current.name, reason, is_broken=False, breaks_schema=True))
+
+
+class CallParser(ABC):
+    """Parses the calls of one syntax. An instance holds no state of a request.
+
+    openers: texts with which a construct may begin; longer ones are preferred. bare_openers: of these, ones that only
+    count where a line begins. markers: texts of the special tokens that the syntax is made of, which must not be
+    skipped in decoding.
+    """
+
+    openers: tuple[str, ...] = ()
+    bare_openers: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+
+    @abstractmethod
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """Read a construct from its opener to its end, and report its calls to the sink.
+
+        Raises NotACall where it turns out to be none, OutOfText where the text ends too early. White space after the
+        construct may be read or left.
+        """

@@ -1,19 +1,66 @@
-"""Calls whose arguments stand unescaped between tags."""
+"""Calls whose arguments are unescaped text between tags, in a wrapper or without one.
+
+<tool_call>                                        <minimax:tool_call>
+<function=f>                                       <invoke name="f">
+<parameter=a>                                      <parameter name="a">1</parameter>
+1                                                  </invoke>
+</parameter>                                       </minimax:tool_call>
+</function>
+</tool_call>
+"""
 
 from __future__ import annotations
 
 import json
 
-from headrace.text.formats.arguments import take_null
-from headrace.text.formats.calls import CallSink
-from headrace.text.formats.literals import LiteralReader
-from headrace.text.formats.reader import NotACall, OutOfText, Reader, Reading
-from headrace.text.formats.schema import ANY, Schema
-from headrace.text.formats.tag_cursor import TagCursor, TagSyntax
-from headrace.text.formats.value_end import ValueEnd
-from headrace.text.formats.values import TextValue
+from headrace.tool_calls.calls import CallParser, CallSink
+from headrace.tool_calls.forms import TagSyntax
+from headrace.tool_calls.json_calls import read_json_body, take_null
+from headrace.tool_calls.literals import LiteralReader
+from headrace.tool_calls.reader import NotACall, OutOfText, Reader, Reading
+from headrace.tool_calls.schema import ANY, Schema
+from headrace.tool_calls.tag_values import TagCursor, TextValue, ValueEnd
 
 TEXT = Schema({"type": "string"})
+
+
+class TaggedCalls(CallParser):
+    """Calls of one of several syntaxes, distinguished by the wrapper.
+
+    takes_bare_calls: a call counts without the wrapper's opener, too.
+    takes_json: the wrapper may contain JSON objects instead.
+    """
+
+    def __init__(self, *syntaxes: TagSyntax, takes_bare_calls: bool = False, takes_json: bool = False) -> None:
+        self._syntaxes = {_opener(syntax): syntax for syntax in syntaxes}
+        self._takes_json = takes_json
+        bare = (syntaxes[0].call_open,) if takes_bare_calls else ()
+        self.openers = tuple(dict.fromkeys((*self._syntaxes, *bare)))
+        self.markers = tuple(dict.fromkeys(tag for syntax in syntaxes for tag in syntax.tags))
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        start = reader.pos
+        opener = yield from reader.take_any(self.openers)
+        syntax = self._syntaxes.get(opener or "", next(iter(self._syntaxes.values())))
+        is_wrapped = opener in self._syntaxes and syntax.wrapper is not None
+        if not is_wrapped:
+            reader.pos = start
+        yield from reader.skip_space()
+        if is_wrapped and self._takes_json and (yield from reader.peek()) != "<":
+            yield from self._read_json(reader, sink, syntax)
+        else:
+            yield from TagReader(syntax, reader, sink, is_wrapped=is_wrapped).calls()
+
+    def _read_json(self, reader: Reader, sink: CallSink, syntax: TagSyntax) -> Reading[None]:
+        assert syntax.wrapper is not None
+        yield from read_json_body(reader, sink)
+        if (yield from reader.skip_space()):
+            yield from reader.close(syntax.wrapper[1])
+        sink.done = reader.pos
+
+
+def _opener(syntax: TagSyntax) -> str:
+    return syntax.call_open if syntax.wrapper is None else syntax.wrapper[0]
 
 
 class TagReader:
@@ -93,8 +140,8 @@ class TagReader:
                 yield from self._reader.expect(self._syntax.value_close)
                 return
             self._reader.pos = start
-        if self._syntax.is_framed:
-            yield from self._reader.take("\n")
+        if self._syntax.frame:
+            yield from self._reader.take(self._syntax.frame)
         value = TextValue(schema, self._sink.write)
         yield from ValueEnd(self._cursor, None if self._sink.is_constrained else self._fits).find(value)
         if (violation := value.close()) is not None:

@@ -1,26 +1,28 @@
-"""Calls as JSON objects with a name and arguments, alone or in a list, between markers that differ by family.
+"""Calls as JSON objects with a name and arguments, alone or in a list, and arguments as JSON.
 
-<tool_call>          hermes: one object between the markers, newlines around it
-{"name": "f", "arguments": {"a": 1}}
-</tool_call>
-[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]          the others: a list
+<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]
+{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
 """
 
 from __future__ import annotations
 
-from headrace.text.formats.arguments import ignore, read_arguments, write_none
-from headrace.text.formats.calls import CallSink
-from headrace.text.formats.literals import JSON, LiteralReader
-from headrace.text.formats.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading, run_to_end
-from headrace.text.formats.schema import ANY, Schema
-from headrace.text.formats.tool_format import ToolFormat
+from collections.abc import Sequence
+
+from headrace.tool_calls.calls import CallParser, CallSink
+from headrace.tool_calls.literals import JSON, LiteralReader, Write
+from headrace.tool_calls.reader import MAX_NAME, SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
+from headrace.tool_calls.schema import ANY, Schema
 
 NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"id", "type", "index"})
 
+_NULL = ("null", "None")
+_LLAMA_TOKEN = "<|python_tag|>"
 
-class JsonCalls(ToolFormat):
+
+class JsonCalls(CallParser):
     """Objects or a list of them after an opener. closer: the end of the construct, which may be missing."""
 
     def __init__(self, openers: tuple[str, ...], closer: str, markers: tuple[str, ...]) -> None:
@@ -34,6 +36,35 @@ class JsonCalls(ToolFormat):
         if (yield from reader.skip_space()):
             yield from reader.close(self.closer)
         sink.done = reader.pos
+
+
+class LlamaCalls(CallParser):
+    """Consecutive objects without a list, maybe after a token.
+
+    Without the token only objects that begin a line and end the output are calls: an answer may well contain JSON.
+    """
+
+    openers = (_LLAMA_TOKEN,)
+    bare_openers = ("{",)
+    markers = (_LLAMA_TOKEN,)
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        is_bare = not (yield from reader.take(_LLAMA_TOKEN))
+        sink.is_unit, sink.is_meant = True, not is_bare
+        yield from reader.skip_space()
+        while True:
+            yield from read_call(reader, sink)
+            if not (yield from reader.skip_space()):
+                return
+            if (yield from reader.take_any((";", ","))) and not (yield from reader.skip_space()):
+                return
+            if (yield from reader.take(_LLAMA_TOKEN)):
+                yield from reader.skip_space()
+            if (yield from reader.peek()) != "{":
+                break
+        if is_bare and sink.is_text is None:
+            raise NotACall  # something else follows: an answer that contains JSON
+        reader.pos = sink.done
 
 
 def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:
@@ -152,3 +183,58 @@ class _CallObject:
         else:
             yield from read_arguments(self._reader, self._schema, self._sink.write)
         self._has_arguments = True
+
+
+def read_arguments(reader: Reader, schema: Schema, write: Write, ends: Sequence[str] = ()) -> Reading[None]:
+    """An object, a string that contains one, or, for a tool without required arguments, null or nothing.
+
+    ends: texts one of which follows if there is nothing; the text's end counts, too, if any are given.
+    """
+    is_last = not (yield from reader.skip_space())
+    if is_last and (not ends or reader.is_cut):
+        raise OutOfText
+    if is_last or (yield from _comes_any(reader, ends)) or (yield from take_null(reader)):
+        write_none(schema, write)
+        return
+    quote = yield from reader.take_any(JSON.quotes)
+    if quote is None:
+        yield from LiteralReader(reader, write).mapping(schema)
+        return
+    text = (yield from LiteralReader(reader, ignore).string_text(quote)).strip(SPACE)
+    if not text:
+        write_none(schema, write)
+        return
+    inner = Reader(text, ended=True)
+    run_to_end(read_arguments(inner, schema, write))
+    if run_to_end(inner.skip_space()):
+        raise NotACall("arguments with something behind them")
+
+
+def take_null(reader: Reader) -> Reading[bool]:
+    """Skip a null instead of arguments, but not a longer word."""
+    start = reader.pos
+    if (yield from reader.take_any(_NULL)) is None:
+        return False
+    if (yield from reader.is_done()) or not (reader.text[reader.pos].isalnum() or reader.text[reader.pos] == "_"):
+        return True
+    reader.pos = start
+    return False
+
+
+def write_none(schema: Schema, write: Write) -> None:
+    """Write empty arguments. Raises NotACall if the tool requires some."""
+    if schema.required:
+        raise NotACall("a call without arguments")
+    write("{}")
+
+
+def ignore(text: str) -> None:
+    """Discards text."""
+
+
+def _comes_any(reader: Reader, literals: Sequence[str]) -> Reading[bool]:
+    """Whether one of the literals comes next; does not skip it."""
+    start = reader.pos
+    found = yield from reader.take_any(literals)
+    reader.pos = start
+    return found is not None

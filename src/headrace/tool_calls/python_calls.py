@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 
-from headrace.text.formats.arguments import take_null, write_none
-from headrace.text.formats.calls import CallSink
-from headrace.text.formats.json_calls import read_json_body
-from headrace.text.formats.literals import PYTHON, LiteralReader
-from headrace.text.formats.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
-from headrace.text.formats.tool_format import ToolFormat
+from headrace.tool_calls.calls import CallParser, CallSink
+from headrace.tool_calls.json_calls import read_json_body, take_null, write_none
+from headrace.tool_calls.literals import PYTHON, LiteralReader
+from headrace.tool_calls.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
 
 _MAX_KEY = 128
 
 
-class PythonCalls(ToolFormat):
+class PythonCalls(CallParser):
     """A list of calls between two tokens or without any."""
 
     bare_openers = ("[",)

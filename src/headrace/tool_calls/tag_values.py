@@ -1,4 +1,4 @@
-"""Finds the end of a value between tags.
+"""Values between tags: finding their end, and writing them as JSON while they come.
 
 A closing tag that is part of a value, such as one in a file that documents tool calls, is not escaped. So a closer
 counts only if what follows fits: a parameter that the tool has and that has not been given, or the closers of the call.
@@ -11,15 +11,128 @@ Under a grammar the first closer ends the value, because that is where the gramm
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.text.formats.reader import NotACall, OutOfText, Reading
-from headrace.text.formats.tag_cursor import TagCursor
-from headrace.text.formats.values import TextValue
-from headrace.text.stop_strings import overlap
+from headrace.tool_calls.forms import TagSyntax
+from headrace.tool_calls.literals import Write, convert, escaped
+from headrace.tool_calls.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading, overlap
+from headrace.tool_calls.schema import SCALARS, Schema
 
 MAX_DOUBT = 1024
+
+# Longer than any number or word that a value of several types could be.
+_MAX_OTHER = 40
+
+_NOT_IN_NAMES = frozenset(" \t\r\n<>{}\"'`")
+_BEHIND_KEY = re.compile(r'\s*(string="(true|false)"\s*)?')
+
+
+class TagCursor:
+    """Skips the tags of a syntax."""
+
+    def __init__(self, syntax: TagSyntax, reader: Reader) -> None:
+        self.syntax = syntax
+        self.reader = reader
+
+    def is_at_call(self) -> Reading[bool]:
+        """Whether a call's opener comes next; does not skip it."""
+        start = self.reader.pos
+        is_call = yield from self.reader.take(self.syntax.call_open)
+        self.reader.pos = start
+        return is_call
+
+    def open_call(self) -> Reading[str]:
+        """Skip a call's opening and return its name."""
+        yield from self.reader.expect(self.syntax.call_open)
+        if self.syntax.name_end:
+            name = (yield from self.reader.take_until(self.syntax.name_end, MAX_NAME)).strip()
+        else:
+            yield from self.reader.skip_space()
+            name = yield from self._plain_name()
+        if not name or _NOT_IN_NAMES & set(name):
+            raise NotACall
+        return name
+
+    def open_parameter(self) -> Reading[str | None]:
+        """Skip the opening of a parameter's value and return the key; None if something else comes."""
+        syntax, reader = self.syntax, self.reader
+        if not (yield from reader.take(syntax.key_open)):
+            return None
+        key = (yield from reader.take_until(syntax.key_end, MAX_NAME)).strip()
+        if syntax.value_open:
+            between = yield from reader.take_until(syntax.value_open, MAX_NAME)
+            if not _BEHIND_KEY.fullmatch(between):
+                raise NotACall("a parameter without a value")
+        if not key or "\n" in key or "<" in key:
+            raise NotACall("a parameter without a name")
+        return key
+
+    def begins_call(self) -> Reading[str | None]:
+        """What follows a call's opening: a key's opener or the call's closer; None if no call begins.
+
+        Reads nothing for good. If the text ends inside the opening, no call begins.
+        """
+        saved = self.reader.pos
+        try:
+            yield from self.open_call()
+            yield from self.reader.skip_space()
+            return (yield from self.reader.take_any((self.syntax.key_open, self.syntax.call_close)))
+        except NotACall:
+            return None
+        finally:
+            self.reader.pos = saved
+
+    def _plain_name(self) -> Reading[str]:
+        start = self.reader.pos
+        while not (yield from self.reader.is_done()):
+            if self.reader.text[self.reader.pos] in _NOT_IN_NAMES:
+                break
+            if self.reader.pos - start > MAX_NAME:
+                raise NotACall
+            self.reader.pos += 1
+        return self.reader.text[start : self.reader.pos]
+
+
+class TextValue:
+    """One value, of which text comes in pieces. A string goes on at once; another type is known only as a whole."""
+
+    def __init__(self, schema: Schema, write: Write) -> None:
+        self._schema = schema
+        self._write = write
+        self._held = ""
+        self._is_string = schema.types == frozenset({"string"})
+        if self._is_string:
+            write('"')
+
+    def add(self, text: str) -> None:
+        if self._is_string:
+            if text:
+                self._write(escaped(text))
+            return
+        self._held += text
+        if self._schema.takes_string and not self._may_be_other():
+            self._is_string = True
+            self._write('"' + escaped(self._held))
+            self._held = ""
+
+    def close(self) -> str | None:
+        """The value is over. One that fits no type is written as a string; returns what is wrong with it then."""
+        if self._is_string:
+            self._write('"')
+            return None
+        converted = convert(self._held, self._schema)
+        self._write(json.dumps(self._held, ensure_ascii=False) if converted is None else converted)
+        return f"a value is no {' or '.join(sorted(self._schema.types or ()))}" if converted is None else None
+
+    def _may_be_other(self) -> bool:
+        """Whether what is held may become a value that is no string."""
+        types, begun = self._schema.types, self._held.strip()
+        if types is None or types & {"array", "object"}:
+            return not begun or begun[0] in "[{" or len(begun) <= _MAX_OTHER
+        return not begun or (bool(types & SCALARS) and len(begun) <= _MAX_OTHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +267,7 @@ class ValueEnd:
         """Pass on text up to an index."""
         text = self._reader.text
         # The newline before a closer belongs to it.
-        if self._syntax.is_framed and end > self._told and text[end - 1] == "\n":
+        if self._syntax.frame and end > self._told and text[end - 1] == self._syntax.frame:
             end -= 1
         if end > self._told:
             value.add(text[self._told : end])

@@ -1,6 +1,6 @@
-"""Incremental text for machines written as if all of it were there.
+"""Incremental text for parsers written as if all of it were there.
 
-A machine is a generator. It reads through the methods here with `yield from`; where the text ends for now, they yield
+A parser is a generator. It reads through the methods here with `yield from`; where the text ends for now, they yield
 until there is more. No decision may depend on where the text was split, so all methods depend on the text and on
 whether it has ended, never on how much of it happens to be there.
 """
@@ -43,7 +43,7 @@ class OutOfText(NotACall):
 class Reader:
     """A text, the position in it, and whether it has ended.
 
-    is_cut: it ended at a limit. settled: a machine that reads ahead of `pos` sets how far it has read for good.
+    is_cut: it ended at a limit. settled: a parser that reads ahead of `pos` sets how far it has read for good.
     """
 
     def __init__(self, text: str = "", *, ended: bool = False) -> None:
@@ -182,3 +182,11 @@ def run_to_end(reading: Reading[T]) -> T:
         except StopIteration as stop:
             result: T = stop.value
             return result
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from headrace.text.formats.reader import SPACE, NotACall, Reader, Reading, run_to_end
-from headrace.text.formats.schema import ANY, SCALARS, Schema
+from headrace.tool_calls.reader import SPACE, NotACall, Reader, Reading, run_to_end
+from headrace.tool_calls.schema import ANY, SCALARS, Schema
 
 Write = Callable[[str], None]
 

@@ -1,1 +1,0 @@
-"""Tool-call syntaxes: one file each, with an incremental parser."""

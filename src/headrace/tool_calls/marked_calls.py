@@ -1,0 +1,219 @@
+"""Calls delimited by special tokens, each syntax in its own way.
+
+deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+          ```json
+          {"a": 1}
+          ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+          <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+kimi      <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
+          <|tool_call_end|><|tool_calls_section_end|>
+mistral   [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "Ab3dEf9hI"}]
+          [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB9zQ1xY2[ARGS]{}
+gemma     <|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>
+harmony   <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.tool_calls.calls import CallParser, CallSink
+from headrace.tool_calls.json_calls import read_arguments, read_json_body, write_none
+from headrace.tool_calls.literals import GEMMA, LiteralReader
+from headrace.tool_calls.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
+from headrace.tool_calls.schema import Schema
+
+_DEEPSEEK_LIST = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_KIND, _FENCES = "function", ("```json", "```")
+_DEEPSEEK_ENDS = (_DEEPSEEK_CALL[1], _DEEPSEEK_LIST[1], _DEEPSEEK_CALL[0])
+
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+
+_MISTRAL_OPENER = "[TOOL_CALLS]"
+_MISTRAL_ID = "[CALL_ID]"
+_MISTRAL_ARGUMENTS = "[ARGS]"
+_MISTRAL_ID_LENGTH = 9
+
+_GEMMA_OPENER, _GEMMA_CLOSER = "<|tool_call>", "<tool_call|>"
+
+MESSAGE = "<|message|>"
+END_MARKERS = ("<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER = 400
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class DeepSeekCalls(CallParser):
+    """DeepSeek V3, R1 (in a code fence) and V3.1, V3.2-Exp. A call may come without its list's opener."""
+
+    openers = (_DEEPSEEK_LIST[0], _DEEPSEEK_CALL[0])
+    markers = (*_DEEPSEEK_LIST, *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR)
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        yield from reader.take(_DEEPSEEK_LIST[0])
+        yield from reader.skip_space()
+        yield from reader.expect(_DEEPSEEK_CALL[0])
+        while True:
+            sink.is_meant = True
+            yield from self._call(reader, sink)
+            if not (yield from reader.skip_space()):
+                return
+            if not (yield from reader.take(_DEEPSEEK_CALL[0])):
+                break
+        if (yield from reader.close(_DEEPSEEK_LIST[1])):
+            sink.done = reader.pos
+
+    def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        first = (yield from reader.take_until(_DEEPSEEK_SEPARATOR, MAX_NAME)).strip()
+        yield from reader.skip_space()
+        if first != _KIND or (yield from reader.peek()) == "{":
+            yield from read_arguments(reader, sink.begin(first), sink.write, _DEEPSEEK_ENDS)
+        else:
+            end = yield from reader.find(("\n", _DEEPSEEK_CALL[1]), MAX_NAME)
+            name, reader.pos = reader.text[reader.pos : end].strip(), end
+            yield from self._fenced(reader, sink.begin(name), sink)
+        if (yield from reader.skip_space()):
+            yield from reader.close(_DEEPSEEK_CALL[1])
+        yield from sink.end()
+
+    def _fenced(self, reader: Reader, schema: Schema, sink: CallSink) -> Reading[None]:
+        """Arguments in a code fence; without arguments the fence may be missing."""
+        yield from reader.skip_space()
+        yield from reader.take_any(_FENCES)
+        yield from read_arguments(reader, schema, sink.write, ("```", *_DEEPSEEK_ENDS))
+        if (yield from reader.skip_space()):
+            yield from reader.close("```")
+
+
+class KimiCalls(CallParser):
+    """Kimi K2: the id names the tool and counts over the whole conversation.
+
+    The section's markers and the ends may be missing, of a call without arguments their marker, too.
+    """
+
+    openers = (_KIMI_SECTION[0], _KIMI_CALL[0])
+    markers = (*_KIMI_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS)
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        yield from reader.take(_KIMI_SECTION[0])
+        yield from reader.skip_space()
+        yield from reader.expect(_KIMI_CALL[0])
+        while True:
+            sink.is_meant = True
+            end = yield from reader.find((_KIMI_ARGUMENTS, _KIMI_CALL[1]), MAX_NAME)
+            written, reader.pos = reader.text[reader.pos : end].strip(), end
+            schema = sink.begin(_kimi_name(written, sink), written)
+            yield from reader.take(_KIMI_ARGUMENTS)
+            yield from read_arguments(reader, schema, sink.write, (_KIMI_CALL[1], _KIMI_SECTION[1], _KIMI_CALL[0]))
+            if (yield from reader.skip_space()):
+                yield from reader.close(_KIMI_CALL[1])
+            yield from sink.end()
+            if not (yield from reader.skip_space()):
+                return
+            if not (yield from reader.take(_KIMI_CALL[0])):
+                break
+        if (yield from reader.close(_KIMI_SECTION[1])):
+            sink.done = reader.pos
+
+
+def _kimi_name(written: str, sink: CallSink) -> str:
+    """The tool's name in an id like `functions.f:0`; a declared name is used unchanged."""
+    if sink.declares(written):
+        return written
+    name, colon, index = written.rpartition(":")
+    name = name if colon and index.isdigit() else written
+    return name if sink.declares(name) else name.removeprefix("functions.")
+
+
+class MistralCalls(CallParser):
+    """A list of JSON objects (7B v0.3, Nemo), or a marker before each call. `[ARGS]` may vanish in detokenising."""
+
+    openers = (_MISTRAL_OPENER,)
+    markers = (_MISTRAL_OPENER, _MISTRAL_ID, _MISTRAL_ARGUMENTS)
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        yield from reader.expect(_MISTRAL_OPENER)
+        yield from reader.skip_space()
+        if (yield from reader.peek()) in "[{":
+            yield from read_json_body(reader, sink)
+            return
+        name = yield from self._name(reader, sink)
+        if any(char.isspace() for char in name):
+            raise NotACall
+        written_id = None
+        if (yield from reader.take(_MISTRAL_ID)):
+            yield from reader.peek(_MISTRAL_ID_LENGTH)
+            written_id = reader.text[reader.pos : reader.pos + _MISTRAL_ID_LENGTH]
+            reader.pos += _MISTRAL_ID_LENGTH
+        yield from reader.take(_MISTRAL_ARGUMENTS)
+        schema = sink.begin(name, written_id)
+        yield from read_arguments(reader, schema, sink.write, (_MISTRAL_OPENER,))
+        yield from sink.end()
+
+    def _name(self, reader: Reader, sink: CallSink) -> Reading[str]:
+        """The name before the arguments or their marker; after a declared tool's name the text may end."""
+        start = reader.pos
+        try:
+            end = yield from reader.find((_MISTRAL_ID, _MISTRAL_ARGUMENTS, "{", _MISTRAL_OPENER), MAX_NAME)
+        except OutOfText:
+            end = len(reader.text)
+            if reader.is_cut or not sink.declares(reader.text[start:].strip()):
+                raise
+        reader.pos = end
+        return reader.text[start:end].strip()
+
+
+class GemmaCalls(CallParser):
+    """Gemma 4: bare keys, and strings between special tokens, without escapes.
+
+    Models at times fall back into JSON's quotes, around keys and strings; both are read. The braces of a call without
+    arguments may be missing.
+    """
+
+    openers = (_GEMMA_OPENER,)
+    markers = (_GEMMA_OPENER, _GEMMA_CLOSER, '<|"|>')
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        yield from reader.expect(_GEMMA_OPENER)
+        yield from reader.skip_space()
+        yield from reader.expect("call:")
+        sink.is_meant = True
+        end = yield from reader.find(("{", _GEMMA_CLOSER), MAX_NAME)
+        name, reader.pos = reader.text[reader.pos : end].strip(), end
+        if any(char.isspace() for char in name):
+            raise NotACall
+        schema = sink.begin(name)
+        if (yield from reader.peek()) == "{":
+            yield from LiteralReader(reader, sink.write, GEMMA).mapping(schema)
+        else:
+            write_none(schema, sink.write)
+        if (yield from reader.skip_space()):
+            yield from reader.close(_GEMMA_CLOSER)
+        yield from sink.end()
+
+
+class HarmonyCall(CallParser):
+    """gpt-oss: a message to a tool, from its header on. See `text/harmony.py` for the other messages."""
+
+    markers = ("<|start|>", "<|channel|>", "<|constrain|>", MESSAGE, *END_MARKERS)
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        header = yield from reader.take_until(MESSAGE, MAX_HEADER)
+        recipient = recipient_of(header)
+        if recipient is None:
+            raise NotACall
+        schema = sink.begin(recipient.removeprefix("functions."))
+        yield from read_arguments(reader, schema, sink.write, (*END_MARKERS, "<|start|>"))
+        if (yield from reader.skip_space()):
+            yield from reader.close(*END_MARKERS)
+        yield from sink.end()
+
+
+def recipient_of(header: str) -> str | None:
+    """The recipient of a message; None for the user."""
+    match = _RECIPIENT.search(header)
+    return None if match is None else match[1]
