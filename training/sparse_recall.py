@@ -24,8 +24,8 @@ from headrace.engine.engine import MINIATURE
 from headrace.models.load import load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
+from headrace.models.query_recorder import QueryRecorder
 from headrace.models.source import read_files
-from headrace.models.watch import QueryWatch
 from headrace.sparse.scoring import importance
 from headrace.sparse.select import CHUNK, NEIGHBOURS, select
 from headrace.state.sequence import SequenceState
@@ -77,7 +77,7 @@ class Reader:
         state: SequenceState,
         ids: Sequence[int],
         positions: TokenPositions | None = None,
-        watch: QueryWatch | None = None,
+        recorder: QueryRecorder | None = None,
         num_picks: int = 1,
     ) -> list[int]:
         """Compute the ids in steps; gives the first choices behind the last `num_picks`, which watched rows tell."""
@@ -85,21 +85,21 @@ class Reader:
         cuts = [*range(0, body, STEP_TOKENS), body] if body else [0]
         for lo, hi in zip(cuts, cuts[1:], strict=False):
             self._step(state, ids[lo:hi], positions, None, 0)
-        return self._step(state, ids[body:], positions, watch, num_picks)
+        return self._step(state, ids[body:], positions, recorder, num_picks)
 
     def _step(
         self,
         state: SequenceState,
         ids: Sequence[int],
         positions: TokenPositions | None,
-        watch: QueryWatch | None,
+        recorder: QueryRecorder | None,
         num_picks: int,
     ) -> list[int]:
         state.begin(len(ids))
         picks = range(len(ids) - num_picks, len(ids)) if num_picks else [0]
-        logits = self.model.forward([Row(state, ids, positions=positions, watch=watch)], picks)
+        logits = self.model.forward([Row(state, ids, positions=positions, recorder=recorder)], picks)
         choices = mx.argmax(logits, axis=-1) if num_picks else mx.array([0])
-        mx.eval(choices, state.arrays(), [] if watch is None else watch.arrays())
+        mx.eval(choices, state.arrays(), [] if recorder is None else recorder.arrays())
         state.rollback(0)
         chosen: list[int] = choices.tolist()
         return chosen
@@ -107,11 +107,11 @@ class Reader:
 
 def score(draft: Reader, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
     """Importance `[M]` of a prompt's tokens."""
-    state, watch = draft.open(len(prompt) + NUM_LOOKAHEAD), QueryWatch()
-    token = draft.read(state, prompt, watch=watch)
+    state, recorder = draft.open(len(prompt) + NUM_LOOKAHEAD), QueryRecorder()
+    token = draft.read(state, prompt, recorder=recorder)
     for _ in range(NUM_LOOKAHEAD - 1):
-        token = draft.read(state, token, watch=watch)
-    found = importance(state, watch, len(prompt))
+        token = draft.read(state, token, recorder=recorder)
+    found = importance(state, recorder, len(prompt))
     state.release()
     return found
 

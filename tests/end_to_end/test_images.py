@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.models.pieces import Computation
+from headrace.models.chunked import ChunkedEncoding
 from headrace.models.vision import MediaEmbeddings, VisionTower
 from headrace.session.session import Session
 from headrace.speculate.depth import DepthPlanner, DraftForecast
@@ -171,7 +171,7 @@ async def test_a_picture_is_not_looked_at_again_in_the_next_turn(
     begin = VisionTower.begin
     looked_at: list[MediaInput] = []
 
-    def counted(self: VisionTower, one: MediaInput) -> Computation[MediaEmbeddings]:
+    def counted(self: VisionTower, one: MediaInput) -> ChunkedEncoding[MediaEmbeddings]:
         looked_at.append(one)
         return begin(self, one)
 
@@ -190,7 +190,7 @@ async def test_a_picture_is_not_looked_at_again_in_the_next_turn(
 async def test_a_tower_that_fails_costs_its_request_and_nobody_elses(
     session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: VisionTower, one: MediaInput) -> Computation[MediaEmbeddings]:
+    def broken(self: VisionTower, one: MediaInput) -> ChunkedEncoding[MediaEmbeddings]:
         raise RuntimeError("blind")
 
     hello = ChatMessage("user", (TextPart("hello"),))

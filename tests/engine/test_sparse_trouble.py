@@ -307,7 +307,7 @@ def test_a_draft_none_of_whose_layers_attends_to_all_tokens_is_refused(folder: P
 def test_a_served_model_that_takes_no_positions_is_refused(draft: Path, tmp_path: Path) -> None:
     error = refusal(save("internlm3", tmp_path), draft, self_check=True)
     reason = (
-        "can't compute prompts in part: Attention runs row by row, and its rope turns by the length of the sequence"
+        "can't compute prompts in part: Attention runs row by row, and its rope rotates by the length of the sequence"
     )
     assert (error.param, reason in str(error)) == ("sparse_draft", True)
 

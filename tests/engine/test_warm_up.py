@@ -117,7 +117,7 @@ async def test_rows_of_any_length_build_no_step(qwen3: Path) -> None:
 
 
 async def test_steps_that_are_built_again_are_counted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_FORMS", 1)
+    monkeypatch.setattr(compiled, "MOST_VARIANTS", 1)
     engine = launch(qwen3)
     wait_until_warm(engine)
     before = (await engine.status()).step_forms

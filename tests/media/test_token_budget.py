@@ -22,7 +22,7 @@ from headrace.media.prepare import prepare_image
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import expand
 from headrace.media.scaling import size_within_tokens
-from headrace.types.media import MediaLimits, MediaOptions, TwoWay
+from headrace.types.media import Bidirectional, MediaLimits, MediaOptions
 
 CONFIG: dict[str, Any] = {
     "model_type": "gemma4",
@@ -70,7 +70,7 @@ def test_a_checkpoint_s_files_say_how_many_tokens_and_who_sees_whom(tmp_path: Pa
     assert found.tokens == VisionTokens(start=255999, end=258882, image=258880, video=None, mark=258880)
     assert profile(tmp_path, vision_soft_tokens_per_image=70).vision.max_tokens == 70
     large = profile(tmp_path, text_config={"use_bidirectional_attention": "vision"})
-    assert large.vision.two_way is TwoWay.WINDOWS
+    assert large.vision.bidirectional is Bidirectional.WINDOWS
     settings = {"image_processor": {"max_soft_tokens": 560, "image_mean": [0.0, 0.0, 0.0]}}
     (tmp_path / "processor_config.json").write_text(json.dumps(settings))
     by_file = profile(tmp_path).vision

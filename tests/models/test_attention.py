@@ -20,7 +20,7 @@ def random(*shape: int) -> mx.array:
 
 
 def written_out(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None, two_way: bool = False
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None, bidirectional: bool = False
 ) -> np.ndarray:
     q, k, v = (np.array(array, dtype=np.float64)[0] for array in (queries, keys, values))
     num_heads, num_queries, _ = q.shape
@@ -29,7 +29,7 @@ def written_out(
     for head in range(num_heads):
         for row in range(num_queries):
             own = num_keys - num_queries + row
-            last = num_keys - 1 if two_way else own
+            last = num_keys - 1 if bidirectional else own
             first = 0 if window is None else max(0, own - window + 1)
             scores = k[head // group, first : last + 1] @ q[head, row] * scale
             weights = np.exp(scores - scores.max())
@@ -62,9 +62,9 @@ def test_both_forms_let_queries_see_all_that_is_behind_them_too(
     if window is not None:
         oldest = max(0, num_keys - num_queries - window + 1)
         keys, values = keys[:, :, oldest:], values[:, :, oldest:]
-    expected = written_out(queries, keys, values, 0.25, window, two_way=True)
-    folded = attention._folded(queries, keys, values, 0.25, window, two_way=True)
-    fused = attention._fused(queries, keys, values, 0.25, window, None, two_way=True)
+    expected = written_out(queries, keys, values, 0.25, window, bidirectional=True)
+    folded = attention._folded(queries, keys, values, 0.25, window, bidirectional=True)
+    fused = attention._fused(queries, keys, values, 0.25, window, None, bidirectional=True)
     assert np.abs(np.array(folded)[0] - expected).max() < 1e-5
     assert np.abs(np.array(fused)[0] - expected).max() < 1e-5
 

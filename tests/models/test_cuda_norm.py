@@ -11,11 +11,11 @@ import pytest
 from models import tiny, tiny_fused
 
 from headrace.backend import blas
+from headrace.models.adapters import Restore, override_forward
 from headrace.models.install import choose_levels
 from headrace.models.mixers import cuda_norm
 from headrace.models.mixers.cuda_norm import SumNorm
 from headrace.models.packed import PackedModel, Row
-from headrace.models.seams import Undo, give_forward
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -117,7 +117,7 @@ def test_every_sum_that_no_product_makes_is_made_by_the_norm_behind_it(
     assert len(sums) == each * len(model.layers)
     norms = [module for _, module in model.named_modules() if isinstance(module, SumNorm)]
     assert all(norm._made == () for norm in norms)
-    packed.undo()
+    packed.restore()
     assert not any(isinstance(module, SumNorm) for _, module in model.named_modules())
 
 
@@ -131,7 +131,7 @@ def test_products_that_add_the_residual_leave_the_norm_behind_them_alone(
     assert len(sums) == len(model.layers)
 
 
-def add_behind(layer: Any) -> Undo:
+def add_behind(layer: Any) -> Restore:
     """Let something be added to a layer's output, as parts of pictures are."""
     original = type(layer)
 
@@ -139,7 +139,7 @@ def add_behind(layer: Any) -> Undo:
         output: mx.array = original.__call__(module, *given, **named)
         return output + mx.sin(mx.arange(output.shape[-1])).astype(output.dtype)
 
-    return give_forward(layer, forward)
+    return override_forward(layer, forward)
 
 
 def test_what_comes_between_layers_is_normed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def print_of(folder: Path) -> Callable[..., str]:
     model = tiny.build("llama")
 
     def of(
-        directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32, head: str = "", layers: str = "seam"
+        directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32, head: str = "", layers: str = "adapter"
     ) -> str:
         model.set_dtype(dtype)
         return fingerprint(directory, model, numerics, (layers,), head)

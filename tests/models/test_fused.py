@@ -163,15 +163,15 @@ def test_layers_of_other_families_are_in_place_and_pass_the_check(name: str) -> 
     assert (CudaMLP in found) is (name not in OTHER_MLPS)
 
 
-@pytest.mark.parametrize(("most_forms", "num_forms"), [(512, 2), (1, 1)])
-def test_forms_of_steps_are_kept_up_to_a_number(
-    most_forms: int, num_forms: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("most_variants", "num_variants"), [(512, 2), (1, 1)])
+def test_compiled_variants_are_kept_up_to_a_number(
+    most_variants: int, num_variants: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "MOST_FORMS", most_forms)
+    monkeypatch.setattr(compiled, "MOST_VARIANTS", most_variants)
     reference, packed = fused("qwen3"), pack(build("qwen3"), tiny_fused.KERNELS)
     assert packed._compiled is not None
-    packed._compiled._forms.clear()
-    state, ids, before = SequenceState(StatePool(), LENGTH), SENTENCES[0], packed.num_new_forms
+    packed._compiled._variants.clear()
+    state, ids, before = SequenceState(StatePool(), LENGTH), SENTENCES[0], packed.num_new_variants
     for num_tokens in (20, 1, 1, 2, 1):
         state.begin(num_tokens)
         start = state.length
@@ -179,9 +179,9 @@ def test_forms_of_steps_are_kept_up_to_a_number(
         mx.eval(logits, state.arrays())
         state.commit(num_tokens)
         assert reference.off(0, start, logits) < TOLERANCE
-    assert len(packed._compiled._forms) == num_forms
+    assert len(packed._compiled._variants) == num_variants
     # of one token, of two, and where there is no room for both, of one again
-    assert packed.num_new_forms - before == 2 + (num_forms == 1)
+    assert packed.num_new_variants - before == 2 + (num_variants == 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe"])
@@ -189,7 +189,7 @@ def test_undo_leaves_the_untouched_model(name: str) -> None:
     untouched, model = build(name), build(name)
     packed = pack(model, tiny_fused.KERNELS)
     assert CudaAttentionMixer in classes(model)
-    packed.undo()
+    packed.restore()
     assert classes(model) == classes(untouched)
     before, after = tiny.parameters(untouched), tiny.parameters(model)
     assert before.keys() == after.keys()
@@ -336,7 +336,7 @@ def test_rows_that_join_and_leave_need_no_new_form() -> None:
     counts = []
     for _ in range(2):
         states = [SequenceState(pool) for _ in range(3)]
-        before = packed.num_new_forms
+        before = packed.num_new_variants
         # prompts of one and of two rows, drafted windows, a prompt beside them; one of them leaves and comes back
         for windows in ((9, 0, 0), (1, 9, 0), (4, 4, 0), (3, 3, 33), (2, 0, 1), (2, 2, 2)):
             rows = []
@@ -347,7 +347,7 @@ def test_rows_that_join_and_leave_need_no_new_form() -> None:
             mx.eval(packed.forward(rows, [0]), [row.state.arrays() for row in rows])
             for row in rows:
                 row.state.commit(max(row.state.num_open - 1, row.state.num_certain))
-        counts.append(packed.num_new_forms - before)
+        counts.append(packed.num_new_variants - before)
         for state in states:
             state.release()
     assert counts[0] > 0

@@ -26,14 +26,14 @@ from headrace.models.source import read_files
 from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
-from headrace.types.media import PromptMedia, TwoWay
+from headrace.types.media import Bidirectional, PromptMedia
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3
 MODELS: dict[str, Callable[[], TinyGemma3 | TinyGemma4]] = {
     "gemma3": TinyGemma3,
-    "gemma4": partial(TinyGemma4, two_way=False),
-    "gemma4-two-way": partial(TinyGemma4, two_way=True),
+    "gemma4": partial(TinyGemma4, bidirectional=False),
+    "gemma4-two-way": partial(TinyGemma4, bidirectional=True),
 }
 
 
@@ -136,10 +136,10 @@ def test_pictures_that_see_otherwise_than_their_model_wants_would_be_noticed(
 ) -> None:
     ids, media = reference.prompt(pictures, folder)
     rows, expected = embedded(tower, media), reference.logits(ids, pictures)
-    for two_way in set(TwoWay) - {media.two_way}:
+    for bidirectional in set(Bidirectional) - {media.bidirectional}:
         state = SequenceState(StatePool())
         state.begin(len(ids))
-        row = Row(state, ids, row_media(PromptMedia(media.inputs, two_way=two_way), 0, len(ids), rows))
+        row = Row(state, ids, row_media(PromptMedia(media.inputs, bidirectional=bidirectional), 0, len(ids), rows))
         assert np.abs(np.array(model.forward([row], range(len(ids)))) - expected).max() > 10 * TOLERANCE
 
 

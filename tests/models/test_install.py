@@ -13,9 +13,9 @@ from models import tiny
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.models.adapters import TappedNorm
 from headrace.models.install import Level, choose_levels, mixers_of, windows_of
 from headrace.models.packed import PackedModel, Row
-from headrace.models.seams import TappedNorm
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -83,16 +83,16 @@ def run_a_step(packed: PackedModel, picks: list[int] | None = None) -> mx.array:
 @pytest.mark.parametrize(
     ("name", "levels"),
     [
-        ("llama", {"Attention": Level.SEAM}),
-        ("gpt_oss", {"AttentionBlock": Level.SEAM}),
-        ("qwen3_next", {"Qwen3NextGatedDeltaNet": Level.PACKED, "Qwen3NextAttention": Level.SEAM}),
-        ("qwen3_5", {"GatedDeltaNet": Level.PACKED, "Qwen3NextAttention": Level.SEAM}),
-        ("lfm2", {"ShortConv": Level.ROWS, "Attention": Level.SEAM}),
+        ("llama", {"Attention": Level.ADAPTER}),
+        ("gpt_oss", {"AttentionBlock": Level.ADAPTER}),
+        ("qwen3_next", {"Qwen3NextGatedDeltaNet": Level.PACKED, "Qwen3NextAttention": Level.ADAPTER}),
+        ("qwen3_5", {"GatedDeltaNet": Level.PACKED, "Qwen3NextAttention": Level.ADAPTER}),
+        ("lfm2", {"ShortConv": Level.ROWS, "Attention": Level.ADAPTER}),
         # latent attention computes with what its cache gives back
         ("deepseek_v3", {"DeepseekV3Attention": Level.ROWS}),
         ("kimi_linear", {"KimiDeltaAttention": Level.ROWS, "KimiMLAAttention": Level.ROWS}),
         # two mixers in each layer
-        ("falcon_h1", {"FalconH1Mixer": Level.ROWS, "FalconH1Attention": Level.SEAM}),
+        ("falcon_h1", {"FalconH1Mixer": Level.ROWS, "FalconH1Attention": Level.ADAPTER}),
         # soft-capped scores never meet the one known name
         ("gemma2", {"Attention": Level.ROWS}),
         ("mamba2", {"Mamba2Block": Level.ROWS}),
@@ -184,7 +184,7 @@ class Layers(nn.Module):
 @pytest.mark.parametrize(
     ("mixer_class", "level"),
     [
-        (Plain, Level.SEAM),
+        (Plain, Level.ADAPTER),
         (ReadsKeys, Level.ROWS),
         (ReadsState, Level.ROWS),
         (ReadsByIndex, Level.ROWS),
@@ -194,7 +194,7 @@ class Layers(nn.Module):
         (IgnoresCache, Level.ROWS),
     ],
 )
-def test_a_seam_needs_the_plain_protocol_and_nothing_else(mixer_class: type[nn.Module], level: Level) -> None:
+def test_an_adapter_needs_the_plain_protocol_and_nothing_else(mixer_class: type[nn.Module], level: Level) -> None:
     assert choose_levels(Layers(mixer_class())) == {mixer_class: level}
 
 
@@ -252,7 +252,7 @@ def test_undo_gives_the_untouched_model_back(name: str) -> None:
     packed = install(model)
     run_a_step(packed)
     assert {path: type(module) for path, module in model.named_modules()} != before["classes"]
-    packed.undo()
+    packed.restore()
     after = dict(model.named_modules())
     assert after.keys() == modules.keys()
     assert all(after[path] is module and type(module) is before["classes"][path] for path, module in modules.items())
@@ -263,7 +263,7 @@ def test_undo_gives_the_untouched_model_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "ministral3", "gemma4_text", "gpt_oss", "minimax"])
-def test_seams_leave_the_parameter_tree_alone_but_for_the_final_norms_wrapper(name: str) -> None:
+def test_adapters_leave_the_parameter_tree_alone_but_for_the_final_norms_wrapper(name: str) -> None:
     model = tiny.build(name)
     before = tiny.parameters(model)
     install(model)

@@ -51,7 +51,7 @@ def test_logits_are_the_untouched_models_without_what_is_no_token(level: Level |
     expected = [tiny.reference(model, row) for row in ROWS]
     packed = check(model, Kernels("exact", "cpu"), 160, "float32").packed
     if level is not None:
-        packed.undo()
+        packed.restore()
         packed = PackedModel(model, dict.fromkeys(packed.levels, level), Kernels("exact", "cpu"))
     packed.keep_tokens(TOKENS)
     for got, logits in zip(MixedSteps(packed, ROWS, TOKENS.end).run(), expected, strict=True):

@@ -64,7 +64,7 @@ def test_the_report_tells_name_precision_levels_and_margin(tmp_path: Path) -> No
     name, precision, layers, margin = loaded(folder).report
     assert name.startswith("model: tiny (qwen3_5), loaded in ")
     assert precision == "weights: float32, stored as bfloat16"
-    assert layers == "layers: GatedDeltaNet: packed, Qwen3NextAttention: seam"
+    assert layers == "layers: GatedDeltaNet: packed, Qwen3NextAttention: adapter"
     # in exact numerics nothing differs
     assert margin.startswith("self-check: largest difference 0.0e+00 at logits up to ")
 
@@ -78,7 +78,7 @@ def test_the_report_tells_what_kernels_stand_for(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     gpu = Device("cuda", "a GPU", 1 << 40, 2)
     for numerics, told in (
-        ("exact", ["layers: GatedDeltaNet: packed, Qwen3NextAttention: seam"]),
+        ("exact", ["layers: GatedDeltaNet: packed, Qwen3NextAttention: adapter"]),
         (
             "fast",
             [
@@ -102,7 +102,7 @@ def test_without_the_self_check_the_chosen_levels_are_taken(tmp_path: Path) -> N
     model = loaded(tiny.save("lfm2", tmp_path), self_check=False)
     assert model.report[-1] == "self-check: off"
     assert {one.__name__: level for one, level in model.packed.levels.items()} == {
-        "Attention": Level.SEAM,
+        "Attention": Level.ADAPTER,
         "ShortConv": Level.ROWS,
     }
     expected = tiny.build("lfm2")

@@ -175,8 +175,8 @@ def test_another_picture_gives_other_logits(folder: str) -> None:
     first, other = (Stream(folder, "image", [1000], StatePool(), num_output=0) for _ in range(2))
     assert other.media is not None
     (image,) = other.media.inputs
-    turned = np.ascontiguousarray(np.asarray(image.pixels)[::-1])
-    changed = MediaInput(image.start, image.end, turned.data, image.grid, HALF, HALF, image.digest)
+    rotated = np.ascontiguousarray(np.asarray(image.pixels)[::-1])
+    changed = MediaInput(image.start, image.end, rotated.data, image.grid, HALF, HALF, image.digest)
     other.media = PromptMedia((changed,), other.media.positions, other.media.rope_delta)
     run(loaded(folder)[0].packed, [first, other])
     apart = np.abs(np.array(mx.concatenate(first.logits)) - np.array(mx.concatenate(other.logits))).max(axis=1)
@@ -208,7 +208,7 @@ def test_undo_gives_the_untouched_model_back() -> None:
     before = [type(layer) for layer in model.model.layers]
     run(model, [Stream(folder, "image", [1000], StatePool())])
     assert [type(layer) for layer in model.model.layers] != before
-    model.undo()
+    model.restore()
     assert [type(layer) for layer in model.model.layers] == before
     logits = np.array(model.model(ids)[0])
     assert np.abs(logits - expected(folder, "text40")["prefill_logits"]).max() <= TOLERANCE
@@ -218,13 +218,13 @@ def test_media_are_taken_where_positions_reach_every_layer() -> None:
     packed = loaded(FOLDERS[0])[0].packed
     assert packed.takes_media
     model = packed.model
-    packed.undo()
+    packed.restore()
     loaded.cache_clear()
     for lowered in (Level.ROWS, Level.WHOLE):
         levels = dict.fromkeys(choose_levels(model), lowered)
         lower = PackedModel(model, levels, Kernels("fast", "cpu"))
         assert not lower.takes_media
-        lower.undo()
+        lower.restore()
 
 
 def test_sections_say_which_axis_turns_which_channel() -> None:

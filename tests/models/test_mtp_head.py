@@ -73,7 +73,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return masses / masses.sum(-1, keepdims=True)
 
 
-def turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """x: [T, heads, HEAD_DIM]; of each head the first ROTARY_DIM channels, in pairs half of that apart, turn."""
     half = ROTARY_DIM // 2
     angles = positions[:, None] * THETA ** (-np.arange(half) / half)
@@ -111,8 +111,8 @@ class Reference:
             (x @ self.of(f"{path}.{one}_proj").T).reshape(count, NUM_KV_HEADS, HEAD_DIM) for one in ("k", "v")
         )
         positions = np.arange(count) if self.places is None else np.array(self.places)
-        queries = turned(rms(queries, self.of(f"{path}.q_norm")), positions)
-        keys = turned(rms(keys, self.of(f"{path}.k_norm")), positions)
+        queries = rotated(rms(queries, self.of(f"{path}.q_norm")), positions)
+        keys = rotated(rms(keys, self.of(f"{path}.k_norm")), positions)
         output = np.empty_like(queries)
         for head in range(NUM_HEADS):
             own = head * NUM_KV_HEADS // NUM_HEADS

@@ -21,7 +21,7 @@ from headrace.models.selfcheck import check
 NUM_GREEDY = 64
 TOLERANCE = 1e-4
 
-SEAM_FAMILIES = [
+ADAPTER_FAMILIES = [
     *(
         "llama",
         "smollm3",
@@ -63,7 +63,7 @@ ROW_FAMILIES = [
 ]
 WHOLE_FAMILIES = ["llama4", "gemma3n", "rwkv7"]
 
-NAMED = SEAM_FAMILIES + WINDOWED_FAMILIES + GATED_DELTA_FAMILIES + ROW_FAMILIES + WHOLE_FAMILIES
+NAMED = ADAPTER_FAMILIES + WINDOWED_FAMILIES + GATED_DELTA_FAMILIES + ROW_FAMILIES + WHOLE_FAMILIES
 OTHERS = sorted(set(tiny.FAMILIES) - set(NAMED))
 
 
@@ -109,8 +109,8 @@ def compare(name: str, numerics: str) -> tuple[float, bool, set[Level]]:
 @pytest.mark.parametrize(
     ("name", "levels"),
     [
-        *((name, {Level.SEAM}) for name in SEAM_FAMILIES),
-        *((name, {Level.SEAM, Level.PACKED}) for name in GATED_DELTA_FAMILIES),
+        *((name, {Level.ADAPTER}) for name in ADAPTER_FAMILIES),
+        *((name, {Level.ADAPTER, Level.PACKED}) for name in GATED_DELTA_FAMILIES),
         *((name, None) for name in ROW_FAMILIES),
         *((name, {Level.WHOLE}) for name in WHOLE_FAMILIES if name != "gemma3n"),
     ],

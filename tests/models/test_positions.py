@@ -40,8 +40,8 @@ FAMILIES = [
 ]
 REFUSED = {
     "gemma3n": "as a whole",
-    "internlm3": "its rope turns by the length of the sequence",
-    "talkie": "turns its queries and keys by itself",
+    "internlm3": "its rope rotates by the length of the sequence",
+    "talkie": "rotates its queries and keys itself",
 }
 ALSO_REFUSED = {
     *("afm7", "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "deepseek_v41", "exaone", "glm_moe_dsa", "gpt2"),

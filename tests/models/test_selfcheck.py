@@ -40,7 +40,7 @@ def heads(attention: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 class CountsFromOneOffset(llama.Attention):
     """Right for a run of tokens that starts at `cache.offset`; packed, it is given all positions and counts again.
 
-    By its source it fits the seams, shapes and types fit, decoding one row is right: only results tell.
+    By its source it fits the adapters, shapes and types fit, decoding one row is right: only results tell.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -118,7 +118,7 @@ def equals_untouched(result: Checked, untouched: nn.Module) -> bool:
 
 def test_a_fitting_model_keeps_its_levels_and_has_no_notes() -> None:
     result = checked(tiny.build("qwen3_5"))
-    assert set(result.packed.levels.values()) == {Level.SEAM, Level.PACKED}
+    assert set(result.packed.levels.values()) == {Level.ADAPTER, Level.PACKED}
     assert result.lowered == ()
     assert result.margin is not None and result.margin.difference == 0.0
     assert equals_untouched(result, tiny.build("qwen3_5"))
@@ -126,10 +126,10 @@ def test_a_fitting_model_keeps_its_levels_and_has_no_notes() -> None:
 
 def test_a_class_that_is_silently_wrong_when_packed_drops_to_rows() -> None:
     model = llama_with(CountsFromOneOffset)
-    assert choose_levels(model) == {CountsFromOneOffset: Level.SEAM}
+    assert choose_levels(model) == {CountsFromOneOffset: Level.ADAPTER}
     result = checked(model)
     assert result.packed.levels == {CountsFromOneOffset: Level.ROWS}
-    assert result.lowered == ("CountsFromOneOffset differs as seam: row by row instead",)
+    assert result.lowered == ("CountsFromOneOffset differs as adapter: row by row instead",)
     assert result.margin is not None and result.margin.difference == 0.0
     assert equals_untouched(result, llama_with(CountsFromOneOffset))
 
@@ -137,7 +137,7 @@ def test_a_class_that_is_silently_wrong_when_packed_drops_to_rows() -> None:
 @pytest.mark.parametrize("layers", [(0,), (1,), (2,)])
 def test_only_the_class_that_differs_drops(layers: tuple[int, ...]) -> None:
     result = checked(llama_with(CountsFromOneOffset, *layers))
-    assert result.packed.levels == {CountsFromOneOffset: Level.ROWS, llama.Attention: Level.SEAM}
+    assert result.packed.levels == {CountsFromOneOffset: Level.ROWS, llama.Attention: Level.ADAPTER}
     assert len(result.lowered) == 1
     assert equals_untouched(result, llama_with(CountsFromOneOffset, *layers))
 
@@ -150,14 +150,14 @@ def test_two_classes_that_differ_drop_together() -> None:
     model.layers[2].self_attn.__class__ = Likewise
     result = checked(model)
     assert result.packed.levels[CountsFromOneOffset] is result.packed.levels[Likewise] is Level.ROWS
-    assert "Likewise differs as seam: row by row instead" in result.lowered
+    assert "Likewise differs as adapter: row by row instead" in result.lowered
 
 
 def test_a_step_that_raises_drops_too() -> None:
     model = llama_with(NeedsAnIntegerOffset, 1)
     result = checked(model)
-    assert result.packed.levels == {NeedsAnIntegerOffset: Level.ROWS, llama.Attention: Level.SEAM}
-    assert result.lowered == ("NeedsAnIntegerOffset differs as seam: row by row instead",)
+    assert result.packed.levels == {NeedsAnIntegerOffset: Level.ROWS, llama.Attention: Level.ADAPTER}
+    assert result.lowered == ("NeedsAnIntegerOffset differs as adapter: row by row instead",)
     assert equals_untouched(result, llama_with(NeedsAnIntegerOffset, 1))
 
 
@@ -228,4 +228,4 @@ def test_kernels_that_differ_are_not_used_and_that_is_told(part: str, monkeypatc
     result = check(model, tiny_fused.KERNELS, VOCAB_SIZE, "float32")
     assert result.lowered == (WITHOUT_KERNELS,)
     assert not result.packed.kernels.fuses_layers
-    assert set(result.packed.levels.values()) == {Level.SEAM}
+    assert set(result.packed.levels.values()) == {Level.ADAPTER}

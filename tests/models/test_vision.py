@@ -18,7 +18,7 @@ from models.embedding import embed
 from headrace.backend import device
 from headrace.errors import ModelError
 from headrace.models import vision, vision_attention
-from headrace.models.pieces import LEAST_ROWS
+from headrace.models.chunked import LEAST_ROWS
 from headrace.models.source import read_files
 from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
 from headrace.models.vision_attention import SCORE_WORK
@@ -114,8 +114,8 @@ def test_a_picture_in_slices_gives_the_same_to_the_bit_whatever_the_slices(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = read_files(folder, DATA / folder)
-    piece_work = 2_000_000
-    monkeypatch.setitem(vision.PIECE_WORK, device.current().kind, piece_work)
+    chunk_work = 2_000_000
+    monkeypatch.setitem(vision.CHUNK_WORK, device.current().kind, chunk_work)
     loaded = load_tower(files, dtype="float32", device=device.current(), has_axes=True)
     assert loaded is not None
     grid = (1, 24, 32)
@@ -123,12 +123,12 @@ def test_a_picture_in_slices_gives_the_same_to_the_bit_whatever_the_slices(
     picture = MediaInput(0, 0, pixels.data, grid, HALF, HALF, b"")
     (whole,) = embed(loaded[0], [picture])
     largest = LEAST_ROWS * (1536 + 1) * 64  # of the products here that of patches has the longest rows
-    for allowed in (0, 3 * piece_work):
+    for allowed in (0, 3 * chunk_work):
         embedding, slices = loaded[0].begin(picture), []
         while not embedding.is_done:
             slices.append(embedding.compute(allowed))
         assert sum(slices) == work_of(files.config["vision_config"], grid)
-        assert len(slices) > 10 and max(slices) <= max(allowed, piece_work, largest)
+        assert len(slices) > 10 and max(slices) <= max(allowed, chunk_work, largest)
         made = embedding.result
         for one, other in zip((made.rows, *made.deep), (whole.rows, *whole.deep), strict=True):
             assert np.array_equal(np.array(one), np.array(other))

@@ -157,4 +157,4 @@ def pictured_prompt(pictures: Sequence[np.ndarray], profile: VisionProfile) -> t
         digest = pixel_digest(patches, grid, (0,))
         inputs.append(MediaInput(start, len(ids), patches.data, grid, how.mean, how.std, digest))
         ids.append(tokens.end)
-    return [*ids, 90, 91, 92], PromptMedia(tuple(inputs), two_way=how.two_way)
+    return [*ids, 90, 91, 92], PromptMedia(tuple(inputs), bidirectional=how.bidirectional)

@@ -44,7 +44,7 @@ TOWER: dict[str, Any] = {
 }
 
 
-def config_of(two_way: bool) -> dict[str, Any]:
+def config_of(bidirectional: bool) -> dict[str, Any]:
     """Of a model whose last layers share keys and that has inputs of each layer's own, or of one without either."""
     text = {
         "model_type": "gemma4_text",
@@ -58,8 +58,8 @@ def config_of(two_way: bool) -> dict[str, Any]:
         "global_head_dim": 32,
         "vocab_size": VOCAB,
         "vocab_size_per_layer_input": VOCAB,
-        "num_kv_shared_layers": 0 if two_way else 2,
-        "hidden_size_per_layer_input": 0 if two_way else 8,
+        "num_kv_shared_layers": 0 if bidirectional else 2,
+        "hidden_size_per_layer_input": 0 if bidirectional else 8,
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
         "rope_parameters": {
@@ -67,8 +67,8 @@ def config_of(two_way: bool) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
         "use_double_wide_mlp": False,
-        "attention_k_eq_v": two_way,
-        "use_bidirectional_attention": "vision" if two_way else None,
+        "attention_k_eq_v": bidirectional,
+        "use_bidirectional_attention": "vision" if bidirectional else None,
         "max_position_embeddings": 512,
     }
     return {
@@ -89,9 +89,9 @@ def config_of(two_way: bool) -> dict[str, Any]:
 class TinyGemma4:
     """The checkpoint and its reference."""
 
-    def __init__(self, two_way: bool) -> None:
-        self.config = config_of(two_way)
-        self._two_way = two_way
+    def __init__(self, bidirectional: bool) -> None:
+        self.config = config_of(bidirectional)
+        self._two_way = bidirectional
         parts = {"vision_config": None, "text_config": None}
         described = ModelConfig.from_dict({**self.config, **parts})
         described.text_config = TextConfig.from_dict(self.config["text_config"])

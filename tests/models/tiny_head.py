@@ -105,9 +105,9 @@ def with_raw_trunk(folder: Path) -> Path:
     """Turn the axes of the trunk's convolutions to where its makers have them."""
     for file in folder.glob("model-*.safetensors"):
         tensors: Any = mx.load(str(file))
-        turned = {
+        rotated = {
             name: array.moveaxis(2, 1) if name.endswith("conv1d.weight") else array for name, array in tensors.items()
         }
-        mx.eval(turned)
-        mx.save_safetensors(str(file), turned)
+        mx.eval(rotated)
+        mx.save_safetensors(str(file), rotated)
     return folder

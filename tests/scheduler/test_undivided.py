@@ -11,15 +11,17 @@ from scheduler.made_up import AMPLE, answer, lengths, request
 
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN
-from headrace.types.media import MediaInput, PromptMedia, TwoWay
+from headrace.types.media import Bidirectional, MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
 
 HALF = (0.5, 0.5, 0.5)
 
 
-def pictured(name: str, prompt: int, *runs: tuple[int, int], two_way: TwoWay = TwoWay.WINDOWS) -> GenerationRequest:
+def pictured(
+    name: str, prompt: int, *runs: tuple[int, int], bidirectional: Bidirectional = Bidirectional.WINDOWS
+) -> GenerationRequest:
     inputs = [MediaInput(start, end, memoryview(b""), (1, 1, 1), HALF, HALF, b"") for start, end in runs]
-    return replace(request(name, prompt), media=PromptMedia(tuple(inputs), two_way=two_way))
+    return replace(request(name, prompt), media=PromptMedia(tuple(inputs), bidirectional=bidirectional))
 
 
 def chunks(scheduler: Scheduler, name: str) -> list[int]:
@@ -52,7 +54,7 @@ def test_a_chunk_ends_before_or_behind_a_picture(run: tuple[int, int], expected:
 
 def test_pictures_that_are_seen_one_way_are_parted() -> None:
     scheduler = Scheduler(1, 64, 1000, memory=AMPLE)
-    scheduler.add(pictured("a", 100, (40, 90), two_way=TwoWay.NOWHERE), 0.0)
+    scheduler.add(pictured("a", 100, (40, 90), bidirectional=Bidirectional.NOWHERE), 0.0)
     assert chunks(scheduler, "a") == [64, 36]
 
 
@@ -98,7 +100,9 @@ def test_streams_wait_less_for_a_prompt_with_a_picture(has_picture: bool, slowdo
     scheduler = Scheduler(5, 2048, 10_000, memory=AMPLE)
     for name in "abcd":
         scheduler.add(request(name, 64, max_tokens=500), 0.0)
-    late = pictured("late", 5000, (0, 30), two_way=TwoWay.NOWHERE) if has_picture else request("late", 5000)
+    late = (
+        pictured("late", 5000, (0, 30), bidirectional=Bidirectional.NOWHERE) if has_picture else request("late", 5000)
+    )
     found = []
     for step in range(60):
         if step == 10:

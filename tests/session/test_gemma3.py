@@ -22,7 +22,7 @@ from headrace.media import prepare
 from headrace.media.profile import read_profile
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart
-from headrace.types.media import MediaLimits, MediaOptions, MediaPolicy, TwoWay
+from headrace.types.media import Bidirectional, MediaLimits, MediaOptions, MediaPolicy
 from headrace.types.model import TokenIds
 from headrace.types.request import GenerationRequest
 
@@ -110,7 +110,11 @@ def test_a_picture_stands_between_its_tokens_and_blank_lines_as_the_processor_wr
     # as one text to the tokenizer, so that newlines join as they do in the processor's
     plain = asyncio.run(session.tokenize(text, adds_special_tokens=False))
     assert request.prompt == plain
-    assert request.media is not None and request.media.two_way is TwoWay.EVERYWHERE and request.media.positions is None
+    assert (
+        request.media is not None
+        and request.media.bidirectional is Bidirectional.EVERYWHERE
+        and request.media.positions is None
+    )
     (one,) = request.media.inputs
     config = json.loads((folder / "config.json").read_text())
     assert set(request.prompt[one.start : one.end]) == {config["image_token_index"]} and one.end - one.start == 16

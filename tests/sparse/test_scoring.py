@@ -20,8 +20,8 @@ from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.packed import PackedModel, Row
+from headrace.models.query_recorder import QueryRecorder
 from headrace.models.selfcheck import check
-from headrace.models.watch import QueryWatch
 from headrace.sparse import scoring
 from headrace.sparse.scoring import importance, num_scoring_layers
 from headrace.state.sequence import SequenceState
@@ -125,18 +125,18 @@ def expected(model: nn.Module, prompt: Sequence[int], calls: list[Call]) -> tupl
 def scored(packed: PackedModel, ids: Sequence[int], num_prompt: int) -> np.ndarray:
     """By packed steps: the prompt in two chunks and in company, then token by token, watched."""
     pool = StatePool()
-    state, other, watch = SequenceState(pool), SequenceState(pool), QueryWatch()
+    state, other, recorder = SequenceState(pool), SequenceState(pool), QueryRecorder()
     cuts = [0, num_prompt // 3, *range(num_prompt, num_prompt + NUM_LOOKAHEAD)]
     for lo, hi in zip(cuts, cuts[1:], strict=False):
         state.begin(hi - lo)
         other.begin(2)
-        rows = [Row(other, ids[:2]), Row(state, ids[lo:hi], watch=watch)]
+        rows = [Row(other, ids[:2]), Row(state, ids[lo:hi], recorder=recorder)]
         picks = [1, 1 + hi - lo] if hi >= num_prompt else [1]
         logits = packed.forward(rows, picks)
-        mx.eval(logits, state.arrays(), other.arrays(), watch.arrays())
+        mx.eval(logits, state.arrays(), other.arrays(), recorder.arrays())
         state.rollback(0)
         other.rollback(0)
-    return importance(state, watch, num_prompt)
+    return importance(state, recorder, num_prompt)
 
 
 @pytest.mark.parametrize("name", [*SCORING, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
@@ -181,25 +181,25 @@ class Drawn:
     """Layers of random keys in a state, and queries that ask for them."""
 
     state: SequenceState
-    watch: QueryWatch
+    recorder: QueryRecorder
     keys: list[mx.array]
     queries: list[mx.array]
 
 
 def draw(num_tokens: int, num_layers: int, num_heads: int, num_kv_heads: int, sinks: bool = False) -> Drawn:
     head_dim, num_asking = 8, 8
-    state, watch = SequenceState(StatePool(), num_tokens), QueryWatch()
+    state, recorder = SequenceState(StatePool(), num_tokens), QueryRecorder()
     state.begin(num_tokens)
-    watch.begin()
-    drawn = Drawn(state, watch, [], [])
+    recorder.begin()
+    drawn = Drawn(state, recorder, [], [])
     for layer in range(num_layers):
         key = mx.random.key(layer)
         drawn.keys.append(mx.random.normal((1, num_kv_heads, num_tokens, head_dim), key=key))
         drawn.queries.append(mx.random.normal((1, num_heads, num_asking, head_dim), key=mx.random.split(key)[0]))
         state.full_attention((layer,)).write(0, drawn.keys[-1], drawn.keys[-1])
         of_heads = mx.random.normal((num_heads,), key=key) + 2 if sinks else None
-        watch.note((layer,), drawn.queries[-1], range(num_asking), 0.3, of_heads)
-    mx.eval(state.arrays(), watch.arrays(), drawn.keys, drawn.queries)
+        recorder.record((layer,), drawn.queries[-1], range(num_asking), 0.3, of_heads)
+    mx.eval(state.arrays(), recorder.arrays(), drawn.keys, drawn.queries)
     state.rollback(0)
     return drawn
 
@@ -215,7 +215,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("small_blocks")
 def test_heads_and_keys_may_come_in_blocks_of_any_size(num_tokens: int, sinks: bool) -> None:
     drawn = draw(num_tokens, 2, 6, 2, sinks)
-    layers = drawn.watch.layers()
+    layers = drawn.recorder.layers()
     steps = [
         [
             Call(
@@ -228,7 +228,7 @@ def test_heads_and_keys_may_come_in_blocks_of_any_size(num_tokens: int, sinks: b
         ]
         for asking in range(8)
     ]
-    assert np.abs(importance(drawn.state, drawn.watch, num_tokens) - written_out(steps, num_tokens)).max() < 1e-6
+    assert np.abs(importance(drawn.state, drawn.recorder, num_tokens) - written_out(steps, num_tokens)).max() < 1e-6
 
 
 def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> None:
@@ -237,7 +237,7 @@ def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> 
     drawn = draw(num_tokens, 2, 32, 2)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    got = importance(drawn.state, drawn.watch, num_tokens)
+    got = importance(drawn.state, drawn.recorder, num_tokens)
     assert got.shape == (num_tokens,)
     assert mx.get_peak_memory() - before < 256 * 1024**2
 
@@ -245,4 +245,4 @@ def test_scores_of_a_very_long_prompt_take_a_quarter_of_a_gigabyte_at_most() -> 
 def test_what_no_layer_has_told_is_an_error() -> None:
     state = SequenceState(StatePool())
     with pytest.raises(ValueError, match="no layer"):
-        importance(state, QueryWatch(), 5)
+        importance(state, QueryRecorder(), 5)

@@ -28,7 +28,7 @@ GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0
 class Machine:
     """Tells the time that its work has taken, and guesses as a head would."""
 
-    num_new_forms = 0
+    num_new_variants = 0
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0

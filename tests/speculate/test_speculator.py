@@ -27,7 +27,7 @@ class BrokenHead:
     """Has no memory left for anything."""
 
     is_compiled = False
-    num_new_forms = 0
+    num_new_variants = 0
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
         return state.layer(HIDDEN, HiddenState)
@@ -117,10 +117,10 @@ def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() ->
     speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(costs))
     row, state = speculator.open(None), SequenceState(StatePool())
     known = []
-    for length, num_new_forms in ((1, 0), (2, 1), (3, 1), (4, 3)):
+    for length, num_new_variants in ((1, 0), (2, 1), (3, 1), (4, 3)):
         compute(state, 1)
         speculator.draft([Drafting(row, state, list(range(length + 1)))])
-        head.num_new_forms = num_new_forms
+        head.num_new_variants = num_new_variants
         speculator.report([Verified(row, 0, 0, False)], 0.01, is_mixed=False)
         known.append(costs.estimate(1, length + 1).num_timed)
     assert known == [1, 1, 2, 2]

@@ -8,7 +8,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
-from headrace.models.seeing import Tower
+from headrace.models.vlm import Tower
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceState
 from headrace.state.stored_state import StateForm

@@ -37,10 +37,10 @@ from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelErro
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
-from headrace.models.seeing import SeeingModel, Tower, whole_tower
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, locate, read_files
 from headrace.models.vision import load_tower
+from headrace.models.vlm import Tower, VlmWrapper, whole_tower
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
@@ -337,7 +337,7 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
         self_check=models.self_check,
         device=here,
         tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
-        sees=models.vision == "auto",
+        whole_vlm=models.vision == "auto",
     )
     if constraints is not None:
         constraints.warm_up()
@@ -367,7 +367,7 @@ def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: De
     if config.models.vision != "auto" or not loaded.packed.takes_media:
         return None
     model = loaded.packed.model
-    if isinstance(model, SeeingModel):
+    if isinstance(model, VlmWrapper):
         return whole_tower(model, files)
     return load_tower(files, dtype=config.models.dtype, device=here, has_axes=loaded.packed.has_axes)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from headrace.errors import GenerationFailed
+from headrace.models.chunked import ChunkedEncoding
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
-from headrace.models.pieces import Computation
-from headrace.models.seeing import Tower
 from headrace.models.vision import MediaEmbeddings
+from headrace.models.vlm import Tower
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
@@ -60,7 +60,7 @@ class LiveMedia:
 
     def entry(self, start: int, end: int) -> RowMedia:
         """The same for a prediction head, which reads each token at the position of the one before it."""
-        return RowMedia(media_positions(self._media, start - 1, end - 1), self.row(start, end).pieces)
+        return RowMedia(media_positions(self._media, start - 1, end - 1), self.row(start, end).spans)
 
 
 class FeatureCache:
@@ -84,7 +84,7 @@ class FeatureCache:
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._pending: dict[str, list[MediaInput]] = {}
         self._failed: set[bytes] = set()
-        self._begun: tuple[bytes, Computation[MediaEmbeddings]] | None = None
+        self._begun: tuple[bytes, ChunkedEncoding[MediaEmbeddings]] | None = None
         self._clock = clock
         self._work_s: deque[float] = deque(maxlen=9)
         """Seconds that a multiply-add of the latest slices took."""

@@ -24,7 +24,7 @@ from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
-from headrace.models.watch import QueryWatch
+from headrace.models.query_recorder import QueryRecorder
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
 from headrace.speculate.drafts import packed_ids
@@ -70,7 +70,7 @@ class Runner:
         self._constraints = constraints
         self._speculator = speculator
         self._features = features
-        self._watches = watches
+        self._records_queries = watches
         self._runs_ahead = ahead
         self._pool = StatePool() if pool is None else pool
         self._live: dict[str, LiveSequence] = {}
@@ -98,11 +98,11 @@ class Runner:
         """Bytes of preempted sequences' checkpoints."""
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
 
-    def watched(self, sequence_id: str) -> tuple[SequenceState, QueryWatch]:
+    def recorded(self, sequence_id: str) -> tuple[SequenceState, QueryRecorder]:
         """The state of a sequence that has not been freed, and its recorded queries."""
         live = self._live[sequence_id]
-        assert live.watch is not None, "nothing was to be watched"
-        return live.state, live.watch
+        assert live.recorder is not None, "queries were not recorded"
+        return live.state, live.recorder
 
     def draft_status(self) -> DraftStatus | None:
         """Status of speculative decoding; None without it."""
@@ -217,7 +217,7 @@ class Runner:
             None if self._features is None else self._features.media_of(request),
             drafted,
             None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
-            QueryWatch() if self._watches else None,
+            QueryRecorder() if self._records_queries else None,
         )
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:
@@ -258,7 +258,7 @@ class Runner:
             [found.arrays() for found in scores.values()],
             states,
             [one.drafts.batch.arrays for one in windows if one.drafts.batch is not None],
-            [one.live.watch.arrays() for one in windows if one.live.watch is not None],
+            [one.live.recorder.arrays() for one in windows if one.live.recorder is not None],
         )
         drawn = iter(draws.read())
         outcomes = []

@@ -114,7 +114,7 @@ class SparseDraft:
 
     def _score(self, request_id: str) -> Importance | None:
         try:
-            found = importance(*self._runner.watched(request_id), self._lengths[request_id])
+            found = importance(*self._runner.recorded(request_id), self._lengths[request_id])
             if not np.isfinite(found).all():
                 raise GenerationFailed("the draft model's attention is not numbers")
             return found

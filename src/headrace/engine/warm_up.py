@@ -16,7 +16,7 @@ from headrace.engine.runner import Runner
 from headrace.errors import EngineDead
 from headrace.models import compiled
 from headrace.models.load import LoadedModel
-from headrace.models.mixers.fused import MOST_TOKENS, coarse, padded_chunk_tokens, padded_chunks, padded_rows
+from headrace.models.mixers.fused import MOST_TOKENS, next_power_of_two, padded_chunk_tokens, padded_chunks, padded_rows
 from headrace.models.packed import PackedModel
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
@@ -100,10 +100,10 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
             found.append(Piece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
             if max_drafts:
                 found.append(Piece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))
-        windows = _sizes(coarse, 1 + max_drafts)
+        windows = _sizes(next_power_of_two, 1 + max_drafts)
         found += [Piece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
         # steps of as many tokens, whose windows may be of any length, have one form
-        found += [Piece(num_rows, length) for length in _sizes(coarse, MOST_TOKENS)]
+        found += [Piece(num_rows, length) for length in _sizes(next_power_of_two, MOST_TOKENS)]
         if max_drafts:
             found += _short_prompts_beside_drafts(num_rows, max_drafts)
     for num_rows in _sizes(padded_chunks, max_rows):
@@ -125,7 +125,7 @@ def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[Piece]:
     """Where they make a step larger than drafts alone do."""
     by_head, _ = _both(max_drafts)
     num_decoding = (num_rows - 1) * (1 + max_drafts)
-    larger = [size for size in _sizes(coarse, MOST_TOKENS) if size > coarse(1 + max_drafts)]
+    larger = [size for size in _sizes(next_power_of_two, MOST_TOKENS) if size > next_power_of_two(1 + max_drafts)]
     lengths = [max(1, num_rows * size // 2 + 1 - num_decoding) for size in larger]
     return [Piece(num_rows, drafts=(by_head,), joining=length) for length in lengths if length <= MOST_TOKENS]
 
@@ -163,7 +163,7 @@ class Served:
     @property
     def num_forms(self) -> int:
         """Forms of steps built so far, the head's too."""
-        return self.model.num_new_forms if self.head is None else self.head.num_new_forms
+        return self.model.num_new_variants if self.head is None else self.head.num_new_variants
 
 
 class WarmUp:

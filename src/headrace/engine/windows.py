@@ -14,7 +14,7 @@ from headrace.grammar.constraint import Constraint, Mask
 from headrace.models.media import RowMedia, entry_at
 from headrace.models.packed import Row
 from headrace.models.positions import TokenPositions
-from headrace.models.watch import QueryWatch
+from headrace.models.query_recorder import QueryRecorder
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.drafts import NOTHING, Drafts
@@ -41,7 +41,7 @@ class LiveSequence:
     token_ids: every known token, at least as many as the state has seen.
     drafted: None without drafting.
     positions: of the tokens, in sparse prefill.
-    watch: records queries for scoring the prompt.
+    recorder: records queries for scoring the prompt.
     """
 
     state: SequenceState
@@ -53,7 +53,7 @@ class LiveSequence:
     media: LiveMedia | None = None
     drafted: DraftState | None = None
     positions: TokenPositions | None = None
-    watch: QueryWatch | None = None
+    recorder: QueryRecorder | None = None
     ahead: Ahead | None = None
     """Then the state has all known tokens, and not one fewer."""
     is_sound: bool = True
@@ -171,9 +171,9 @@ class Window:
         """What the model computes; drafts known only to the device are placeholders."""
         token_ids = self.chunk.token_ids + self._likely_drafts
         # a chunk inside a prompt has no token whose queries are wanted
-        watch = self.live.watch if self.chunk.samples else None
+        recorder = self.live.recorder if self.chunk.samples else None
         are_known = not self.num_drafts or self.draft_ids is not None
-        return Row(self.live.state, token_ids, self.media, self.live.positions, watch, are_known)
+        return Row(self.live.state, token_ids, self.media, self.live.positions, recorder, are_known)
 
     @property
     def _likely_drafts(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from headrace.types.media import TwoWay
+from headrace.types.media import Bidirectional
 
 Channels = tuple[float, float, float]
 """Red, green, blue."""
@@ -67,7 +67,7 @@ class PatchVision:
     can; None where `image` gives the limit.
     is_bicubic: scaling filter; else bilinear.
     has_axes: tokens have positions in time, row and column; else they are counted.
-    two_way: where tokens of one picture attend to each other.
+    bidirectional: where tokens of one picture attend to each other.
     sees_videos: else a video's frames become pictures.
     mark: what chat templates write for a picture if they leave its start, its end and the margin to the processor; None
     if they write everything around its placeholder. It is the start token's spelling or, unless marks_by_start, the
@@ -92,7 +92,7 @@ class PatchVision:
     max_tokens: int | None = None
     is_bicubic: bool = True
     has_axes: bool = True
-    two_way: TwoWay = TwoWay.NOWHERE
+    bidirectional: Bidirectional = Bidirectional.NOWHERE
     sees_videos: bool = True
     mark: str | None = None
     marks_by_start: bool = False
@@ -141,7 +141,7 @@ GEMMA3_VISION = PatchVision(
     side=896,
     is_bicubic=False,
     has_axes=False,
-    two_way=TwoWay.EVERYWHERE,
+    bidirectional=Bidirectional.EVERYWHERE,
     sees_videos=False,
     # 256 tokens per frame: a video takes as much as a long chat.
     sampling=FrameSampling(fps=1.0, min_frames=1, max_frames=32),

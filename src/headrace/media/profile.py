@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.families.vision import Channels, FrameSampling, PatchVision, PixelRange, VisionTokens, find_vision
-from headrace.types.media import TwoWay
+from headrace.types.media import Bidirectional
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _within_tokens(vision: PatchVision, config: Mapping[str, Any], image: Mappin
         patch_size=tower.get("patch_size", vision.patch_size),
         merge_size=tower.get("pooling_kernel_size", vision.merge_size),
         max_tokens=image.get("max_soft_tokens") or config.get("vision_soft_tokens_per_image") or vision.max_tokens,
-        two_way=TwoWay.WINDOWS if sees_both_ways else TwoWay.NOWHERE,
+        bidirectional=Bidirectional.WINDOWS if sees_both_ways else Bidirectional.NOWHERE,
     )
 
 

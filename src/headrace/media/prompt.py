@@ -103,7 +103,7 @@ class _Expansion:
 
     def media(self) -> PromptMedia:
         if not self._profile.vision.has_axes:
-            return PromptMedia(tuple(self._inputs), two_way=self._profile.vision.two_way)
+            return PromptMedia(tuple(self._inputs), bidirectional=self._profile.vision.bidirectional)
         positions, delta = media_positions(len(self.token_ids), self._blocks)
         return PromptMedia(tuple(self._inputs), positions.data, delta)
 

@@ -19,7 +19,7 @@ from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.models.mixers.cuda_attention import AttentionLayers, CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, DeltaLayers
-from headrace.models.mixers.fused import Exchange, Feed, Held, room_of
+from headrace.models.mixers.fused import KindInputs, LayerInputs, LayerIO, padded_size
 from headrace.models.step import PackedStep, Windows
 from headrace.state.layer import LayerKey
 
@@ -27,7 +27,7 @@ FusedMixer = CudaAttentionMixer | CudaDeltaMixer
 FusedLayers = AttentionLayers | DeltaLayers
 """Layers of a model whose mixers have the same tables. They start and continue in the same steps."""
 
-MOST_FORMS = 512
+MOST_VARIANTS = 512
 """Compiled functions kept, the last used ones."""
 
 MOST_TOKENS = 2048
@@ -42,7 +42,7 @@ same length."""
 class _Sizes:
     """Padded sizes of a compiled variant: packed tokens, picks, or none if all tokens are picked.
 
-    num_axes: of the array of positions. given_ids: on the device.
+    num_axes: of the array of positions. given_ids: whether the ids are on the device.
     """
 
     num_tokens: int
@@ -65,9 +65,9 @@ class CompiledSteps:
         self._body = body
         self._kernels = kernels
         self._kinds = _kinds(mixers, windows)
-        self.num_new_forms = 0
-        """Steps so far that had to be built: no earlier one was of their form, or it was dropped since."""
-        self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self.num_new_variants = 0
+        """Steps so far that had to be built: their variant was new, or was evicted since."""
+        self._variants: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         """By what a step's operations depend on."""
 
     def run(
@@ -80,32 +80,32 @@ class CompiledSteps:
     ) -> list[mx.array] | None:
         """The body's results, with the rows' states advanced; None for a step that can't be compiled.
 
-        They are longer than the step by the padded picks and tokens, see `room_of`.
+        They are longer than the step by the padded picks and tokens, see `padded_size`.
 
         ids: the tokens; on the device if the host doesn't know them yet.
         picks: ascending, each once.
         others: `[1, T, …]`.
         variant: whatever else the body depends on.
         """
-        room = room_of(step.spans)
-        if room.num_tokens > MOST_TOKENS or any(span.watch is not None for span in step.spans):
+        size = padded_size(step.spans)
+        if size.num_tokens > MOST_TOKENS or any(span.recorder is not None for span in step.spans):
             return None
-        helds: list[Held] = []
+        by_kind: list[KindInputs] = []
         for layers in self._kinds.values():
-            held = layers.held(step)
-            if held is None:
+            inputs = layers.inputs(step)
+            if inputs is None:
                 return None
-            helds.append(held)
+            by_kind.append(inputs)
         # the same object where a kind reads a table twice
-        tables = {id(table): table for held in helds for table in held.tables}
+        tables = {id(table): table for inputs in by_kind for table in inputs.tables}
         places = {name: place for place, name in enumerate(tables)}
-        layout = tuple([_layout_of(held, places) for held in helds])
-        num_tokens = room.num_tokens
+        layout = tuple([_layout_of(inputs, places) for inputs in by_kind])
+        num_tokens = size.num_tokens
         assert not isinstance(step.placed, mx.array)
         num_missing = num_tokens - step.num_tokens
         known, num_picks = [step.num_tokens], 0
         if len(picks) < step.num_tokens:
-            num_picks = -(-len(picks) // room.num_rows) * room.num_rows
+            num_picks = -(-len(picks) // size.num_rows) * size.num_rows
             known += [*picks, *[0] * (num_picks - len(picks))]
         for axis in step.placed.reshape(-1, step.num_tokens).tolist():
             known += [*axis, *[0] * num_missing]
@@ -115,25 +115,25 @@ class CompiledSteps:
             known += chain.from_iterable(table)
         numbers = to_device(known, mx.int32)
         sizes = _Sizes(num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
-        form = self._form((layout, sizes, variant))
-        arrays = [array for held in helds for array in held.arrays]
+        run = self._variant((layout, sizes, variant))
+        arrays = [array for inputs in by_kind for array in inputs.arrays]
         given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
-        found, given = form(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
-        for layers, own in zip(self._kinds.values(), given, strict=True):
-            layers.take_over(step, own)
-        outputs: list[mx.array] = found
-        return outputs
+        outputs, of_kinds = run(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
+        for layers, own in zip(self._kinds.values(), of_kinds, strict=True):
+            layers.keep_outputs(step, own)
+        results: list[mx.array] = outputs
+        return results
 
-    def _form(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
-        form = self._forms.pop(key, None)
+    def _variant(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
+        form = self._variants.pop(key, None)
         if form is None:
-            self.num_new_forms += 1
+            self.num_new_variants += 1
             run = partial(self._trace, *key[:2])
             # without CUDA the kernels' in-place writes change array objects, which a trace would lose
             form = mx.compile(run) if mx.cuda.is_available() else run
-        self._forms[key] = form
-        if len(self._forms) > MOST_FORMS:
-            self._forms.popitem(last=False)
+        self._variants[key] = form
+        if len(self._variants) > MOST_VARIANTS:
+            self._variants.popitem(last=False)
         return form
 
     def _trace(
@@ -160,23 +160,23 @@ class CompiledSteps:
         ids, *tables = [*given_ids, *rest]
         if sizes.num_axes > 1:
             positions = positions.reshape(3, -1)
-        feeds, start = {}, 0
+        inputs, start = {}, 0
         for kind, (read, num_arrays, constants) in zip(self._kinds, layout, strict=True):
             plans = [tables[at].reshape(-1, width) for at, _, width in read]
             num_own = num_arrays // len(kind)
             for layer in kind:
-                feeds[layer] = Feed(plans, arrays[start : start + num_own], constants)
+                inputs[layer] = LayerInputs(plans, arrays[start : start + num_own], constants)
                 start += num_own
-        exchange = Exchange(feeds, num_real)
-        step = PackedStep((), positions, self._kernels, exchange)
+        layer_io = LayerIO(inputs, num_real)
+        step = PackedStep((), positions, self._kernels, layer_io)
         outputs = self._body(step, ids, picks if sizes.num_picks else None, others)
-        return outputs, [[list(exchange.given[layer]) for layer in kind] for kind in self._kinds]
+        return outputs, [[list(layer_io.outputs[layer]) for layer in kind] for kind in self._kinds]
 
 
-def _layout_of(held: Held, places: Mapping[int, int]) -> _KindLayout:
+def _layout_of(inputs: KindInputs, places: Mapping[int, int]) -> _KindLayout:
     """A kind's part of a `_Layout`. places: of tables, by object."""
-    read = tuple([(places[id(table)], len(table), len(table[0])) for table in held.tables])
-    return read, len(held.arrays), held.constants
+    read = tuple([(places[id(table)], len(table), len(table[0])) for table in inputs.tables])
+    return read, len(inputs.arrays), inputs.constants
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.models.pieces import RowPieces, Stages, by_rows
+from headrace.models.chunked import ChunkedRows, Stages, by_rows
 from headrace.models.siglip import name_among, square_order
 from headrace.models.tower_kind import TowerKind
 from headrace.models.vision_attention import PatchAttention, to_segments
@@ -40,23 +40,23 @@ class Gemma4Weights(nn.Module):
         return dict(weights)
 
 
-class TurnedAttention(nn.Module):
+class RopeAttention(nn.Module):
     """Attention of each patch to all of its picture, with rotary positions by row and column.
 
-    inner: mlx-vlm's module. turn: its rotary embedding.
+    inner: mlx-vlm's module. rotate: its rotary embedding.
     """
 
-    def __init__(self, inner: Any, turn: Any, attend: PatchAttention) -> None:
+    def __init__(self, inner: Any, rotate: Any, attend: PatchAttention) -> None:
         super().__init__()
         self.inner = inner
-        self._turn = turn
+        self._rotate = rotate
         self._attend = attend
 
     def __call__(self, x: mx.array, positions: mx.array, mask: None = None) -> mx.array:
         """x: `[patches, width]`. positions: column and row of each, `[patches, 2]`."""
         inner = self.inner
-        queries = self._turned(inner.q_norm(self._heads(inner.q_proj, x)), positions)
-        keys = self._turned(inner.k_norm(self._heads(inner.k_proj, x)), positions)
+        queries = self._rotated(inner.q_norm(self._heads(inner.q_proj, x)), positions)
+        keys = self._rotated(inner.k_norm(self._heads(inner.k_proj, x)), positions)
         values = inner._v_norm(self._heads(inner.v_proj, x))
         queries, keys, values = (to_segments(part, x.shape[0]) for part in (queries, keys, values))
         group = inner.num_heads // inner.num_kv_heads
@@ -67,25 +67,25 @@ class TurnedAttention(nn.Module):
         return self._rows(projection, x).reshape(x.shape[0], -1, self.inner.head_dim)
 
     def _rows(self, projection: Any, x: mx.array) -> mx.array:
-        return by_rows(projection, x, num_parameters(projection), self._attend.pieces)
+        return by_rows(projection, x, num_parameters(projection), self._attend.recorder)
 
-    def _turned(self, part: mx.array, positions: mx.array) -> mx.array:
-        turned: mx.array = self._turn(part[None], positions[None], self.inner.rope_base_frequency)
-        return turned[0]
+    def _rotated(self, part: mx.array, positions: mx.array) -> mx.array:
+        rotated: mx.array = self._rotate(part[None], positions[None], self.inner.rope_base_frequency)
+        return rotated[0]
 
 
 class Gemma4Forward:
     """Patches of one picture to embeddings, in slices."""
 
     def __init__(self, weights: Gemma4Weights, attend: PatchAttention) -> None:
-        self._pieces = attend.pieces
+        self._recorder = attend.recorder
         self._text_scale = weights.text_scale
         self._tower, self._embed = weights.vision_tower, weights.embed_vision
         self._embed_work = num_parameters(self._tower.patch_embedder.input_proj)
-        turn = importlib.import_module(type(self._tower).__module__).apply_multidimensional_rope
+        rotate = importlib.import_module(type(self._tower).__module__).apply_multidimensional_rope
         for layer in self._tower.encoder.layers:
-            layer.self_attn = TurnedAttention(layer.self_attn, turn, attend)
-            layer.mlp = RowPieces(layer.mlp, num_parameters(layer.mlp), attend.pieces)
+            layer.self_attn = RopeAttention(layer.self_attn, rotate, attend)
+            layer.mlp = ChunkedRows(layer.mlp, num_parameters(layer.mlp), attend.recorder)
 
     def __call__(self, patches: mx.array, grid: tuple[int, int, int]) -> Stages[tuple[mx.array, list[mx.array]]]:
         """See Forward. patches: `[patches, channels * height * width]`."""
@@ -93,7 +93,9 @@ class Gemma4Forward:
         by_row = mx.array(square_order(grid[1], grid[2], side))
         columns, rows = by_row % grid[2], by_row // grid[2]
         table: mx.array = self._tower.patch_embedder.position_embedding_table
-        x = by_rows(self._embed_patches, patches, self._embed_work, self._pieces) + (table[0][columns] + table[1][rows])
+        x = by_rows(self._embed_patches, patches, self._embed_work, self._recorder) + (
+            table[0][columns] + table[1][rows]
+        )
         positions = mx.stack([columns, rows], axis=-1)
         for layer in self._tower.encoder.layers:
             yield

@@ -16,6 +16,16 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from headrace.backend.kernels import Kernels
+from headrace.models.adapters import (
+    Restore,
+    Tap,
+    TappedNorm,
+    packed_attention,
+    rebind,
+    takes,
+    wrap_ropes,
+    wrap_row_ropes,
+)
 from headrace.models.fused import FusedHead, can_be_head
 from headrace.models.mixers import cuda_moe
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
@@ -29,10 +39,9 @@ from headrace.models.mixers.parts import attention_parts, mlp_parts
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
 from headrace.models.mrope import MropeSections
 from headrace.models.rope_angles import RopeAngles
-from headrace.models.seams import Tap, TappedNorm, Undo, packed_attention, rebind, takes, wrap_ropes, wrap_row_ropes
-from headrace.models.seeing import SeeingModel
 from headrace.models.step import Windows
 from headrace.models.upstream import REPLACEMENTS
+from headrace.models.vlm import VlmWrapper
 from headrace.state.layer import LayerKey
 
 GATED_DELTA_PARTS = ("A_log", "dt_bias", "conv1d", "out_proj", "norm")
@@ -58,7 +67,7 @@ LONE_LINEARS = ("lm_head", "fc")
 class Level(StrEnum):
     """How a class of modules takes part in a packed step, best first."""
 
-    SEAM = "seam"
+    ADAPTER = "adapter"
     """Its own forward, with our rope and our attention."""
     PACKED = "packed"
     """Our mixer around its projections."""
@@ -72,26 +81,26 @@ Levels = Mapping[type[nn.Module], Level]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A mixer's position in the module tree."""
+class ModulePath:
+    """Where a module is in the module tree."""
 
     parent: nn.Module
     name: str
     module: nn.Module
 
 
-def mixers_of(model: Any) -> list[Place]:
+def mixers_of(model: Any) -> list[ModulePath]:
     """The modules that use a cache: below those that only pass it on."""
-    return [place for layer in model.layers for place in _mixers_below(layer)]
+    return [path for layer in model.layers for path in _mixers_below(layer)]
 
 
-def _mixers_below(parent: nn.Module) -> Iterator[Place]:
+def _mixers_below(parent: nn.Module) -> Iterator[ModulePath]:
     for name, child in parent.children().items():
         if not isinstance(child, nn.Module) or not takes(child, "cache"):
             continue
-        below = list(_mixers_below(child)) if _hands_cache_on(type(child)) else []
+        below = list(_mixers_below(child)) if _passes_cache_on(type(child)) else []
         # a module that passes its cache to something other than a child, such as its superclass, is a mixer itself
-        yield from below or [Place(parent, name, child)]
+        yield from below or [ModulePath(parent, name, child)]
 
 
 @cache
@@ -100,7 +109,7 @@ def _forward(module_class: type[nn.Module]) -> ast.AST:
 
 
 @cache
-def _hands_cache_on(module_class: type[nn.Module]) -> bool:
+def _passes_cache_on(module_class: type[nn.Module]) -> bool:
     """Whether the forward only passes its cache to a child."""
     tree = _forward(module_class)
     uses = sum(isinstance(node, ast.Name) and node.id == "cache" for node in ast.walk(tree))
@@ -120,17 +129,17 @@ def _calls(tree: ast.AST, name: str) -> bool:
 
 
 @cache
-def _fits_seams(module_class: type[nn.Module]) -> bool:
+def _fits_adapter(module_class: type[nn.Module]) -> bool:
     """Whether the forward only uses the plain cache protocol and the one known attention function."""
     tree = _forward(module_class)
     for node in ast.walk(tree):
         of_cache = isinstance(node, ast.Attribute | ast.Subscript) and _is_cache(node.value)
         if of_cache and not (isinstance(node, ast.Attribute) and node.attr in ("offset", "update_and_fetch")):
             return False
-    return _calls(tree, "scaled_dot_product_attention") and _hands_keys_on(tree)
+    return _calls(tree, "scaled_dot_product_attention") and _passes_keys_on(tree)
 
 
-def _hands_keys_on(tree: ast.AST) -> bool:
+def _passes_keys_on(tree: ast.AST) -> bool:
     """Whether the result of `update_and_fetch` is not used as an array: latent attention, for example, computes with
     it."""
     for node in ast.walk(tree):
@@ -164,15 +173,15 @@ def _is_gated_delta(module: nn.Module) -> bool:
 
 def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
     """The best level that each class of mixers should work at; the self-check decides."""
-    if isinstance(model, SeeingModel):
-        return {SeeingModel: Level.WHOLE}
+    if isinstance(model, VlmWrapper):
+        return {VlmWrapper: Level.WHOLE}
     levels: dict[type[nn.Module], Level] = {}
-    for place in mixers_of(model):
-        module_class = type(place.module)
-        if _is_gated_delta(place.module):
+    for path in mixers_of(model):
+        module_class = type(path.module)
+        if _is_gated_delta(path.module):
             levels[module_class] = Level.PACKED
         else:
-            levels[module_class] = Level.SEAM if _fits_seams(module_class) else Level.ROWS
+            levels[module_class] = Level.ADAPTER if _fits_adapter(module_class) else Level.ROWS
     return levels
 
 
@@ -187,48 +196,48 @@ def _window(entry: Any) -> Any:
     return entry.max_size if isinstance(entry, RotatingKVCache) else None
 
 
-class Installation:
-    """Replacements made on a loaded model, in order."""
+class Adapters:
+    """The replacements made on a loaded model; `restore` reverts them."""
 
     def __init__(self, model: Any, levels: Levels, kernels: Kernels, sections: MropeSections | None) -> None:
         """sections: of the model's ropes, see `find_sections`."""
         self.tap = Tap()
         self.is_tapped = False
         self.fused: dict[LayerKey, CudaDeltaMixer | CudaAttentionMixer] = {}
-        """Mixers that are kernels of ours, if all are, by the place of their entry in the model's list of caches."""
+        """Our fused mixers, by index in the model's list of caches; empty unless all mixers are fused."""
         self.replaced: Counter[type[nn.Module]] = Counter()
-        """How many mixers of a class kernels of ours stand for."""
+        """How many mixers of each class our kernels replace."""
         self.writes_in_place = False
-        """Whether a mixer writes states behind MLX's back, see state/slabs.py."""
-        self._undos: list[Undo] = []
+        """Whether a mixer writes states in place, unseen by MLX; see state/slabs.py."""
+        self._restores: list[Restore] = []
         self._sections = sections
         self._angles = RopeAngles()
         if Level.WHOLE in levels.values():
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
-        places = mixers_of(model)
-        for place in places:
-            if kernels.fuses_layers and (mixer := _fused(place.module, sections)) is not None:
+        paths = mixers_of(model)
+        for path in paths:
+            if kernels.fuses_layers and (mixer := _fused(path.module, sections)) is not None:
                 self.fused[len(self.fused),] = mixer
-                self.replaced[type(place.module)] += 1
+                self.replaced[type(path.module)] += 1
                 self.writes_in_place = True
-                self._replace(place, mixer)
+                self._replace(path, mixer)
             else:
-                self._install(place, levels[type(place.module)], fresh_cache)
-        if len(self.fused) < len(places) or len(places) != len(model.layers):
+                self._install(path, levels[type(path.module)], fresh_cache)
+        if len(self.fused) < len(paths) or len(paths) != len(model.layers):
             self.fused.clear()
         if kernels.fuses_layers:
-            for place in _places_where(can_be_head, model):
-                if place.name in LONE_LINEARS or isinstance(place.module, nn.QuantizedEmbedding | nn.Embedding):
-                    self._replace(place, FusedHead(place.module))
-            for place in _places_where(lambda module: mlp_parts(module) is not None, model):
-                self._replace(place, CudaMLP(place.module))
-            for place in _places_where(lambda module: isinstance(module, cuda_moe.LAYER), model):
-                if (experts := cuda_moe.parts_of(place.module)) is not None:
-                    self._replace(place, CudaMoE(place.module, experts))
+            for path in _paths_where(can_be_head, model):
+                if path.name in LONE_LINEARS or isinstance(path.module, nn.QuantizedEmbedding | nn.Embedding):
+                    self._replace(path, FusedHead(path.module))
+            for path in _paths_where(lambda module: mlp_parts(module) is not None, model):
+                self._replace(path, CudaMLP(path.module))
+            for path in _paths_where(lambda module: isinstance(module, cuda_moe.LAYER), model):
+                if (experts := cuda_moe.parts_of(path.module)) is not None:
+                    self._replace(path, CudaMoE(path.module, experts))
             self._hand_residuals(model)
         around = {**REPLACEMENTS, **kernels.replacements}
-        self._undos += [rebind(module, around) for module in _users_of(around, model)]
+        self._restores += [rebind(module, around) for module in _users_of(around, model)]
         self._tap_final_norm(model)
 
     @property
@@ -236,23 +245,23 @@ class Installation:
         """Whether positions may have three axes."""
         return self._sections is not None
 
-    def _install(self, place: Place, level: Level, fresh_cache: FreshCache) -> None:
-        if level is Level.SEAM:
+    def _install(self, path: ModulePath, level: Level, fresh_cache: FreshCache) -> None:
+        if level is Level.ADAPTER:
             replacements: dict[str, Callable[..., Any]] = {
                 "scaled_dot_product_attention": packed_attention,
                 **REPLACEMENTS,
             }
-            self._undos += [wrap_ropes(place.module, self._sections, self._angles), rebind(place.module, replacements)]
+            self._restores += [wrap_ropes(path.module, self._sections, self._angles), rebind(path.module, replacements)]
         elif level is Level.PACKED:
-            self._replace(place, GatedDeltaMixer(place.module))
+            self._replace(path, GatedDeltaMixer(path.module))
         else:
-            ropes, undo = wrap_row_ropes(place.module)
-            self._undos.append(undo)
-            self._replace(place, RowwiseMixer(place.module, fresh_cache, ropes))
+            ropes, restore = wrap_row_ropes(path.module)
+            self._restores.append(restore)
+            self._replace(path, RowwiseMixer(path.module, fresh_cache, ropes))
 
-    def _replace(self, place: Place, mixer: nn.Module) -> None:
-        setattr(place.parent, place.name, mixer)
-        self._undos.append(lambda: setattr(place.parent, place.name, place.module))
+    def _replace(self, path: ModulePath, mixer: nn.Module) -> None:
+        setattr(path.parent, path.name, mixer)
+        self._restores.append(lambda: setattr(path.parent, path.name, path.module))
 
     def _hand_residuals(self, model: Any) -> None:
         """Let parts of layers, or the following norms, compute the residual sums."""
@@ -260,26 +269,26 @@ class Installation:
             if is_of_kernels(layer):
                 behind = _final_norm(model) if following is None else _norm_of(following, "input_layernorm")
                 inner = self._with_sum(_norm_of(layer, "post_attention_layernorm"))
-                self._undos.append(hand_residuals(layer, inner, self._with_sum(behind)))
+                self._restores.append(hand_residuals(layer, inner, self._with_sum(behind)))
 
-    def _with_sum(self, place: Place | None) -> SumNorm | None:
+    def _with_sum(self, path: ModulePath | None) -> SumNorm | None:
         """A norm that includes the sum before it, replacing one of a supported kind."""
-        if place is None or type(place.module) is not nn.RMSNorm:
+        if path is None or type(path.module) is not nn.RMSNorm:
             return None
-        norm = SumNorm(place.module)
-        self._replace(place, norm)
+        norm = SumNorm(path.module)
+        self._replace(path, norm)
         return norm
 
     def _tap_final_norm(self, model: Any) -> None:
-        place = _final_norm(model)
-        if place is not None:
-            self._replace(place, TappedNorm(place.module, self.tap))
+        path = _final_norm(model)
+        if path is not None:
+            self._replace(path, TappedNorm(path.module, self.tap))
             self.is_tapped = True
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Restore the model as it was loaded."""
-        while self._undos:
-            self._undos.pop()()
+        while self._restores:
+            self._restores.pop()()
 
 
 def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | CudaAttentionMixer | None:
@@ -291,9 +300,9 @@ def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | Cuda
     return None
 
 
-def _places_where(fits: Callable[[nn.Module], bool], model: Any) -> list[Place]:
+def _paths_where(fits: Callable[[nn.Module], bool], model: Any) -> list[ModulePath]:
     return [
-        Place(parent, name, child)
+        ModulePath(parent, name, child)
         for _, parent in model.named_modules()
         for name, child in parent.children().items()
         if isinstance(child, nn.Module) and fits(child)
@@ -310,16 +319,16 @@ def _users_of(names: Mapping[str, Any], model: Any) -> list[nn.Module]:
     return found
 
 
-def _norm_of(layer: Any, name: str) -> Place | None:
-    return Place(layer, name, layer[name]) if name in layer else None
+def _norm_of(layer: Any, name: str) -> ModulePath | None:
+    return ModulePath(layer, name, layer[name]) if name in layer else None
 
 
-def _final_norm(model: Any) -> Place | None:
+def _final_norm(model: Any) -> ModulePath | None:
     first_layer = model.layers[0]
     for _, module in model.named_modules():
         layers = module.get("layers")
         if isinstance(layers, list) and layers and layers[0] is first_layer:
             for name in FINAL_NORMS:
                 if isinstance(module.get(name), nn.Module):
-                    return Place(module, name, module[name])
+                    return ModulePath(module, name, module[name])
     return None

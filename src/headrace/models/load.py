@@ -16,11 +16,11 @@ from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.models.seeing import load_seeing, runs_whole
-from headrace.models.seeing_check import check_pictures
 from headrace.models.selfcheck import Checked, check
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
 from headrace.models.stored_files import check_files, norms_contradiction
+from headrace.models.vlm import load_vlm, runs_whole
+from headrace.models.vlm_check import check_pictures
 from headrace.models.weights import Loaded, has_text_model, hold, load_weights
 from headrace.types.model import TokenIds
 
@@ -52,20 +52,20 @@ def load(
     self_check: bool,
     device: Device,
     tokens: TokenIds | None = None,
-    sees: bool = False,
+    whole_vlm: bool = False,
 ) -> LoadedModel:
-    """Read the weights, bring them into the precision wanted, put the seams in and check them.
+    """Read the weights, bring them into the precision wanted, install the adapters and check the result.
 
     tokens: the tokenizer's; weights are often padded with rows for more. None takes every row for a token.
-    sees: whether a model whose vision tower is not known here may run whole, so that it takes pictures. If that fails,
-    its text part serves alone, where mlx-lm knows it.
+    whole_vlm: whether a model with an unknown vision tower may run whole, to take pictures. If that fails, its text
+    part serves alone, where mlx-lm knows it.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
     read_text = partial(_load, files, load_weights, dtype, numerics, self_check, device, tokens)
-    if not (sees and runs_whole(files)):
+    if not (whole_vlm and runs_whole(files)):
         return read_text()
     try:
-        loaded = _load(files, load_seeing, dtype, numerics, self_check, device, tokens)
+        loaded = _load(files, load_vlm, dtype, numerics, self_check, device, tokens)
         check_pictures(loaded.packed.model, files, loaded.precision)
     except ModelError as error:
         if not has_text_model(files):
@@ -88,7 +88,7 @@ def _load(
     tokens: TokenIds | None,
 ) -> LoadedModel:
     started = time.monotonic()
-    check_files(files, runs_whole=read is load_seeing)
+    check_files(files, runs_whole=read is load_vlm)
     loaded = read(files)
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
     try:

@@ -11,15 +11,15 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from headrace.models.adapters import Restore, override_forward
 from headrace.models.positions import TokenPositions
-from headrace.models.seams import Undo, give_forward
-from headrace.models.step import NO_RUNS, TwoWayRuns
+from headrace.models.step import NO_SPANS, BidirectionalSpans
 from headrace.models.vision import MediaEmbeddings
-from headrace.types.media import MediaInput, PromptMedia, TwoWay
+from headrace.types.media import Bidirectional, MediaInput, PromptMedia
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MediaPiece:
+class MediaSpan:
     """The tokens `lo` to `hi` of a row stand for an input or a part of it."""
 
     lo: int
@@ -32,21 +32,21 @@ class RowMedia:
     """The media of the tokens of one row in one step.
 
     positions: int32 `[3, n]`.
-    pieces: rising, without overlap.
-    two_way: where tokens of a piece attend in both directions.
+    spans: rising, without overlap.
+    bidirectional: where tokens of a span attend in both directions.
     """
 
     positions: npt.NDArray[np.int32]
-    pieces: tuple[MediaPiece, ...] = ()
-    two_way: TwoWay = TwoWay.NOWHERE
+    spans: tuple[MediaSpan, ...] = ()
+    bidirectional: Bidirectional = Bidirectional.NOWHERE
 
     @property
-    def runs(self) -> TwoWayRuns:
-        """The bidirectional pieces."""
-        if self.two_way is TwoWay.NOWHERE:
-            return NO_RUNS
-        runs = tuple((piece.lo, piece.hi) for piece in self.pieces)
-        return TwoWayRuns(windowed=runs, full=runs if self.two_way is TwoWay.EVERYWHERE else ())
+    def bidirectional_spans(self) -> BidirectionalSpans:
+        """The bidirectional spans."""
+        if self.bidirectional is Bidirectional.NOWHERE:
+            return NO_SPANS
+        spans = tuple((span.lo, span.hi) for span in self.spans)
+        return BidirectionalSpans(windowed=spans, full=spans if self.bidirectional is Bidirectional.EVERYWHERE else ())
 
 
 def inputs_within(media: PromptMedia, start: int, end: int) -> tuple[MediaInput, ...]:
@@ -59,14 +59,14 @@ def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes,
 
     embedded: by digest, of at least `inputs_within` these tokens.
     """
-    pieces = []
+    spans = []
     for each in inputs_within(media, start, end):
         lo, hi = max(start, each.start), min(end, each.end)
         rows = slice(lo - each.start, hi - each.start)
         whole = embedded[each.digest]
         part = MediaEmbeddings(whole.rows[rows], tuple(layer[rows] for layer in whole.deep))
-        pieces.append(MediaPiece(lo - start, hi - start, part))
-    return RowMedia(media_positions(media, start, end), tuple(pieces), media.two_way)
+        spans.append(MediaSpan(lo - start, hi - start, part))
+    return RowMedia(media_positions(media, start, end), tuple(spans), media.bidirectional)
 
 
 def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.int32]:
@@ -104,43 +104,43 @@ def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.ND
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMedia:
-    """The pieces of all rows of a step, at their indices among its packed tokens; not empty."""
+    """The spans of all rows of a step, at their indices among its packed tokens; not empty."""
 
-    pieces: tuple[MediaPiece, ...]
+    spans: tuple[MediaSpan, ...]
     num_tokens: int
 
     def embeddings(self, of_tokens: mx.array) -> mx.array:
         """The tokens' embeddings `[1, T, hidden]`, replaced by media."""
-        return self._filled(of_tokens[0], [piece.embeddings.rows for piece in self.pieces])[None]
+        return self._filled(of_tokens[0], [span.embeddings.rows for span in self.spans])[None]
 
     def text_ids(self, ids: mx.array) -> mx.array:
         """The ids `[1, T]`, 0 for media: Gemma 4's deeper layers look up padding there."""
-        return self._filled(ids[0], [mx.zeros(piece.hi - piece.lo) for piece in self.pieces])[None]
+        return self._filled(ids[0], [mx.zeros(span.hi - span.lo) for span in self.spans])[None]
 
     def deep(self) -> list[mx.array]:
         """Additions to the outputs of the first layers, `[1, T, hidden]` each."""
-        first = self.pieces[0].embeddings
+        first = self.spans[0].embeddings
         zeros = mx.zeros((self.num_tokens, first.rows.shape[1]), first.rows.dtype)
         layers = range(len(first.deep))
-        return [self._filled(zeros, [piece.embeddings.deep[layer] for piece in self.pieces])[None] for layer in layers]
+        return [self._filled(zeros, [span.embeddings.deep[layer] for span in self.spans])[None] for layer in layers]
 
     def _filled(self, background: mx.array, rows: Sequence[mx.array]) -> mx.array:
         parts, end = [], 0
-        for piece, row in zip(self.pieces, rows, strict=True):
-            parts += [background[end : piece.lo], row.astype(background.dtype)]
-            end = piece.hi
+        for span, row in zip(self.spans, rows, strict=True):
+            parts += [background[end : span.lo], row.astype(background.dtype)]
+            end = span.hi
         return mx.concatenate([*parts, background[end:]])
 
 
 def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
     """The media of rows with these numbers of tokens; None if there are none."""
-    pieces: list[MediaPiece] = []
+    spans: list[MediaSpan] = []
     lo = 0
     for num_tokens, media in rows:
-        for piece in media.pieces if media is not None else ():
-            pieces.append(MediaPiece(lo + piece.lo, lo + piece.hi, piece.embeddings))
+        for span in media.spans if media is not None else ():
+            spans.append(MediaSpan(lo + span.lo, lo + span.hi, span.embeddings))
         lo += num_tokens
-    return StepMedia(tuple(pieces), lo) if pieces else None
+    return StepMedia(tuple(spans), lo) if spans else None
 
 
 class Deepstack:
@@ -152,20 +152,20 @@ class Deepstack:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
         self._added: list[mx.array] = []
-        self._undos: list[Undo] = []
+        self._restores: list[Restore] = []
 
     def set(self, added: Sequence[mx.array]) -> None:
         """What the layers add from now on, from the first layer on; empty for nothing."""
         self._added = list(added)
-        for index in range(len(self._undos), len(added)):
-            self._undos.append(self._wrap(index))
+        for index in range(len(self._restores), len(added)):
+            self._restores.append(self._wrap(index))
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Restore the layers."""
-        while self._undos:
-            self._undos.pop()()
+        while self._restores:
+            self._restores.pop()()
 
-    def _wrap(self, index: int) -> Undo:
+    def _wrap(self, index: int) -> Restore:
         layer = self._layers[index]
         original = type(layer)
 
@@ -173,4 +173,4 @@ class Deepstack:
             output = original.__call__(module, *arguments, **options)
             return output + self._added[index].astype(output.dtype) if index < len(self._added) else output
 
-        return give_forward(layer, call)
+        return override_forward(layer, call)

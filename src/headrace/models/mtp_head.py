@@ -20,7 +20,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
-from headrace.models.install import Installation, choose_levels
+from headrace.models.install import Adapters, choose_levels
 from headrace.models.media import RowMedia, packed_positions, step_media
 from headrace.models.mrope import find_sections
 from headrace.models.mtp_weights import HeadWeights
@@ -87,8 +87,8 @@ class MtpHead:
         self.report = report
         self._trunk = trunk
         self._kernels = trunk.kernels
-        self._installation = Installation(module, choose_levels(module), trunk.kernels, find_sections(trunk.model))
-        fused = dict(zip([trunk.head_key], self._installation.fused.values(), strict=False))
+        self._adapters = Adapters(module, choose_levels(module), trunk.kernels, find_sections(trunk.model))
+        fused = dict(zip([trunk.head_key], self._adapters.fused.values(), strict=False))
         self._compiled = CompiledSteps(self._body, fused, (None,), trunk.kernels) if fused else None
 
     @property
@@ -97,9 +97,9 @@ class MtpHead:
         return self._compiled is not None
 
     @property
-    def num_new_forms(self) -> int:
+    def num_new_variants(self) -> int:
         """Of the trunk's steps and of its own, see `CompiledSteps`."""
-        return self._trunk.num_new_forms + (0 if self._compiled is None else self._compiled.num_new_forms)
+        return self._trunk.num_new_variants + (0 if self._compiled is None else self._compiled.num_new_variants)
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
         """The hidden rows of a sequence that the head has not read."""
@@ -136,7 +136,7 @@ class MtpHead:
             embeddings = embeddings if media is None else media.embeddings(embeddings)
             found = self._outputs(step, embeddings, to_device(picks, mx.int32), hidden)
         outputs = HeadOutputs(*(array if array.shape[0] == len(picks) else array[: len(picks)] for array in found))
-        if launch and self._installation.writes_in_place:
+        if launch and self._adapters.writes_in_place:
             # the head's keys and values are wanted also where its output is not
             mx.async_eval(outputs.rows)
         return outputs
@@ -151,7 +151,7 @@ class MtpHead:
         self, step: PackedStep, embeddings: mx.array, picks: mx.array | None, hidden: mx.array
     ) -> list[mx.array]:
         """As `HeadOutputs` has them."""
-        tap = self._installation.tap
+        tap = self._adapters.tap
         tap.picks = picks
         try:
             rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None)).squeeze(0)

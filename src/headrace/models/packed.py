@@ -16,18 +16,18 @@ from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
+from headrace.models.adapters import views_of
 from headrace.models.compiled import CompiledSteps
-from headrace.models.install import Installation, Level, Levels, windows_of
+from headrace.models.install import Adapters, Level, Levels, windows_of
 from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.whole import run_rows
 from headrace.models.mrope import find_sections
 from headrace.models.position_support import positions_refusal
 from headrace.models.positions import TokenPositions
-from headrace.models.seams import views_of
-from headrace.models.seeing import SeeingModel
-from headrace.models.step import NO_RUNS, PackedStep, RowSpan
-from headrace.models.watch import QueryWatch
+from headrace.models.query_recorder import QueryRecorder
+from headrace.models.step import NO_SPANS, PackedStep, RowSpan
+from headrace.models.vlm import VlmWrapper
 from headrace.state.hidden import HiddenState
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
@@ -40,7 +40,7 @@ class Row:
 
     media: what the sequence's media mean for these tokens; None if it has none.
     positions: where the sequence's tokens stand; None if that is their place among those that the state has computed.
-    watch: notes what the tokens whose logits are wanted ask of the earlier ones; for rows whose tokens are all certain.
+    recorder: records queries of the tokens whose logits are wanted; only for rows without drafts.
     has_known_ids: whether `token_ids` holds even where a step's ids are given on the device.
     """
 
@@ -48,14 +48,14 @@ class Row:
     token_ids: Sequence[int]
     media: RowMedia | None = None
     positions: TokenPositions | None = None
-    watch: QueryWatch | None = None
+    recorder: QueryRecorder | None = None
     has_known_ids: bool = False
 
 
 class PackedModel:
     """One forward for rows of any lengths.
 
-    `levels` says how each class of mixers takes part; `undo` gives the untouched model back.
+    `levels` says how each class of mixers takes part; `restore` gives the untouched model back.
     """
 
     def __init__(self, model: Any, levels: Levels, kernels: Kernels) -> None:
@@ -65,10 +65,10 @@ class PackedModel:
         self.positions_refusal = positions_refusal(model, levels)
         """Why rows can't have chosen positions; None if they can."""
         self._windows = windows_of(model)
-        self._installation = Installation(model, levels, kernels, find_sections(model))
+        self._adapters = Adapters(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
-        fused = self._installation.fused
+        fused = self._adapters.fused
         self._compiled = CompiledSteps(self._body, fused, self._windows, kernels) if fused else None
         self._num_ids: int | None = None
         self._is_token: mx.array | None = None
@@ -76,7 +76,7 @@ class PackedModel:
     @property
     def layer_lines(self) -> tuple[str, ...]:
         """How each class of mixers takes part, and how many of them kernels of ours stand for."""
-        replaced = self._installation.replaced
+        replaced = self._adapters.replaced
         levels = (f"{one.__name__}: {'kernels' if one in replaced else way.value}" for one, way in self.levels.items())
         line = f"layers: {', '.join(levels)}"
         if not replaced:
@@ -93,7 +93,7 @@ class PackedModel:
         Gives logits `[len(picks), num_ids]`, not evaluated, and leaves the states' windows written.
         """
         logits = self.graph(rows, picks, ids)
-        if self._installation.writes_in_place:
+        if self._adapters.writes_in_place:
             # even if no logits are wanted: only they depend on what the last layers have written
             mx.async_eval(logits)
         return logits
@@ -123,7 +123,7 @@ class PackedModel:
             are_known = ids is None or all(row.has_known_ids for row in own_rows)
             own_ids = None if ids is None or are_known else mx.take(ids, to_device(tokens, mx.int32))
             if not wanted:  # logits of some token, so that the step can be launched
-                own_rows, own_picks = [replace(row, watch=None) for row in own_rows], [len(tokens) - 1]
+                own_rows, own_picks = [replace(row, recorder=None) for row in own_rows], [len(tokens) - 1]
             found = self._graph(own_rows, own_picks, own_ids)
             mx.async_eval(found)
             parts.append(found[: len(wanted)])
@@ -135,7 +135,7 @@ class PackedModel:
     def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
         step = self._pack(rows, picks)
         tokens = [token for row in rows for token in row.token_ids]
-        tap = self._installation.tap
+        tap = self._adapters.tap
         logits = self._compiled_logits(step, rows, tokens if ids is None else ids, picks)
         if logits is None:
             ids = (to_device(tokens, mx.int32) if ids is None else ids)[None]
@@ -145,7 +145,7 @@ class PackedModel:
                 rows_alone = run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)
                 return self._of_tokens(rows_alone[wanted])
             logits = self._logits(step, rows, ids, wanted)
-            logits = logits if self._installation.is_tapped else logits[wanted]
+            logits = logits if self._adapters.is_tapped else logits[wanted]
         if tap.hidden is not None:
             self._hand_to_head(step, tap.hidden)
             tap.hidden = None
@@ -163,12 +163,12 @@ class PackedModel:
             # rows may share arrays
             return list({id(array): array for row in rows for array in row.state.arrays()}.values())
         found = [array for row in rows if row.state.marks for array in row.state.noted_arrays()]
-        if self._installation.tap.keeps_hidden:
+        if self._adapters.tap.keeps_hidden:
             found += [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]
         return found
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
-        tap = self._installation.tap
+        tap = self._adapters.tap
         tap.picks = picks
         try:
             views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
@@ -183,7 +183,7 @@ class PackedModel:
     ) -> mx.array | None:
         if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
             return None
-        tap = self._installation.tap
+        tap = self._adapters.tap
         # of windows the logits of all tokens are computed: steps that want fewer would be of other forms
         takes_all = all(map(_is_window, rows))
         taken = range(step.num_tokens) if takes_all else picks
@@ -200,7 +200,7 @@ class PackedModel:
         self, step: PackedStep, ids: mx.array, picks: mx.array | None, others: Sequence[mx.array]
     ) -> list[mx.array]:
         """Logits, and the hidden rows if they are kept, of a step that is being compiled."""
-        tap = self._installation.tap
+        tap = self._adapters.tap
         tap.picks = picks
         try:
             logits = self.model(ids[None], cache=views_of(step, self._windows)).squeeze(0)
@@ -214,12 +214,14 @@ class PackedModel:
         lo = 0
         for row in rows:
             hi, state = lo + len(row.token_ids), row.state
-            picked = () if row.watch is None else tuple(pick for pick in picks if lo <= pick < hi)
-            if row.watch is not None and picked:
-                row.watch.begin()
-            two_way = NO_RUNS if row.media is None else row.media.runs
+            picked = () if row.recorder is None else tuple(pick for pick in picks if lo <= pick < hi)
+            if row.recorder is not None and picked:
+                row.recorder.begin()
+            bidirectional = NO_SPANS if row.media is None else row.media.bidirectional_spans
             spans.append(
-                RowSpan(state, lo, hi, state.length, state.num_certain, row.positions, row.watch, picked, two_way)
+                RowSpan(
+                    state, lo, hi, state.length, state.num_certain, row.positions, row.recorder, picked, bidirectional
+                )
             )
             lo = hi
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
@@ -247,7 +249,7 @@ class PackedModel:
     @property
     def most_drafts(self) -> int:
         """Draft tokens that a row of a step may have: running states keep so many until they are verified."""
-        has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._installation.fused.values())
+        has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._adapters.fused.values())
         return LONGEST_WINDOW - 1 if has_tables else sys.maxsize
 
     @property
@@ -256,19 +258,19 @@ class PackedModel:
         return self._compiled is not None
 
     @property
-    def num_new_forms(self) -> int:
+    def num_new_variants(self) -> int:
         """Steps so far of a new form, see `CompiledSteps`."""
-        return 0 if self._compiled is None else self._compiled.num_new_forms
+        return 0 if self._compiled is None else self._compiled.num_new_variants
 
     @property
     def takes_media(self) -> bool:
         """Whether rows may hold media: positions and spans of their tokens reach every layer, or need not."""
-        return isinstance(self.model, SeeingModel) or not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+        return isinstance(self.model, VlmWrapper) or not {Level.ROWS, Level.WHOLE} & set(self.levels.values())
 
     @property
     def has_axes(self) -> bool:
         """Whether positions may differ in time, row and column."""
-        return self._installation.has_axes
+        return self._adapters.has_axes
 
     def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
         """Put the rows' hidden rows into their states, for a prediction head to read."""
@@ -299,10 +301,10 @@ class PackedModel:
 
         is_normed: after the model's last norm, where the heads of the families here read them.
         """
-        if is_wanted and not self._installation.is_tapped:
+        if is_wanted and not self._adapters.is_tapped:
             raise ModelError("the model runs as a whole, a row at a time: its hidden rows can't be read")
-        self._installation.tap.keeps_hidden = is_wanted
-        self._installation.tap.is_normed = is_normed
+        self._adapters.tap.keeps_hidden = is_wanted
+        self._adapters.tap.is_normed = is_normed
 
     @property
     def text_model(self) -> Any:
@@ -320,15 +322,15 @@ class PackedModel:
         logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
         return self._of_tokens(logits.squeeze(0))
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Take everything off the model again; this object is of no use afterwards."""
-        self._deepstack.undo()
-        self._installation.undo()
+        self._deepstack.restore()
+        self._adapters.restore()
 
 
 def _is_window(row: Row) -> bool:
     """As `mixers.fused.is_window`, but that what is watched goes with the chunks."""
-    return len(row.token_ids) <= LONGEST_WINDOW and not row.state.marks and row.watch is None
+    return len(row.token_ids) <= LONGEST_WINDOW and not row.state.marks and row.recorder is None
 
 
 def _placed(row: Row) -> RowMedia | None:

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, make_prompt_cache
 
+from headrace.models.adapters import is_rope
 from headrace.models.install import Level, Levels
-from headrace.models.seams import is_rope
 from headrace.state.module import caches_in
 
 _PLAIN_CACHES = (KVCache, ConcatenateKVCache, ArraysCache)
@@ -22,7 +22,7 @@ _PLAIN_CACHES = (KVCache, ConcatenateKVCache, ArraysCache)
 def positions_refusal(model: Any, levels: Levels) -> str | None:
     """Why a model at these levels can't take given positions; None if it can. Asked before installation.
 
-    Seams and packed mixers take any. A module that runs row by row does if it only passes positions to its own rope,
+    Adapters and packed mixers take any. A module that runs row by row does if it only passes positions to its own rope,
     and forgets no token by index.
     """
     if Level.WHOLE in levels.values():
@@ -40,14 +40,14 @@ def _refusal(mixer: nn.Module, caches: set[type]) -> str | None:
     for _, module in mixer.named_modules():
         if module is not mixer and is_rope(module):
             if "DynamicNTKScaling" in type(module).__name__:
-                return "its rope turns by the length of the sequence"
+                return "its rope rotates by the length of the sequence"
             continue
         ropes = {name for name, child in module.children().items() if is_rope(child)}
         for module_class in type(module).__mro__:
             if module_class.__module__.startswith("mlx_lm."):
                 names |= _called(module_class) - ropes
     if any("rope" in name or "rotary" in name for name in names):
-        return "turns its queries and keys by itself"
+        return "rotates its queries and keys itself"
     if "update_and_fetch" in names and not caches <= set(_PLAIN_CACHES):
         return "the model's caches keep windows of tokens"
     return None

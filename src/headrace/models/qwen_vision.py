@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from headrace.models.pieces import RowPieces, Stages
+from headrace.models.chunked import ChunkedRows, Stages
 from headrace.models.tower_kind import TowerKind
 from headrace.models.vision_attention import PatchAttention, SegmentAttention
 from headrace.models.weights import num_parameters
@@ -54,8 +54,8 @@ class QwenForward:
         self._deep_layers: list[int] = module.get("deepstack_visual_indexes", [])
         self._full_layers: list[int] | None = module.get("fullatt_block_indexes")
 
-        def in_rows(inner: Any, rows_of_one: int = 1) -> RowPieces:
-            return RowPieces(inner, num_parameters(inner) // rows_of_one, attend.pieces)
+        def in_rows(inner: Any, rows_of_one: int = 1) -> ChunkedRows:
+            return ChunkedRows(inner, num_parameters(inner) // rows_of_one, attend.recorder)
 
         module.patch_embed = in_rows(module.patch_embed)
         for block in module.blocks:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 
 def takes_angles(rope: Any, x: mx.array) -> bool:
-    """Whether `RopeAngles.turn` does what the rope does with x."""
+    """Whether `RopeAngles.rotate` does what the rope does with x."""
     is_plain = type(rope) is nn.RoPE and not rope.traditional
     return is_plain and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 
@@ -26,8 +26,8 @@ class RopeAngles:
         self._positions: mx.array | None = None
         self._found: dict[tuple[int, float, float], tuple[mx.array, mx.array]] = {}
 
-    def turn(self, rope: Any, x: mx.array, positions: mx.array) -> mx.array:
-        """x `[1, num_heads, T, head_dim]`, each token turned by its position in `[T]`."""
+    def rotate(self, rope: Any, x: mx.array, positions: mx.array) -> mx.array:
+        """x `[1, num_heads, T, head_dim]`, each token rotated by its position in `[T]`."""
         cos, sin = self._of(rope, positions)
         half, dims = rope.dims // 2, rope.dims
         first, second = x[..., :half], x[..., half:dims]

@@ -1,6 +1,6 @@
 """Comparing a packed model with the untouched one before it serves.
 
-Seams are chosen by reading a module's source, which can be wrong without a sound (one of 84 tried was). So a few
+Levels are chosen by reading a module's source, which can be silently wrong (one of 84 tried was). So a few
 random tokens go through the untouched model first, then through packed steps that mix rows, chunk lengths and a
 rejected window. A class whose results differ drops a level, and the report says so.
 """
@@ -108,7 +108,7 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
         if margin is not None and Level.WHOLE in levels.values():
             # none of our code runs at this level: the model disagrees with itself
             return Checked(packed, margin, (*note, "the model's own results depend on how its input is cut"))
-        packed.undo()
+        packed.restore()
     raise ModelError("the model can't be run: see the log for what it raised")
 
 
@@ -126,7 +126,7 @@ def _candidates(chosen: Levels) -> Iterator[tuple[Levels, tuple[str, ...]]]:
 
 
 def _as(level: Level) -> str:
-    return f"as {level.value}" if level in (Level.SEAM, Level.PACKED) else level.value
+    return f"as {level.value}" if level in (Level.ADAPTER, Level.PACKED) else level.value
 
 
 def _compare(packed: PackedModel, reference: Reference) -> Margin | None:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from headrace.models.pieces import RowPieces, Stages, by_rows
+from headrace.models.chunked import ChunkedRows, Stages, by_rows
 from headrace.models.tower_kind import TowerKind
 from headrace.models.vision_attention import PatchAttention, PictureAttention
 from headrace.models.weights import num_parameters
@@ -63,14 +63,14 @@ class GemmaForward:
     """Patches of one picture to embeddings, in slices."""
 
     def __init__(self, weights: GemmaWeights, attend: PatchAttention) -> None:
-        self._pieces = attend.pieces
+        self._recorder = attend.recorder
         self._side = weights.side
         self._soft_tokens = weights.multi_modal_projector
         self._tower = weights.vision_tower.vision_model
         self._embed_work = num_parameters(self._tower.embeddings.patch_embedding)
         for layer in self._tower.encoder.layers:
             layer.self_attn = PictureAttention(layer.self_attn, attend)
-            layer.mlp = RowPieces(layer.mlp, num_parameters(layer.mlp), attend.pieces)
+            layer.mlp = ChunkedRows(layer.mlp, num_parameters(layer.mlp), attend.recorder)
         # mlx-lm's model scales its input embeddings, by a root in bfloat16; pictures must not be scaled.
         text_width = self._soft_tokens.mm_input_projection_weight.shape[-1]
         self._root = mx.array(text_width**0.5, mx.bfloat16)
@@ -78,7 +78,7 @@ class GemmaForward:
     def __call__(self, patches: mx.array, grid: tuple[int, int, int]) -> Stages[tuple[mx.array, list[mx.array]]]:
         """See Forward. patches: `[patches, channels * height * width]`."""
         order = mx.array(square_order(grid[1], grid[2], self._side))
-        x = by_rows(self._embed, patches, self._embed_work, self._pieces)
+        x = by_rows(self._embed, patches, self._embed_work, self._recorder)
         x = x + self._tower.embeddings.position_embedding(order)
         for layer in self._tower.encoder.layers:
             yield

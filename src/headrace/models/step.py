@@ -14,7 +14,7 @@ import numpy.typing as npt
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.models.positions import TokenPositions
-from headrace.models.watch import QueryWatch
+from headrace.models.query_recorder import QueryRecorder
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
 
@@ -26,8 +26,8 @@ Windows = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TwoWayRuns:
-    """Runs of tokens, by their places in a row, that see each other whatever their order.
+class BidirectionalSpans:
+    """Spans of a row's tokens that attend to each other in both directions.
 
     windowed: in layers with a sliding window. full: in those without.
     """
@@ -36,7 +36,7 @@ class TwoWayRuns:
     full: tuple[tuple[int, int], ...] = ()
 
 
-NO_RUNS = TwoWayRuns()
+NO_SPANS = BidirectionalSpans()
 
 
 @dataclass(slots=True)  # not frozen: that costs five times as much, for each row in each step
@@ -44,7 +44,7 @@ class RowSpan:
     """The tokens `lo` to `hi` of the step belong to one sequence and are its computed tokens from `start` on.
 
     positions: of all computed tokens of the sequence; None if each one's is its index.
-    watch: records the queries at `picks`, which are packed tokens of this row; None if they aren't needed.
+    recorder: records the queries at `picks`, which are packed tokens of this row; None if they aren't needed.
     """
 
     state: SequenceState
@@ -53,9 +53,9 @@ class RowSpan:
     start: int
     num_certain: int
     positions: TokenPositions | None = None
-    watch: QueryWatch | None = None
+    recorder: QueryRecorder | None = None
     picks: tuple[int, ...] = ()
-    two_way: TwoWayRuns = NO_RUNS
+    bidirectional: BidirectionalSpans = NO_SPANS
 
     @property
     def num_tokens(self) -> int:
@@ -78,8 +78,8 @@ class PackedStep:
     spans: tuple[RowSpan, ...]
     placed: npt.NDArray[np.int32] | mx.array
     kernels: Kernels
-    exchange: Any = None
-    """Of a step that is being compiled, see `Exchange`: it has no rows then."""
+    layer_io: Any = None
+    """Of a step that is being compiled, see `LayerIO`: it has no rows then."""
     _shared: dict[tuple[tuple[int, ...], ...], mx.array] = field(default_factory=dict, repr=False)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from headrace.models.pieces import Stages
+from headrace.models.chunked import Stages
 from headrace.models.vision_attention import PatchAttention
 
 Forward = Callable[[mx.array, tuple[int, int, int]], Stages[tuple[mx.array, list[mx.array]]]]

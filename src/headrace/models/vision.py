@@ -2,7 +2,7 @@
 
 The tower is mlx-vlm's module with the checkpoint's weights. Its attention is replaced: patches attend within one frame
 or window, and what mlx-vlm computes for each of these one after the other, and on a CPU with all scores at once, is
-done in batches of bounded size here. So is all else, in pieces that are computed one after the other: a large picture
+done in batches of bounded size here. So is all else, in chunks that are computed one after the other: a large picture
 takes many times as long as a step, and running streams would wait for it.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
+from headrace.models.chunked import CHUNK_WORK, ChunkedEncoding, ChunkRecorder, Stages, by_rows
 from headrace.models.gemma4_vision import GEMMA4
-from headrace.models.pieces import PIECE_WORK, Computation, Pieces, Stages, by_rows
 from headrace.models.qwen_vision import MODULES, QWEN
 from headrace.models.siglip import GEMMA3
 from headrace.models.source import ModelFiles
@@ -54,24 +54,24 @@ class VisionTower:
         """Of its weights."""
         self._dtype = kind.dtype(module)
         self._forward = kind.forward(module, attend)
-        self._pieces = attend.pieces
+        self._recorder = attend.recorder
 
-    def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
+    def begin(self, one: MediaInput) -> ChunkedEncoding[MediaEmbeddings]:
         """Starts the embeddings of an input."""
-        return Computation(self._stages(one), self._pieces)
+        return ChunkedEncoding(self._stages(one), self._recorder)
 
     def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:
         patches = self._patches(one)
         yield
         rows, deep = yield from self._forward(patches, one.grid)
         for array in (rows, *deep):
-            self._pieces.note(array, 0)
+            self._recorder.record(array, 0)
         return MediaEmbeddings(rows, tuple(deep))
 
     def _patches(self, one: MediaInput) -> mx.array:
         """`[patches, channels * values]`, normalised."""
         pixels = mx.array(np.asarray(one.pixels))
-        return by_rows(lambda some: _normalised(some, one).astype(self._dtype), pixels, pixels.shape[1], self._pieces)
+        return by_rows(lambda some: _normalised(some, one).astype(self._dtype), pixels, pixels.shape[1], self._recorder)
 
 
 def knows_tower(files: ModelFiles) -> bool:
@@ -100,7 +100,7 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
     module.load_weights(list(weights.items()), strict=False)
     module.eval()
     precision = hold(module, dtype, device.kind, device.memory_bytes)
-    attend = PatchAttention(Pieces(PIECE_WORK[device.kind]), has_fused=device.kind != "cpu")
+    attend = PatchAttention(ChunkRecorder(CHUNK_WORK[device.kind]), has_fused=device.kind != "cpu")
     tower = VisionTower(module, kind, attend)
     return tower, f"vision tower: {kind.num_layers(module)} layers, {tower.num_bytes / 1e6:.0f} MB, {precision}"
 

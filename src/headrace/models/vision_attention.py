@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.models.pieces import Pieces, by_rows
+from headrace.models.chunked import ChunkRecorder, by_rows
 from headrace.models.weights import num_parameters
 
 SCORE_ELEMENTS = 16 * 1024 * 1024
@@ -22,16 +22,16 @@ SCORE_WORK = 256
 
 @dataclass(frozen=True, slots=True)
 class PatchAttention:
-    """Attention of patches. pieces: where it is recorded. has_fused: whether the device has fused attention."""
+    """Attention of patches. recorder: of its chunks. has_fused: whether the device has fused attention."""
 
-    pieces: Pieces
+    recorder: ChunkRecorder
     has_fused: bool
 
     def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Of every query to every key of its segment; all `[segments, heads, length, head_dim]`."""
         num_segments, num_heads, length, head_dim = queries.shape
         query_work = num_heads * length * (2 * head_dim + (0 if self.has_fused else SCORE_WORK))
-        most = self.pieces.piece_work // query_work
+        most = self.recorder.chunk_work // query_work
         if not self.has_fused:
             most = min(most, SCORE_ELEMENTS // (num_heads * length))
         block = max(1, min(length, most))
@@ -44,7 +44,7 @@ class PatchAttention:
             for lo in range(0, length, block):
                 part = queries[some, :, lo : lo + block]
                 row = compute(part, keys[some], values[some], scale)
-                rows.append(self.pieces.note(row, part.shape[0] * part.shape[2] * query_work))
+                rows.append(self.recorder.record(row, part.shape[0] * part.shape[2] * query_work))
             outputs.append(mx.concatenate(rows, axis=2))
         return mx.concatenate(outputs)
 
@@ -65,7 +65,7 @@ class SegmentAttention(nn.Module):
     def __call__(self, x: mx.array, cu_seqlens: Sequence[int], rotary_pos_emb: mx.array) -> mx.array:
         """x: `[patches, width]`. cu_seqlens: where segments end, a zero before them."""
         num_patches, inner = x.shape[0], self.inner
-        joined = by_rows(inner.qkv, x, self._qkv_work, self._attend.pieces)
+        joined = by_rows(inner.qkv, x, self._qkv_work, self._attend.recorder)
         qkv = joined.reshape(num_patches, 3, inner.num_heads, -1)
         queries, keys = (self._rotate(qkv[None, :, index], rotary_pos_emb)[0] for index in (0, 1))
         values, outputs, start = qkv[:, 2], [], 0
@@ -76,7 +76,7 @@ class SegmentAttention(nn.Module):
                 attended = self._attend(of_run[0], of_run[1], of_run[2], inner.scale)
                 outputs.append(attended.transpose(0, 2, 1, 3).reshape(end - start, -1))
             start = end
-        return by_rows(inner.proj, mx.concatenate(outputs), self._proj_work, self._attend.pieces)
+        return by_rows(inner.proj, mx.concatenate(outputs), self._proj_work, self._attend.recorder)
 
 
 class PictureAttention(nn.Module):
@@ -93,13 +93,13 @@ class PictureAttention(nn.Module):
 
     def __call__(self, x: mx.array, mask: None = None) -> mx.array:
         """x: `[patches, width]`."""
-        inner, pieces = self.inner, self._attend.pieces
+        inner, recorder = self.inner, self._attend.recorder
         queries, keys, values = (
-            to_segments(by_rows(part, x, self._work, pieces).reshape(x.shape[0], inner.num_heads, -1), x.shape[0])
+            to_segments(by_rows(part, x, self._work, recorder).reshape(x.shape[0], inner.num_heads, -1), x.shape[0])
             for part in (inner.q_proj, inner.k_proj, inner.v_proj)
         )
         attended = self._attend(queries, keys, values, inner.scale)
-        return by_rows(inner.out_proj, attended[0].transpose(1, 0, 2).reshape(x.shape), self._work, pieces)
+        return by_rows(inner.out_proj, attended[0].transpose(1, 0, 2).reshape(x.shape), self._work, recorder)
 
 
 def to_segments(part: mx.array, length: int) -> mx.array:

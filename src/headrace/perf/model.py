@@ -28,7 +28,7 @@ class ModelPlan:
     """What is measured.
 
     prefill: lengths of prompts. decode: rows and the tokens behind each of them. num_repeats: of each prefill.
-    num_steps: of each decode measure. sides: ours before the other, which needs the model without our seams.
+    num_steps: of each decode measure. sides: ours before the other, which needs the model without our adapters.
     """
 
     shape: str
@@ -69,7 +69,7 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
                 packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=packed.is_compiled
             )
         else:
-            packed.undo()
+            packed.restore()
             is_slow = kind == "cuda" and "linear_num_value_heads" in config
             steps = PeerSteps(model, config["vocab_size"], _SLOW_PEER_TOKENS if is_slow else None)
         for num_tokens in plan.prefill:

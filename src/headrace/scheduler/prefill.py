@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.scheduler.sequence import Sequence
-from headrace.types.media import TwoWay
+from headrace.types.media import Bidirectional
 from headrace.types.step import Chunk
 
 PREFILL_GRID = 32
@@ -85,7 +85,7 @@ def _outside_of_runs(sequence: Sequence, stop: int, budget: int, *, may_exceed: 
     A span larger than the budget is computed at once if it is first and no other prompt was served in this step.
     """
     media = sequence.request.media
-    if media is None or media.two_way is TwoWay.NOWHERE:
+    if media is None or media.bidirectional is Bidirectional.NOWHERE:
         return stop
     run = next((each for each in media.inputs if each.start < stop < each.end), None)
     if run is None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.models.packed import PackedModel, Row
-from headrace.models.watch import LayerQueries, QueryWatch
+from headrace.models.query_recorder import LayerQueries, QueryRecorder
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -26,20 +26,20 @@ BLOCK_BYTES = 16 * 1024 * 1024
 
 def num_scoring_layers(model: PackedModel) -> int:
     """How many of a model's layers provide queries: those with full attention and their own keys."""
-    state, watch = SequenceState(StatePool()), QueryWatch()
+    state, recorder = SequenceState(StatePool()), QueryRecorder()
     state.begin(1)
-    model.forward([Row(state, (0,), watch=watch)], (0,))
+    model.forward([Row(state, (0,), recorder=recorder)], (0,))
     state.rollback(0)
-    return len(watch.layers())
+    return len(recorder.layers())
 
 
-def importance(state: SequenceState, watch: QueryWatch, length: int) -> npt.NDArray[np.float32]:
+def importance(state: SequenceState, recorder: QueryRecorder, length: int) -> npt.NDArray[np.float32]:
     """Importance of a prompt's tokens, `[length]`, computed layer by layer and a few heads at a time.
 
-    state: the draft model's, after the prompt's tokens or later; no window is open. watch: the recorded queries.
+    state: the draft model's, after the prompt's tokens or later; no window is open. recorder: the recorded queries.
     """
     best: mx.array | None = None
-    for layer in watch.layers():
+    for layer in recorder.layers():
         for smooth in _attention(state, layer, length):
             best = smooth if best is None else mx.maximum(best, smooth)
             mx.eval(best)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda.greedy import most_likely
 from headrace.models.media import RowMedia
-from headrace.models.mixers.fused import coarse
+from headrace.models.mixers.fused import next_power_of_two
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
 from headrace.sampling.sampler import SamplingRow, sample
 from headrace.speculate.drafts import DraftBatch
@@ -45,9 +45,9 @@ class HeadDrafter:
         self._head = head
 
     @property
-    def num_new_forms(self) -> int:
+    def num_new_variants(self) -> int:
         """Steps so far of a new compiled variant, whose times are not representative, see `CompiledSteps`."""
-        return self._head.num_new_forms
+        return self._head.num_new_variants
 
     def num_pending(self, state: SequenceState) -> int:
         """Computed tokens that the head has not processed."""
@@ -97,7 +97,7 @@ class HeadDrafter:
         entries: list[HeadEntries] = []
         before: list[HiddenRows] = []
         longest = max(end - self._head.hidden_of(state).num_folded for state, _, end, _ in rows)
-        again = coarse(longest) if self._head.is_compiled and longest <= 1 + NUM_AGAIN else 0
+        again = next_power_of_two(longest) if self._head.is_compiled and longest <= 1 + NUM_AGAIN else 0
         for state, token_ids, end, media in rows:
             hidden = self._head.hidden_of(state)
             # repeating tokens leaves the result unchanged, and gives all rows the same one of few lengths

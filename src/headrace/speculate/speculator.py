@@ -99,7 +99,7 @@ class Speculator:
         self._ranking = ranking
         self._planner = planner
         self._throttle = DraftThrottle()
-        self._num_new_forms = 0
+        self._num_new_variants = 0
         """The head's, when the last step was reported."""
         self.max_drafts = max_drafts
         self.num_failures = 0
@@ -236,8 +236,8 @@ class Speculator:
         before its own. Such a step counts as overlapped; the first and last of a run are not representative.
         """
         self._throttle.is_promising = any(one.num_right for one in windows)
-        num_new_forms = self._head.num_new_forms
-        is_mixed, self._num_new_forms = is_mixed or num_new_forms > self._num_new_forms, num_new_forms
+        num_new_variants = self._head.num_new_variants
+        is_mixed, self._num_new_variants = is_mixed or num_new_variants > self._num_new_variants, num_new_variants
         sound = [one for one in windows if not one.row.has_failed]
         if not sound:
             return

@@ -101,7 +101,7 @@ class MediaInput:
     fields: Mapping[str, memoryview] = field(default_factory=dict)
 
 
-class TwoWay(Enum):
+class Bidirectional(Enum):
     """The layers in which an input's tokens attend to each other in both directions; they are then computed at once."""
 
     NOWHERE = auto()
@@ -123,4 +123,4 @@ class PromptMedia:
     inputs: tuple[MediaInput, ...]
     positions: memoryview | None = None
     rope_delta: int = 0
-    two_way: TwoWay = TwoWay.NOWHERE
+    bidirectional: Bidirectional = Bidirectional.NOWHERE

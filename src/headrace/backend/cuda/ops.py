@@ -140,7 +140,7 @@ def rope_append(
         queries = normed(queries, of_queries, eps, projected.dtype)
         keys = normed(keys, of_keys, eps, projected.dtype)
     angles = (positions[axes].T * turns)[:, None]
-    queries, keys = (_turned(x, angles, layout.rotary).astype(projected.dtype) for x in (queries, keys))
+    queries, keys = (_rotated(x, angles, layout.rotary).astype(projected.dtype) for x in (queries, keys))
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     for lo, num_tokens, start, slab, slot, *_ in rows:
         if not num_tokens:
@@ -204,7 +204,7 @@ def normed(x: mx.array, weight: mx.array, eps: mx.array, dtype: mx.Dtype) -> mx.
     return rounded(x * scale * weight.astype(mx.float32), dtype)
 
 
-def _turned(x: mx.array, angles: mx.array, rotary: int) -> mx.array:
+def _rotated(x: mx.array, angles: mx.array, rotary: int) -> mx.array:
     """The leading `rotary` channels of x `[T, heads, head_dim]`, the first half of them with the second."""
     first, second, rest = mx.split(x, [rotary // 2, rotary], axis=-1)
     cosine, sine = mx.cos(angles), mx.sin(angles)

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from headrace.models.step import NO_RUNS, RowSpan, View
+from headrace.models.step import NO_SPANS, RowSpan, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 
 QUERY_BLOCK = 128
@@ -64,7 +64,7 @@ def _are_decoding(view: View) -> bool:
     return (
         step.kernels.folds_query_heads
         and step.num_tokens == len(step.spans)
-        and all(span.watch is None and span.two_way is NO_RUNS for span in step.spans)
+        and all(span.recorder is None and span.bidirectional is NO_SPANS for span in step.spans)
     )
 
 
@@ -109,17 +109,17 @@ def read_row(
     """What `attend` gives for one row, whose keys and values are written: `[1, num_heads, n, value_dim]`."""
     kernels = view.step.kernels
     fold = kernels.folds_query_heads and sinks is None
-    if span.watch is not None and span.picks and window is None:
-        span.watch.note(view.layer, queries, span.picks, scale, sinks)
+    if span.recorder is not None and span.picks and window is None:
+        span.recorder.record(view.layer, queries, span.picks, scale, sinks)
     outputs = []
-    for lo, hi, two_way in _parts(span, window is not None, kernels.goes_token_by_token):
+    for lo, hi, bidirectional in _parts(span, window is not None, kernels.goes_token_by_token):
         start, end = span.start + lo - span.lo, span.start + hi - span.lo
         first, positions = reach(span, start, end, window)
         read, part = state.read(first, end), queries[:, :, lo:hi]
         if fold:
-            outputs.append(_folded(part, *read, scale, window, positions, two_way=two_way))
+            outputs.append(_folded(part, *read, scale, window, positions, bidirectional=bidirectional))
         else:
-            outputs.append(_fused(part, *read, scale, window, sinks, positions, two_way=two_way))
+            outputs.append(_fused(part, *read, scale, window, sinks, positions, bidirectional=bidirectional))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
@@ -130,7 +130,7 @@ def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[
     """
     parts: list[tuple[int, int, bool]] = []
     done = span.lo
-    runs = span.two_way.windowed if has_window else span.two_way.full
+    runs = span.bidirectional.windowed if has_window else span.bidirectional.full
     for lo, hi in (*((span.lo + lo, span.lo + hi) for lo, hi in runs), (span.hi, span.hi)):
         if has_window and token_by_token:
             parts += [(token, token + 1, False) for token in range(done, lo)]
@@ -196,12 +196,12 @@ def _fused(
     sinks: mx.array | None,
     positions: mx.array | None = None,
     *,
-    two_way: bool = False,
+    bidirectional: bool = False,
 ) -> mx.array:
     """The library's attention."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     mask: mx.array | str | None = None if num_queries == 1 else "causal"
-    if two_way:
+    if bidirectional:
         mask = _within_window(num_queries, num_keys, window)
     elif window is not None and num_queries > 1 and (num_keys > window or positions is not None):
         mask = _visible(num_queries, num_keys, window, positions)
@@ -216,7 +216,7 @@ def _folded(
     window: int | None,
     positions: mx.array | None = None,
     *,
-    two_way: bool = False,
+    bidirectional: bool = False,
 ) -> mx.array:
     """The query heads of a key head as rows of one matmul, queries in blocks that bound the scores' memory."""
     _, num_heads, num_queries, _ = queries.shape
@@ -226,11 +226,11 @@ def _folded(
     for lo in range(0, num_queries, block):
         hi = min(lo + block, num_queries)
         last = num_keys - num_queries + hi
-        end = num_keys if two_way else last  # else keys after the block's last query are invisible to all of it
+        end = num_keys if bidirectional else last  # else keys after the block's last query are invisible to all of it
         start = 0 if window is None else max(0, last - (hi - lo) - window + 1)
         part, reach = queries[:, :, lo:hi], slice(start, end)
         own = None if positions is None else positions[reach]
-        if two_way:
+        if bidirectional:
             visible = _within_window(hi - lo, end - start, window, end - last)
         else:
             visible = _visible(hi - lo, end - start, window, own) if num_queries > 1 else None

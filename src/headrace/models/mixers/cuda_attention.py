@@ -15,7 +15,15 @@ from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import ProjectedHeads
 from headrace.models.fused import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
-from headrace.models.mixers.fused import MOST_TOKENS, Feed, Held, Table, coarse, room_for, room_of
+from headrace.models.mixers.fused import (
+    MOST_TOKENS,
+    KindInputs,
+    LayerInputs,
+    Table,
+    next_power_of_two,
+    padded_row_tokens,
+    padded_size,
+)
 from headrace.models.mixers.parts import AttentionParts
 from headrace.models.mrope import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
@@ -53,7 +61,7 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
         place = (numbers[id(slot.slab)], 0, slot.slab.capacity, 0, slot.start + state.first)
         rows.append((span.lo, span.hi - span.lo, slot.start + span.start, *place))
     together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, None)]
-    slabs += slabs[-1:] * (coarse(len(slabs)) - len(slabs))
+    slabs += slabs[-1:] * (next_power_of_two(len(slabs)) - len(slabs))
     return _places(step, rows, together, tuple(slabs))
 
 
@@ -76,13 +84,13 @@ def _places(
     plan = tuple(rows)
     if not together:
         return _Places(slabs, (plan,), 0, False)
-    most = room_for(max([num_tokens for _, num_tokens, *_ in together]))
+    most = padded_row_tokens(max([num_tokens for _, num_tokens, *_ in together]))
     if len(together) < len(rows):
         return _Places(slabs, (plan, tuple(together)), most, False)
-    room = room_of(step.spans)
+    size = padded_size(step.spans)
     if most > MOST_TOKENS:  # as many as there may be: prompts of all lengths have few forms
-        most = room.num_tokens
-    plan = room.padded(plan)
+        most = size.num_tokens
+    plan = size.padded(plan)
     return _Places(slabs, (plan, plan), most, True)
 
 
@@ -117,9 +125,9 @@ class CudaAttentionMixer(nn.Module):
         if isinstance(mask, WindowMask) and mask.window != cache.window:
             raise ValueError(f"a mask of {mask.window} tokens at a layer whose window is {cache.window}")
         step = cache.step
-        if step.exchange is not None:
-            feed = step.exchange.feeds[cache.layer]
-            output, step.exchange.given[cache.layer] = self.compute(x, step.positions, feed, residual, factor)
+        if step.layer_io is not None:
+            inputs = step.layer_io.inputs[cache.layer]
+            output, step.layer_io.outputs[cache.layer] = self.compute(x, step.positions, inputs, residual, factor)
             return output
         states: Sequence[Any] = states_of(cache, cache.window)
         if cache.window is None:
@@ -129,16 +137,16 @@ class CudaAttentionMixer(nn.Module):
             arrays = self.buffers(step, states)
             places = _in_buffers(step, states, cache.window)
         together = [span for span in step.spans if _goes_together(step, span, cache.window)]
-        feed = Feed([step.shared(table) for table in places.plans], arrays, (places.most,))
+        inputs = LayerInputs([step.shared(table) for table in places.plans], arrays, (places.most,))
         projected = self._project(x)
-        queries = self._turned(self._heads(projected, step.positions), feed, factor)
+        queries = self._rotated(self._heads(projected, step.positions), inputs, factor)
         for span, state in zip(step.spans, states, strict=True):
             for mark in span.state.marks:
                 state.note(mark)
         for span in together:
-            if span.watch is not None and span.picks and cache.window is None:
-                span.watch.note(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self._parts.scale, None)
-        found = self._window(queries, projected, feed) if together else None
+            if span.recorder is not None and span.picks and cache.window is None:
+                span.recorder.record(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self._parts.scale, None)
+        found = self._window(queries, projected, inputs) if together else None
         if found is None or len(together) < len(states):
             parts = []
             for span, state in zip(step.spans, states, strict=True):
@@ -158,7 +166,7 @@ class CudaAttentionMixer(nn.Module):
         self,
         x: mx.array,
         positions: mx.array,
-        feed: Feed,
+        inputs: LayerInputs,
         residual: mx.array | None = None,
         factor: mx.array | None = None,
     ) -> tuple[mx.array, Sequence[mx.array]]:
@@ -169,8 +177,8 @@ class CudaAttentionMixer(nn.Module):
         projected = self._project(x)
         heads = self._heads(projected, positions)
         # what is between turning and attending keeps them apart
-        queries = heads if factor is None else self._turned(heads, feed, factor)
-        return self._out(self._window(queries, projected, feed), residual), ()
+        queries = heads if factor is None else self._rotated(heads, inputs, factor)
+        return self._out(self._window(queries, projected, inputs), residual), ()
 
     def stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
         """Keys and values of the slabs, made where no row has written the layer."""
@@ -194,22 +202,22 @@ class CudaAttentionMixer(nn.Module):
         places = positions if has_axes else positions[None]
         return ProjectedHeads(self._parts.layout, projected, places, (self._frequencies, axes), self._norms)
 
-    def _turned(self, heads: ProjectedHeads, feed: Feed, factor: mx.array | None) -> mx.array:
+    def _rotated(self, heads: ProjectedHeads, inputs: LayerInputs, factor: mx.array | None) -> mx.array:
         """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
-        queries = kernels.rope_append(self._parts.shape, feed.tables[0], heads, _pairs(feed))
+        queries = kernels.rope_append(self._parts.shape, inputs.tables[0], heads, _pairs(inputs))
         return queries if factor is None else queries * factor[..., None]
 
-    def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, feed: Feed) -> mx.array:
+    def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, inputs: LayerInputs) -> mx.array:
         """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere; see `kernels.attend`."""
-        (most,) = feed.constants
+        (most,) = inputs.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
         return kernels.attend(
             self._parts.shape,
-            feed.tables[1],
+            inputs.tables[1],
             most,
             queries,
-            _pairs(feed),
+            _pairs(inputs),
             self._scale,
             self._parts.sinks,
             gates,
@@ -243,10 +251,10 @@ class AttentionLayers:
         self._window = window
         self._last = list(mixers)[-1]
 
-    def held(self, step: PackedStep) -> Held | None:
+    def inputs(self, step: PackedStep) -> KindInputs | None:
         """What they read in this step; None if some row needs another way."""
         places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
-        return Held(places.plans, arrays, (places.most,)) if places.all_together else None
+        return KindInputs(places.plans, arrays, (places.most,)) if places.all_together else None
 
     def _in_slots(self, step: PackedStep) -> tuple[_Places, list[mx.array]]:
         states = []
@@ -261,14 +269,14 @@ class AttentionLayers:
     def _in_buffers(self, step: PackedStep, window: int) -> tuple[_Places, list[mx.array]]:
         arrays: list[mx.array] = []
         make = partial(SlidingAttentionState, window)
-        num_added = room_of(step.spans).num_rows - len(step.spans)
+        num_added = padded_size(step.spans).num_rows - len(step.spans)
         for layer, mixer in self._mixers.items():
             states = [span.state.layer(layer, make) for span in step.spans]
             own = mixer.buffers(step, states)
             arrays += own + own[-2:] * num_added
         return _in_buffers(step, states, window), arrays
 
-    def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
+    def keep_outputs(self, step: PackedStep, outputs: Sequence[Sequence[mx.array]]) -> None:
         """Note what is left at marks; keys and values are written in place."""
         for span in step.spans:
             for mark in span.state.marks:
@@ -276,9 +284,9 @@ class AttentionLayers:
                     span.state.layer(layer, partial(SlidingAttentionState, self._window or 0)).note(mark)
 
 
-def _pairs(feed: Feed) -> list[tuple[mx.array, mx.array]]:
+def _pairs(inputs: LayerInputs) -> list[tuple[mx.array, mx.array]]:
     """Keys and values of each slab."""
-    return list(zip(feed.arrays[::2], feed.arrays[1::2], strict=True))
+    return list(zip(inputs.arrays[::2], inputs.arrays[1::2], strict=True))
 
 
 def _goes_together(step: PackedStep, span: RowSpan, window: int | None) -> bool:
@@ -286,5 +294,5 @@ def _goes_together(step: PackedStep, span: RowSpan, window: int | None) -> bool:
     if span.num_tokens > max(LONGEST_WINDOW, step.kernels.attention_pairs // span.end):
         return False
     if window is None:
-        return not span.two_way.full
-    return not span.two_way.windowed and reach(span, span.start, span.end, window)[1] is None
+        return not span.bidirectional.full
+    return not span.bidirectional.windowed and reach(span, span.start, span.end, window)[1] is None

@@ -12,7 +12,7 @@ from mlx_lm.models import qwen3_5
 
 from headrace.backend.cuda import delta, shapes
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import Feed, Held, Table, is_window, padded_chunks, room_of
+from headrace.models.mixers.fused import KindInputs, LayerInputs, Table, is_window, padded_chunks, padded_size
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.delta import DeltaSlot, DeltaTables, Stops, arrays_of
 from headrace.state.layer import LayerKey
@@ -61,10 +61,10 @@ class DeltaPlan:
     def tables(self) -> DeltaTables:
         return self.slots[0].tables
 
-    def take(self, layer: LayerKey, given: Sequence[mx.array]) -> None:
+    def keep(self, layer: LayerKey, outputs: Sequence[mx.array]) -> None:
         """Keep what `CudaDeltaMixer.compute` gave, for the rows' marks."""
-        if given:
-            self.left.states[layer], self.left.contexts[layer] = given
+        if outputs:
+            self.left.states[layer], self.left.contexts[layer] = outputs
 
 
 def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
@@ -118,15 +118,17 @@ class CudaDeltaMixer(nn.Module):
         """x: `[1, T, hidden]`; the mask is ours and always None; residual: what is added to the output."""
         assert cache is not None
         step, layer = cache.step, cache.layer
-        if step.exchange is not None:
-            output, step.exchange.given[layer] = self.compute(x, step.positions, step.exchange.feeds[layer], residual)
+        if step.layer_io is not None:
+            output, step.layer_io.outputs[layer] = self.compute(
+                x, step.positions, step.layer_io.inputs[layer], residual
+            )
             return output
         plan = step.once(_plan, self.num_context)
         tables = [step.shared(plan.rows)] + ([step.shared(plan.stops)] if plan.stops else [])
         restore([slot for slot in plan.slots if slot.pending], {layer: self})
-        feed = Feed(tables, arrays_of(self.table(plan.tables, layer)), (plan.longest,))
-        output, given = self.compute(x, step.positions, feed, residual)
-        plan.take(layer, given)
+        inputs = LayerInputs(tables, arrays_of(self.table(plan.tables, layer)), (plan.longest,))
+        output, outputs = self.compute(x, step.positions, inputs, residual)
+        plan.keep(layer, outputs)
         return output
 
     @staticmethod
@@ -135,18 +137,18 @@ class CudaDeltaMixer(nn.Module):
         return DeltaLayers(mixers)
 
     def compute(
-        self, x: mx.array, positions: mx.array, feed: Feed, residual: mx.array | None = None
+        self, x: mx.array, positions: mx.array, inputs: LayerInputs, residual: mx.array | None = None
     ) -> tuple[mx.array, Sequence[mx.array]]:
         """Input `[1, T, hidden]` to output, residual added, and states and raw inputs at the stops of chunks.
 
-        The arrays of the feed are a table's, which is written in place.
+        The input arrays are a table's, which is written in place.
         """
         projected = self._project(x)
-        state, raw, *stash = feed.arrays
+        state, raw, *stash = inputs.arrays
         table = shapes.DeltaTable(state, raw, shapes.Stash(*stash))
-        if len(feed.tables) == 1:
-            return self._out(delta.step(self._shape, self._weights, feed.tables[0], projected, table), residual), ()
-        plan, stops, (longest,) = feed.tables[0], feed.tables[1].reshape(-1), feed.constants
+        if len(inputs.tables) == 1:
+            return self._out(delta.step(self._shape, self._weights, inputs.tables[0], projected, table), residual), ()
+        plan, stops, (longest,) = inputs.tables[0], inputs.tables[1].reshape(-1), inputs.constants
         tokens, contexts = delta.prepare_chunks(self._shape, self._weights, plan, stops, longest, projected, table)
         y, states = delta.scan_chunks(plan, stops, tokens, state)
         y = delta.gated_norm(self._shape, self._weights, y, projected)
@@ -175,21 +177,21 @@ class DeltaLayers:
         self._mixers = mixers
         self._num_context = next(iter(mixers.values())).num_context
 
-    def held(self, step: PackedStep) -> Held | None:
+    def inputs(self, step: PackedStep) -> KindInputs | None:
         """What they read in this step."""
         plan = step.once(_plan, self._num_context)
         restore([slot for slot in plan.slots if slot.pending], self._mixers)
         of_layers = [mixer.table(plan.tables, layer) for layer, mixer in self._mixers.items()]
         arrays = [array for table in of_layers for array in arrays_of(table)]
-        room = room_of(step.spans)
-        rows = room.padded(plan.rows)
+        size = padded_size(step.spans)
+        rows = size.padded(plan.rows)
         if not plan.stops:
-            return Held((rows,), arrays, ())
+            return KindInputs((rows,), arrays, ())
         stops = (*plan.stops, *[(0,)] * (padded_chunks(len(plan.stops)) - len(plan.stops)))
-        return Held((rows, stops), arrays, (room.num_tokens,))
+        return KindInputs((rows, stops), arrays, (size.num_tokens,))
 
-    def take_over(self, step: PackedStep, given: Sequence[Sequence[mx.array]]) -> None:
+    def keep_outputs(self, step: PackedStep, outputs: Sequence[Sequence[mx.array]]) -> None:
         """Keep what the layers have left at marks; all else is written in place."""
         plan = step.once(_plan, self._num_context)
-        for layer, own in zip(self._mixers, given, strict=True):
-            plan.take(layer, own)
+        for layer, own in zip(self._mixers, outputs, strict=True):
+            plan.keep(layer, own)

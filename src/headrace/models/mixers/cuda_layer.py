@@ -10,13 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from headrace.models.adapters import Restore, override_forward
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
 from headrace.models.mixers.cuda_norm import SumNorm
 from headrace.models.mixers.parts import mixer_name
-from headrace.models.seams import Undo, give_forward
 from headrace.models.step import View
 
 
@@ -28,7 +28,7 @@ def is_of_kernels(layer: Any) -> bool:
     return isinstance(layer.mlp, CudaMLP | CudaMoE)
 
 
-def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) -> Undo:
+def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) -> Restore:
     """Let a layer that `is_of_kernels` pass its parts the residual to add to their outputs.
 
     inner, behind: the norms of its two sums, for parts that would need an operation for it; None for other norms.
@@ -42,7 +42,7 @@ def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) ->
             return layer.mlp(y, h, _num_tokens((*given, *named.values())))
         return _added(layer.mlp, behind, h, y)
 
-    return give_forward(layer, forward)
+    return override_forward(layer, forward)
 
 
 def _added(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **named: Any) -> mx.array:
@@ -54,6 +54,6 @@ def _added(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **n
 
 
 def _num_tokens(given: Sequence[Any]) -> mx.array | None:
-    """See `Exchange`; given: a layer's arguments besides its input, its view among them."""
-    exchange = next(one for one in given if isinstance(one, View)).step.exchange
-    return None if exchange is None else exchange.num_tokens
+    """See `LayerIO`; given: a layer's arguments besides its input, its view among them."""
+    layer_io = next(one for one in given if isinstance(one, View)).step.layer_io
+    return None if layer_io is None else layer_io.num_tokens

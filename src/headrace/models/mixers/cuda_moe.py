@@ -47,6 +47,6 @@ class CudaMoE(nn.Module):
         self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
 
     def __call__(self, x: mx.array, residual: mx.array | None = None, num_tokens: mx.array | None = None) -> mx.array:
-        """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `Exchange`."""
+        """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `LayerIO`."""
         tokens = x.reshape(-1, x.shape[-1])
         return moe.mix(*self._parts, tokens, self._router(tokens), residual, num_tokens).reshape(x.shape)

@@ -17,8 +17,8 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
+from headrace.models.adapters import RowRope
 from headrace.models.positions import TokenPositions
-from headrace.models.seams import RowRope
 from headrace.state.layer import LayerKey
 from headrace.state.module import Feed, ModuleState, token_by_token
 

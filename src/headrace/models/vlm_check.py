@@ -7,12 +7,12 @@ import numpy as np
 
 from headrace.errors import ModelError
 from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
-from headrace.models.seeing import SeeingModel
 from headrace.models.selfcheck import TOLERANCE
 from headrace.models.source import ModelFiles
+from headrace.models.vlm import VlmWrapper
 
 
-def check_pictures(model: SeeingModel, files: ModelFiles, precision: str) -> None:
+def check_pictures(model: VlmWrapper, files: ModelFiles, precision: str) -> None:
     """Compare a prompt with a picture, chunked and embedded separately, with the model's result for the whole.
 
     precision: of the activations. Raises ModelError that says what differs.
@@ -33,7 +33,7 @@ def check_pictures(model: SeeingModel, files: ModelFiles, precision: str) -> Non
         )
 
 
-def _compare(model: SeeingModel, made: ProcessedPicture) -> tuple[float, float]:
+def _compare(model: VlmWrapper, made: ProcessedPicture) -> tuple[float, float]:
     """The largest difference of a logit, and the largest logit."""
     token_ids, arrays = made
     fields = {name: mx.array(array) for name, array in arrays.items()}

@@ -26,7 +26,7 @@ from headrace.models.rope_angles import RopeAngles, takes_angles
 from headrace.models.step import KVReference, PackedStep, View, WindowMask
 from headrace.models.upstream import largest_rope_batch
 
-Undo = Callable[[], None]
+Restore = Callable[[], None]
 
 
 class PackedRope(nn.Module):
@@ -63,13 +63,13 @@ class PackedRope(nn.Module):
 
     def _by_token(self, x: mx.array, offset: mx.array) -> mx.array:
         if takes_angles(self.rope, x):
-            return self._angles.turn(self.rope, x, offset)
+            return self._angles.rotate(self.rope, x, offset)
         # tokens become the batch: mx.fast.rope takes one offset for each row of a batch
         tokens = x.transpose(2, 1, 0, 3)
         most = largest_rope_batch(self.rope, tokens.shape[1])
         blocks = range(0, tokens.shape[0], most)
-        turned = [self.rope(tokens[lo : lo + most], offset=offset[lo : lo + most]) for lo in blocks]
-        by_token: mx.array = turned[0] if len(turned) == 1 else mx.concatenate(turned)
+        rotated = [self.rope(tokens[lo : lo + most], offset=offset[lo : lo + most]) for lo in blocks]
+        by_token: mx.array = rotated[0] if len(rotated) == 1 else mx.concatenate(rotated)
         return by_token.transpose(2, 1, 0, 3)
 
 
@@ -93,27 +93,27 @@ def packed_attention(
     return attend(view, queries, None if shared else (keys.array, values.array), scale, sinks, window)
 
 
-def rebind(module: nn.Module, replacements: Mapping[str, Callable[..., Any]]) -> Undo:
+def rebind(module: nn.Module, replacements: Mapping[str, Callable[..., Any]]) -> Restore:
     """Let the module's forward see other functions under some global names."""
     call = type(module).__call__
     names = {**call.__globals__, **replacements}
     forward = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     forward.__kwdefaults__ = call.__kwdefaults__
-    return give_forward(module, forward)
+    return override_forward(module, forward)
 
 
-def give_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Restore:
     """Override a module's forward by a subclass of its class; the class itself stays untouched."""
     original = type(module)
     module.__class__ = type(original.__name__, (original,), {"__call__": forward})
 
-    def undo() -> None:
+    def restore() -> None:
         module.__class__ = original
 
-    return undo
+    return restore
 
 
-def wrap_ropes(module: nn.Module, sections: MropeSections | None = None, angles: RopeAngles | None = None) -> Undo:
+def wrap_ropes(module: nn.Module, sections: MropeSections | None = None, angles: RopeAngles | None = None) -> Restore:
     """Put `PackedRope` around every direct child that takes an `offset`."""
     ropes = [(name, child) for name, child in module.children().items() if is_rope(child)]
     return _replace([(module, name, child, PackedRope(child, sections, angles)) for name, child in ropes])
@@ -124,16 +124,16 @@ def is_rope(child: Any) -> bool:
     return isinstance(child, nn.Module) and takes(child, "offset")
 
 
-def _replace(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Undo:
-    """Replace modules. places: a parent, the name there, the old module and the new one."""
-    for parent, name, _, new in places:
+def _replace(replacements: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Restore:
+    """Replace modules. replacements: parent, name in it, old module, new module."""
+    for parent, name, _, new in replacements:
         setattr(parent, name, new)
 
-    def undo() -> None:
-        for parent, name, old, _ in places:
+    def restore() -> None:
+        for parent, name, old, _ in replacements:
             setattr(parent, name, old)
 
-    return undo
+    return restore
 
 
 class RowRope(nn.Module):
@@ -156,7 +156,7 @@ class RowRope(nn.Module):
         return self._packed(x, mx.array(self.positions.at(offset, offset + x.shape[-2])))
 
 
-def wrap_row_ropes(module: nn.Module) -> tuple[tuple[RowRope, ...], Undo]:
+def wrap_row_ropes(module: nn.Module) -> tuple[tuple[RowRope, ...], Restore]:
     """Put `RowRope` around every rope below a module: a child without weights that takes an `offset`."""
     wrapped = [
         (parent, name, child, RowRope(child))

@@ -17,14 +17,14 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from headrace.errors import ModelError
-from headrace.models.pieces import Computation, Pieces, Stages
+from headrace.models.chunked import ChunkedEncoding, ChunkRecorder, Stages
 from headrace.models.source import ModelFiles
 from headrace.models.vision import MediaEmbeddings, VisionTower, knows_tower
 from headrace.models.weights import Loaded, has_text_model
 from headrace.types.media import MediaInput
 
 
-class SeeingModel(nn.Module):
+class VlmWrapper(nn.Module):
     """mlx-vlm's model with mlx-lm's interface: ids or embeddings in, logits out, mlx-lm's caches."""
 
     def __init__(self, inner: Any) -> None:
@@ -73,19 +73,19 @@ class WholeTower:
     module = nn.Module()
     """It has no weights."""
 
-    def __init__(self, model: SeeingModel) -> None:
+    def __init__(self, model: VlmWrapper) -> None:
         self._model = model
-        self._pieces = Pieces(1)
+        self._recorder = ChunkRecorder(1)
 
-    def begin(self, one: MediaInput) -> Computation[MediaEmbeddings]:
+    def begin(self, one: MediaInput) -> ChunkedEncoding[MediaEmbeddings]:
         """Starts the embeddings of an input."""
-        return Computation(self._stages(one), self._pieces)
+        return ChunkedEncoding(self._stages(one), self._recorder)
 
     def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:
         yield
         fields = {name: mx.array(np.asarray(value)) for name, value in one.fields.items()}
         rows = self._model.embed_picture(fields.pop("input_ids"), fields).inputs_embeds[0]
-        return MediaEmbeddings(self._pieces.note(rows, 1))
+        return MediaEmbeddings(self._recorder.record(rows, 1))
 
 
 Tower = VisionTower | WholeTower
@@ -104,17 +104,17 @@ def runs_whole(files: ModelFiles) -> bool:
     return all(hasattr(package, name) for name in ("Model", "LanguageModel", "VisionModel"))
 
 
-def load_seeing(files: ModelFiles) -> Loaded:
+def load_vlm(files: ModelFiles) -> Loaded:
     """mlx-vlm's model of a checkpoint, its weights not yet evaluated. Raises ModelError if it can't be loaded."""
     if files.config.get("model_file"):
         raise ModelError(f"{files.name} brings its own code, which is not run")
     try:
-        return Loaded(SeeingModel(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
+        return Loaded(VlmWrapper(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
     except Exception as error:  # an exception boundary to other projects' code
         raise ModelError(f"mlx-vlm can't load {files.name}: {error}") from error
 
 
-def whole_tower(model: SeeingModel, files: ModelFiles) -> tuple[WholeTower, str]:
+def whole_tower(model: VlmWrapper, files: ModelFiles) -> tuple[WholeTower, str]:
     """The tower of such a model, and a line about it."""
     line = "vision: mlx-vlm's own model, whole, a row at a time; a picture is embedded in one go"
     hint = "; --vision off runs its text part alone, in packed steps" if has_text_model(files) else ""

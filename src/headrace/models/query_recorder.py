@@ -27,7 +27,7 @@ class LayerQueries:
     sinks: mx.array | None
 
 
-class QueryWatch:
+class QueryRecorder:
     """Records a sequence's queries in full-attention layers, in each step at its tokens whose logits are wanted.
 
     Layers with windows and mixers without keys record nothing. `arrays` must be evaluated with the step: later they
@@ -38,14 +38,14 @@ class QueryWatch:
         self._steps: list[list[LayerQueries]] = []
 
     def begin(self) -> None:
-        """A step begins, whose layers call `note` in order."""
+        """A step begins, whose layers call `record` in order."""
         self._steps.append([])
 
-    def note(
-        self, layer: LayerKey, queries: mx.array, places: Sequence[int], scale: float, sinks: mx.array | None
+    def record(
+        self, layer: LayerKey, queries: mx.array, tokens: Sequence[int], scale: float, sinks: mx.array | None
     ) -> None:
-        """Copy the queries at `places` out of `[1, num_heads, T, head_dim]`."""
-        copied = queries[0][:, to_device(places, mx.int32)]
+        """Copy the queries of these packed tokens out of `[1, num_heads, T, head_dim]`."""
+        copied = queries[0][:, to_device(tokens, mx.int32)]
         self._steps[-1].append(LayerQueries(layer, copied, scale, sinks))
 
     def arrays(self) -> list[mx.array]:

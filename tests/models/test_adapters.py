@@ -1,4 +1,4 @@
-"""The single seams: rope, rebinding, attention, final norm."""
+"""The single adapters: rope, rebinding, attention, final norm."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from models.tiny_parts import LLAMA3, YARN
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.models.adapters import PackedRope, Tap, TappedNorm, packed_attention, rebind, takes, views_of, wrap_ropes
 from headrace.models.rope_angles import RopeAngles
-from headrace.models.seams import PackedRope, Tap, TappedNorm, packed_attention, rebind, takes, views_of, wrap_ropes
 from headrace.models.step import KVReference, PackedStep, RowSpan, View, WindowMask
 from headrace.perf.operations import operations
 from headrace.state.attention import FullAttentionState
@@ -87,9 +87,9 @@ def test_layers_of_a_step_share_what_their_ropes_turn_by_and_the_next_step_has_i
     x = mx.random.normal((1, 3, 4, HEAD_DIM), key=mx.random.key(1))
     for step in ((0, 1, 2, 3), (9, 700, 3, 8000)):
         positions = mx.array(step, dtype=mx.int32)
-        turned = [each(x, offset=positions) for each in packed]
-        assert operations(turned)["Cos"] == 2
-        for rope, found in zip(ropes, turned, strict=True):
+        rotated = [each(x, offset=positions) for each in packed]
+        assert operations(rotated)["Cos"] == 2
+        for rope, found in zip(ropes, rotated, strict=True):
             for token, position in enumerate(step):
                 alone = rope(x[:, :, token : token + 1], offset=position)
                 assert mx.array_equal(found[:, :, token : token + 1], alone)
@@ -101,8 +101,8 @@ def test_few_dimensions_turn_for_many_tokens_and_heads(num_heads: int) -> None:
     """Which a launch of CUDA's kernel would not take at once."""
     rope, num_tokens = nn.RoPE(16), 70
     x = mx.random.normal((1, num_heads, num_tokens, 32), key=mx.random.key(0))
-    turned = PackedRope(rope)(x, mx.arange(num_tokens) + 5)
-    assert mx.allclose(turned, rope(x, offset=5), atol=1e-5)
+    rotated = PackedRope(rope)(x, mx.arange(num_tokens) + 5)
+    assert mx.allclose(rotated, rope(x, offset=5), atol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0, 7, mx.array(7)])
@@ -128,13 +128,13 @@ def test_every_child_that_takes_an_offset_is_wrapped_even_if_it_is_false_as_a_va
     module = Turning()
     before = dict(module.children())
     assert not before["rope"]
-    undo = wrap_ropes(module)
+    restore = wrap_ropes(module)
     for name in ("rope", "other_rope"):
         assert isinstance(module[name], PackedRope)
         assert module[name].rope is before[name]
     assert module.projection is before["projection"]
     assert module.norm is before["norm"]
-    undo()
+    restore()
     assert all(module[name] is child for name, child in before.items())
 
 
@@ -150,7 +150,7 @@ def test_rebinding_changes_one_instance_and_can_be_undone() -> None:
 
     x = mx.random.normal((1, 4, 64), key=mx.random.key(1))
     expected = one(x, mask="causal")
-    undo = rebind(one, {"scaled_dot_product_attention": spy})
+    restore = rebind(one, {"scaled_dot_product_attention": spy})
     assert type(one) is not llama.Attention and isinstance(one, llama.Attention)
     assert type(one).__name__ == "Attention"
     assert mx.array_equal(one(x, mask="causal"), expected)
@@ -160,7 +160,7 @@ def test_rebinding_changes_one_instance_and_can_be_undone() -> None:
     assert type(other) is llama.Attention
     assert llama.Attention.__call__ is call
     assert dict(llama.__dict__) == names
-    undo()
+    restore()
     assert type(one) is llama.Attention
     assert mx.array_equal(one(x, mask="causal"), expected)
     assert calls == ["causal"]

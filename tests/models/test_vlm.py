@@ -10,26 +10,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.tiny_seeing import PALIGEMMA, SMOLVLM, TinySeeing
+from models.tiny_vlm import PALIGEMMA, SMOLVLM, TinyVlm
 
 from headrace.backend import device
 from headrace.errors import ModelError
 from headrace.models import load as loading
 from headrace.models.load import LoadedModel, load
 from headrace.models.picture_processor import load_picture_processor
-from headrace.models.seeing import SeeingModel, runs_whole
 from headrace.models.source import ModelFiles, read_files
+from headrace.models.vlm import VlmWrapper, runs_whole
 
 MINIATURE = Path(__file__).parents[2] / "src" / "headrace" / "miniature"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return TinySeeing(SMOLVLM).save(tmp_path_factory.mktemp("smolvlm"))
+    return TinyVlm(SMOLVLM).save(tmp_path_factory.mktemp("smolvlm"))
 
 
 def loaded(files: ModelFiles) -> LoadedModel:
-    return load(files, dtype="float32", numerics="fast", self_check=True, device=device.current(), sees=True)
+    return load(files, dtype="float32", numerics="fast", self_check=True, device=device.current(), whole_vlm=True)
 
 
 def files_with(folder: Path, **changed: Any) -> ModelFiles:
@@ -82,26 +82,26 @@ def test_a_checkpoint_s_own_code_is_not_run(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_that_looks_where_its_picture_stands_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    embed = SeeingModel.embed_picture
+    embed = VlmWrapper.embed_picture
 
-    def by_place(self: SeeingModel, token_ids: mx.array, fields: Any) -> Any:
+    def by_place(self: VlmWrapper, token_ids: mx.array, fields: Any) -> Any:
         made = embed(self, token_ids, fields)
         made.inputs_embeds = made.inputs_embeds + 0.01 * mx.arange(token_ids.shape[1])[:, None]
         return made
 
-    monkeypatch.setattr(SeeingModel, "embed_picture", by_place)
+    monkeypatch.setattr(VlmWrapper, "embed_picture", by_place)
     with pytest.raises(ModelError, match="a prompt in parts is not what its model makes of it as a whole"):
         loaded(read_files("x", folder))
 
 
 def test_a_model_that_reads_its_prompts_both_ways_is_refused(tmp_path: Path) -> None:
-    folder = TinySeeing(PALIGEMMA).save(tmp_path)
+    folder = TinyVlm(PALIGEMMA).save(tmp_path)
     with pytest.raises(ModelError, match="its positions, its masks or its layers need more than embeddings"):
         loaded(read_files("x", folder))
 
 
 def test_a_model_without_its_processor_s_files_is_refused_with_the_reason(tmp_path: Path) -> None:
-    folder = TinySeeing(SMOLVLM).save(tmp_path)
+    folder = TinyVlm(SMOLVLM).save(tmp_path)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match="processor of"):
         loaded(read_files("x", folder))
@@ -114,9 +114,9 @@ def test_where_the_whole_can_t_be_had_the_text_part_serves_and_says_why(
         raise ModelError("it has another way")
 
     monkeypatch.setattr(loading, "runs_whole", lambda files: True)
-    monkeypatch.setattr(loading, "load_seeing", fail)
+    monkeypatch.setattr(loading, "load_vlm", fail)
     with caplog.at_level(logging.WARNING):
         model = loaded(read_files("miniature", MINIATURE))
     line = "vision: images and videos are refused, it has another way"
     assert model.report[-1] == line and line in caplog.text
-    assert not isinstance(model.packed.model, SeeingModel)
+    assert not isinstance(model.packed.model, VlmWrapper)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from media.test_image import saved
 from mlx_vlm.utils import load_processor
-from models.tiny_seeing import LLAVA, PIXTRAL, SMOLVLM, TinySeeing
+from models.tiny_vlm import LLAVA, PIXTRAL, SMOLVLM, TinyVlm
 from PIL import Image
 from session.test_media import data_url
 
@@ -38,7 +38,7 @@ def anyio_backend() -> str:
 class Served:
     """A tiny model that runs, and its reference."""
 
-    reference: TinySeeing
+    reference: TinyVlm
     folder: Path
     engine: Engine
     session: Session
@@ -46,7 +46,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=[LLAVA, SMOLVLM, PIXTRAL], ids=["llava", "smolvlm", "pixtral"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    reference = TinySeeing(request.param)
+    reference = TinyVlm(request.param)
     folder = reference.save(tmp_path_factory.mktemp(reference.name))
     engine = Engine.launch(Config(str(folder), ModelConfig(), EngineConfig(prefill_chunk=10)))
     yield Served(reference, folder, engine, Session.over(engine))

@@ -116,7 +116,7 @@ PROCESSORS: Mapping[str, dict[str, dict[str, Any]]] = {
 }
 
 
-class TinySeeing:
+class TinyVlm:
     """The checkpoint and its reference. config: one of those above."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
