@@ -80,7 +80,7 @@ class Reader:
         recorder: QueryRecorder | None = None,
         num_picks: int = 1,
     ) -> list[int]:
-        """Compute the ids in steps; gives the first choices behind the last `num_picks`, which watched rows tell."""
+        """Compute the ids in steps; gives the first choices after each of the last `num_picks` tokens."""
         body = len(ids) - num_picks
         cuts = [*range(0, body, STEP_TOKENS), body] if body else [0]
         for lo, hi in zip(cuts, cuts[1:], strict=False):

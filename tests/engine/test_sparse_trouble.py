@@ -72,7 +72,7 @@ def failing_runner(patch: pytest.MonkeyPatch) -> None:
     original = Runner.execute
 
     def execute(self: Runner, plan: StepPlan, requests: dict[str, GenerationRequest]) -> StepResult:
-        if self._watches:
+        if self._records_queries:
             self._compute = raises  # type: ignore[assignment,method-assign]
         return original(self, plan, requests)
 
@@ -226,7 +226,7 @@ async def test_the_draft_model_reads_only_what_is_new_to_it(engine: Engine, monk
     original = Runner.execute
 
     def execute(self: Runner, plan: StepPlan, requests: dict[str, GenerationRequest]) -> StepResult:
-        if self._watches:
+        if self._records_queries:
             computed.append(plan.num_prompt_tokens)
         return original(self, plan, requests)
 

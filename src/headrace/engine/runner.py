@@ -51,7 +51,7 @@ class Runner:
         features: FeatureCache | None = None,
         *,
         pool: StatePool | None = None,
-        watches: bool = False,
+        records_queries: bool = False,
         ahead: bool = False,
     ) -> None:
         """prefixes: None without a prefix cache. constraints: None if no request may have a constraint.
@@ -59,10 +59,10 @@ class Runner:
         speculator: None without drafting.
         features: None for a text model.
         pool: where states are, if made elsewhere.
-        watches: record the queries of sequences, see `watched`.
+        records_queries: see `recorded`.
         ahead: launch steps ahead where possible, see `launch_next`.
         """
-        assert not (ahead and watches), "what is noted waits for its tokens"
+        assert not (ahead and records_queries), "recorded queries wait for their tokens"
 
         self._model = model
         self._vocab_size = vocab_size
@@ -70,7 +70,7 @@ class Runner:
         self._constraints = constraints
         self._speculator = speculator
         self._features = features
-        self._records_queries = watches
+        self._records_queries = records_queries
         self._runs_ahead = ahead
         self._pool = StatePool() if pool is None else pool
         self._live: dict[str, LiveSequence] = {}

@@ -106,7 +106,7 @@ def start_sparse(
         memory=MemoryBudget(budget_bytes, cost.num_bytes, cost.record_bytes),
         prefixes=own,
     )
-    runner = Runner(draft.model.packed, draft.model.tokens.end, own, watches=True)
+    runner = Runner(draft.model.packed, draft.model.tokens.end, own, records_queries=True)
     return SparsePrefill(
         SparseDraft(draft.name, runner, scheduler, own, draft.weights_bytes),
         prefixes,

@@ -329,7 +329,7 @@ class PackedModel:
 
 
 def _is_window(row: Row) -> bool:
-    """As `mixers.fused.is_window`, but that what is watched goes with the chunks."""
+    """As `mixers.fused.is_window`, but rows with a recorder go with the chunks."""
     return len(row.token_ids) <= LONGEST_WINDOW and not row.state.marks and row.recorder is None
 
 
