@@ -110,8 +110,9 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     engine, asked = FakeEngine(model=replace(describe(), report=("level of its layers",))), []
     gpu = Device("cuda", "Some GPU", 16_000_000_000, 4)
     monkeypatch.setattr(doctor, "resources", lambda *_: Resources(gpu, 9_000_000_000, 80_000_000_000, tmp_path))
-    monkeypatch.setattr(doctor, "model_files", lambda config: None)
-    monkeypatch.setattr(doctor, "fit", lambda *_: Fit(4_000_000_000, 14_000_000_000, 100_000, 4096))
+    monkeypatch.setattr(doctor, "preview", lambda config: None)
+    fitting = Fit(4_000_000_000, 4_000_000_000, 14_000_000_000, lambda num_tokens: 100_000 * num_tokens, 4096, 0, 1)
+    monkeypatch.setattr(doctor, "fit", lambda *_: fitting)
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
     words = SimpleNamespace(constraints=None)
     monkeypatch.setattr(doctor, "configured_text_pipeline", lambda config: asked.append(config) or words)
@@ -128,7 +129,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     assert [config.model for config in asked] == ["some/where"]
     assert said[3:6] == [
         "fits: 4.00 GB of weights, 14.00 GB of memory may be used",
-        "room for about 100000 tokens of all requests together; its own context is 4096 tokens",
+        "context: 4096 tokens, all of its own; 24 such requests at a time, 0.41 GB each",
         "level of its layers",
     ]
     # What a session over the model has to say: the family, how it thinks, what its template takes.

@@ -49,3 +49,9 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this is a base model" in said["missing"]
     assert "images and videos" in said["missing"]
     assert "C++ compiler" in said["missing"]
+
+
+def test_a_name_that_is_of_no_chat_model_is_taken_at_its_word() -> None:
+    for name, purpose in (("Qwen3-Reranker-4B", "a reranker"), ("Qwen3-4B-Base", "a base model, not trained to chat")):
+        said = lines(fake_session(FakeEngine(model=replace(describe(), name=name))))
+        assert said["missing"] == f"a purpose for chats: by its name this is {purpose}"

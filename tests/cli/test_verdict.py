@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,65 +11,68 @@ from headrace.backend.device import Device, available_memory_bytes
 from headrace.cli import verdict
 from headrace.cli.main import main
 from headrace.cli.verdict import Resources, fit, resources
-from headrace.models.source import ModelFiles
+from headrace.engine.engine import MINIATURE
+from headrace.engine.memory import CONTEXT_STEP
+from headrace.models.preview import Preview, foresee, preview_folder
+from headrace.models.source import ModelFiles, read_files
 
 GB = 1_000_000_000
 GPU = Device("cuda", "Some GPU", 24 * GB, 8)
 CPU = Device("cpu", "Some CPU", 24 * GB, 8)
 
 LLAMA_8B = {
+    "model_type": "llama",
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
     "max_position_embeddings": 131072,
-}
-DEEPSEEK_V3 = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-QWEN3_NEXT = {
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "full_attention_interval": 4,
+    "tie_word_embeddings": False,
 }
 
 
-def files(folder: Path, config: dict[str, Any], num_bytes: int = 1000) -> ModelFiles:
-    with (folder / "model-1.safetensors").open("wb") as file:
-        file.truncate(num_bytes)
-    (folder / "mtp.safetensors").write_bytes(b"not counted")
-    return ModelFiles("m", folder, {"model_type": "x"}, config, {})
+def preview(num_bytes: int, missing_bytes: int = 0) -> Preview:
+    return Preview(ModelFiles("m", Path("m"), LLAMA_8B, LLAMA_8B, {}), num_bytes, missing_bytes)
 
 
-@pytest.mark.parametrize(
-    ("config", "num_bytes"),
-    [
-        # 32 layers, keys and values of 8 heads of 128, 2 bytes: 128 KiB.
-        (LLAMA_8B, 128 * 1024),
-        # Table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343) has 70.272 KB a token.
-        (DEEPSEEK_V3, 70_272),
-        # 12 of 48 layers, 2 heads of 256, keys and values, 2 bytes.
-        (QWEN3_NEXT, 12 * 2 * 2 * 256 * 2),
-        (
-            {**QWEN3_NEXT, "full_attention_interval": None, "layer_types": ["linear_attention", "full_attention"] * 24},
-            24 * 2 * 2 * 256 * 2,
-        ),
-        ({}, 0),
-    ],
-)
-def test_bytes_of_a_token_are_those_of_the_architecture(config: dict[str, Any], num_bytes: int, tmp_path: Path) -> None:
-    assert fit(files(tmp_path, config), GPU, 0.9).token_bytes == num_bytes
-    # In float32, as a CPU computes.
-    assert fit(files(tmp_path, config), CPU, 0.9).token_bytes == 2 * num_bytes
-
-
-def test_a_model_that_fits_leaves_room_for_so_many_tokens(tmp_path: Path) -> None:
-    lines = list(fit(files(tmp_path, LLAMA_8B, 5 * GB), GPU, 0.5).lines())
-    # 12 GB may be used and 5 are weights: 7 GB / 131,072.
-    assert lines == [
+def test_a_model_that_fits_has_a_context_and_room_for_requests() -> None:
+    # 12 GB may be used, 5 are weights. A token takes 128 KiB; slots are powers of two: 32,768 tokens take 4.29 GB.
+    assert list(fit(preview(5 * GB), GPU, 0.5, "auto").lines()) == [
         "fits: 5.00 GB of weights, 12.00 GB of memory may be used",
-        "room for about 53405 tokens of all requests together; its own context is 131072 tokens",
+        "context: 32768 tokens, its own is 131072; 1 such requests at a time, 4.29 GB each",
     ]
+
+
+def test_the_context_is_the_one_that_the_engine_chooses(tmp_path: Path) -> None:
+    """Of the miniature, whose own context a large memory holds and a small one does not."""
+    files = read_files("miniature", MINIATURE)
+    for memory_bytes in (24 * GB, 30_000_000):
+        line = list(fit(preview_folder(files), Device("cpu", "c", memory_bytes, 8), 0.9, "stored").lines())[1]
+        cost = foresee(files.config, 4)
+        assert cost is not None
+        context = int(line.split()[1])
+        left = int(0.9 * memory_bytes) - (MINIATURE / "model.safetensors").stat().st_size
+        assert cost.cost.num_bytes(context) <= left
+        assert context == 16384 or cost.cost.num_bytes(context + CONTEXT_STEP) > left
+
+
+def test_weights_that_a_cpu_widens_count_as_wide() -> None:
+    large = Device("cpu", "Some CPU", 64 * GB, 8)
+    assert next(fit(preview(5 * GB), large, 0.9, "auto").lines()).startswith(
+        "fits: 5.00 GB of weights (32.12 GB in float32), 57.60 GB of memory"
+    )
+
+
+def test_what_is_still_to_be_fetched_must_fit_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict.shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 * GB))
+    enough, little = (fit(preview(5 * GB, missing), GPU, 0.5, "auto") for missing in (5 * GB, 8 * GB))
+    assert enough.fits
+    assert "to fetch: 5.00 GB; 7.00 GB of disk are free" in list(enough.lines())[-1]
+    assert not little.fits
+    assert "does not fit on the disk" in list(little.lines())[-1]
 
 
 def test_a_model_that_does_not_fit_ends_the_command_before_it_is_loaded(
@@ -79,7 +82,9 @@ def test_a_model_that_does_not_fit_ends_the_command_before_it_is_loaded(
         raise AssertionError("nothing may be loaded here")
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
-    files(tmp_path, {}, 30 * GB)
+    with (tmp_path / "model-1.safetensors").open("wb") as file:
+        file.truncate(30 * GB)
+    (tmp_path / "mtp.safetensors").write_bytes(b"not counted")
     monkeypatch.setattr("headrace.cli.doctor.current", lambda: CPU)
     monkeypatch.setattr("headrace.cli.doctor.machine_report", lambda numerics: [])
     monkeypatch.setattr("headrace.cli.doctor.Engine.launch", refuse)

@@ -90,10 +90,11 @@ def test_an_id_becomes_the_snapshots_folder_and_no_code_is_asked_for(
         return str(tmp_path)
 
     monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    write(tmp_path, {"model_type": "llama"})
     assert locate("owner/name") == tmp_path
-    [(repo_id, patterns)] = asked
-    assert repo_id == "owner/name"
-    assert "*.safetensors" in patterns
+    assert {repo_id for repo_id, _ in asked} == {"owner/name"}
+    assert "*.safetensors" in asked[-1][1]
+    patterns = [pattern for _, patterns in asked for pattern in patterns]
     assert not any(pattern in ("*", "*.*") or pattern.endswith((".py", ".bin")) for pattern in patterns)
 
 

@@ -22,6 +22,7 @@ from headrace.cli.text_pipeline import configured_text_pipeline, without_missing
 from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, HeadraceError
+from headrace.models.purpose import purpose_by_name
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.events import Event, Finished, Reasoning, Text
@@ -79,6 +80,8 @@ def run(config: Config) -> None:
         session = Session.over(engine, text, defaults=server_defaults(config.defaults))
         if not session.takes_chats:
             raise ConfigError(f"{engine.model.name} has no chat template: it is a base model, for completions only")
+        if (purpose := purpose_by_name(engine.model.name)) is not None:
+            print(f"by its name this is {purpose}: its answers may make no sense")
         print(f"{engine.model.name}; /help lists the commands")
         with asyncio.Runner() as runner:
             _talk(config, LocalChat(session), runner)

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.backend.device import current
 from headrace.backend.doctor import compiler
 from headrace.config import Config
+from headrace.models.purpose import purpose_by_name
 from headrace.session.session import Session
 
 
@@ -42,6 +43,8 @@ def _abilities(config: Config, session: Session) -> Iterator[str]:
 def _gaps(config: Config, session: Session) -> Iterator[str]:
     if not session.takes_chats:
         yield "a chat template, so chats are refused: this is a base model"
+    elif (purpose := purpose_by_name(session.model.name)) is not None:
+        yield f"a purpose for chats: by its name this is {purpose}"
     if session.model.config.get("vision_config") and not session.model.takes_media:
         yield "images and videos"
     if current().kind == "cpu" and compiler() is None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from headrace.backend.device import Device, available_memory_bytes
 from headrace.backend.doctor import compiler
 from headrace.cli.installed import vision_advice
-from headrace.models.source import ModelFiles
+from headrace.engine.memory import DEFAULT_CONTEXT, fitting_context
+from headrace.models.preview import Preview, foresee
 
 _LOW_DISK_BYTES = 5_000_000_000
 _LOW_MEMORY_BYTES = 2_000_000_000
@@ -51,66 +53,73 @@ class Resources:
 
 def resources(device: Device, cache_folder: Path) -> Resources:
     """cache_folder: may not exist yet."""
-    existing = next(folder for folder in (cache_folder, *cache_folder.absolute().parents) if folder.is_dir())
-    return Resources(
-        device, available_memory_bytes(), shutil.disk_usage(existing).free, cache_folder, os.getloadavg()[0]
-    )
+    free_disk_bytes = shutil.disk_usage(_existing(cache_folder)).free
+    return Resources(device, available_memory_bytes(), free_disk_bytes, cache_folder, os.getloadavg()[0])
+
+
+def _existing(folder: Path) -> Path:
+    """A folder, or the nearest one above it that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """How a model's files and states compare with the memory that may be used, before anything is loaded.
 
-    token_bytes: of keys and values of one token, all of attention's layers together, as if none had a window; 0 if the
-    configuration doesn't say.
+    held_bytes: of the weights once loaded. state_bytes: of one request by its tokens; None if the configuration doesn't
+    tell. own_context: the longest that the model was made for, in tokens. missing_bytes: of files still to be fetched,
+    where free_disk_bytes are free.
     """
 
     weights_bytes: int
+    held_bytes: int
     usable_bytes: int
-    token_bytes: int
-    own_context: int | None
+    state_bytes: Callable[[int], int] | None
+    own_context: int
+    missing_bytes: int
+    free_disk_bytes: int
 
     @property
     def fits(self) -> bool:
-        return self.weights_bytes < self.usable_bytes
+        return self.held_bytes < self.usable_bytes and self.missing_bytes < self.free_disk_bytes
 
     def lines(self) -> Iterator[str]:
-        weights, usable = _gb(self.weights_bytes), _gb(self.usable_bytes)
-        if not self.fits:
-            yield f"does not fit: {weights} of weights, {usable} of memory may be used"
+        """For a model that does not fit, with what to do."""
+        weights = f"{_gb(self.weights_bytes)} of weights"
+        if self.held_bytes != self.weights_bytes:
+            weights += f" ({_gb(self.held_bytes)} in float32)"
+        usable = f"{_gb(self.usable_bytes)} of memory may be used"
+        if self.held_bytes >= self.usable_bytes:
+            yield f"does not fit: {weights}, {usable}"
+            yield "take a model in fewer bits, a smaller one, or a larger --gpu-memory-utilization"
             return
-        yield f"fits: {weights} of weights, {usable} of memory may be used"
-        if self.token_bytes:
-            num_tokens = (self.usable_bytes - self.weights_bytes) // self.token_bytes
-            longest = f"; its own context is {self.own_context} tokens" if self.own_context else ""
-            yield f"room for about {num_tokens} tokens of all requests together{longest}"
+        yield f"fits: {weights}, {usable}"
+        if self.state_bytes is not None:
+            left = self.usable_bytes - self.held_bytes
+            context = fitting_context(left, self.state_bytes, self.own_context)
+            share = "all of its own" if context == self.own_context else f"its own is {self.own_context}"
+            each = self.state_bytes(context)
+            yield f"context: {context} tokens, {share}; {left // each} such requests at a time, {_gb(each)} each"
+        if self.missing_bytes:
+            yield f"to fetch: {_gb(self.missing_bytes)}; {_gb(self.free_disk_bytes)} of disk are free in {HF_HUB_CACHE}"
+            if not self.fits:
+                yield "does not fit on the disk: free space there, or name another folder with HF_HOME"
 
 
-def fit(files: ModelFiles, device: Device, utilization: float) -> Fit:
-    weights_bytes = sum(file.stat().st_size for file in files.directory.glob("model*.safetensors"))
+def fit(found: Preview, device: Device, utilization: float, dtype: str) -> Fit:
+    """dtype: as in `ModelConfig.dtype`."""
     # Keys and values have the activations' precision, float32 on a CPU.
-    item_bytes = 4 if device.kind == "cpu" else 2
+    foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2)
+    stored = found.weights_bytes
     return Fit(
-        weights_bytes,
+        stored,
+        stored if foreseen is None else foreseen.held_bytes(stored, dtype, device),
         int(device.memory_bytes * utilization),
-        _numbers_per_token(files.text_config) * item_bytes,
-        files.context_length,
+        None if foreseen is None else foreseen.cost.num_bytes,
+        found.files.context_length or DEFAULT_CONTEXT,
+        found.missing_bytes,
+        shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free,
     )
-
-
-def _numbers_per_token(config: Mapping[str, Any]) -> int:
-    """Keys and values of one token in all layers of attention."""
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    if not isinstance(layers, int) or not isinstance(heads, int):
-        return 0
-    if isinstance(types := config.get("layer_types"), list):
-        layers = sum("linear" not in str(kind) and "attention" in str(kind) for kind in types)
-    elif isinstance(interval := config.get("full_attention_interval"), int) and interval > 0:
-        layers //= interval
-    if isinstance(rank := config.get("kv_lora_rank"), int):
-        return layers * (rank + int(config.get("qk_rope_head_dim") or 0))
-    width = config.get("head_dim") or int(config.get("hidden_size") or 0) // heads
-    return 2 * layers * int(config.get("num_key_value_heads") or heads) * int(width)
 
 
 def _gb(num_bytes: int) -> str:

@@ -37,8 +37,9 @@ from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelErro
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
+from headrace.models.preview import Preview, preview_folder, preview_on_hub
 from headrace.models.smollm2 import fetch
-from headrace.models.source import ModelFiles, locate, read_files
+from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 from headrace.models.vision import load_tower
 from headrace.models.vlm import Tower, VlmWrapper, whole_tower
 from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
@@ -400,6 +401,14 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
 def built_in_folder(name: str) -> Path | None:
     """The folder of a model inside the package; a folder of that name in the working directory takes precedence."""
     return None if Path(name).expanduser().is_dir() else _IN_PACKAGE.get(name)
+
+
+def preview(config: Config) -> Preview:
+    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
+    name = config.model
+    if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
+        return preview_on_hub(name)
+    return preview_folder(model_files(config))
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -21,9 +21,14 @@ from huggingface_hub.errors import (
 )
 
 from headrace.errors import ModelError
+from headrace.models.purpose import refuse_other_purposes
 
-DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+DOWNLOADED_FILES = (*SMALL_FILES, "*.safetensors")
 """Files downloaded with a snapshot; no code."""
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""The map from tensors to files of weights."""
 
 NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_config")
 """Keys of the text model's config in vision-language checkpoints."""
@@ -86,10 +91,28 @@ def locate(name: str) -> Path:
         raise ModelError(f"{path} is a GGUF file: {_NO_GGUF}")
     if path.is_file():
         raise ModelError(f"{path} is a file, not a model folder")
-    if path.is_absolute() or name.startswith((".", "~")):
+    if not is_hub_id(name):
         raise ModelError(f"there is no folder {path}")
     with hub_errors(name):
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            # A model that can't be served is refused before its weights are fetched.
+            read_small_files(name)
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED_FILES)))
+
+
+def read_small_files(name: str) -> ModelFiles:
+    """Of a Hugging Face repository, without fetching its weights. Raises ModelError and the hub's errors."""
+    folder = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES)))
+    if not (folder / "config.json").is_file():
+        has_gguf = snapshot_download(name, allow_patterns=["*.gguf"], dry_run=True)
+        raise ModelError(f"{name} holds no config.json: {_without_config(bool(has_gguf))}")
+    return read_files(name, folder)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can only mean a Hugging Face repository."""
+    path = Path(name).expanduser()
+    return not (path.exists() or path.is_absolute() or name.startswith((".", "~")))
 
 
 @contextmanager
@@ -129,10 +152,10 @@ def read_files(name: str, directory: Path) -> ModelFiles:
     """Parse the folder's JSON files. Raises ModelError if config.json is missing or unusable."""
     config = _read_json(directory / "config.json")
     if config is None:
-        note = f"but GGUF files: {_NO_GGUF}" if any(directory.glob("*.gguf")) else "it is not a model folder"
-        raise ModelError(f"{directory} holds no config.json: {note}")
+        raise ModelError(f"{directory} holds no config.json: {_without_config(any(directory.glob('*.gguf')))}")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{directory / 'config.json'} names no model_type")
+    refuse_other_purposes(name, directory, config)
     config["model_type"] = _known_model_type(config["model_type"])
     text_config = next((config[key] for key in NESTED_TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
     generation_config = _read_json(directory / "generation_config.json") or {}
@@ -141,6 +164,10 @@ def read_files(name: str, directory: Path) -> ModelFiles:
         if not all(isinstance(id, int) for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
             raise ModelError(f"{directory}: eos_token_id is neither a token's id nor a list of such")
     return ModelFiles(name, directory, config, text_config, generation_config)
+
+
+def _without_config(has_gguf: bool) -> str:
+    return f"but GGUF files: {_NO_GGUF}" if has_gguf else "it is not a model folder"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
