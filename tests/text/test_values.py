@@ -154,6 +154,7 @@ def test_what_would_need_guessing_is_no_value(spelling: Spelling, text: str) -> 
             {"a": True, "b": "true"},
         ),
         ('{"a": 1}', {"additionalProperties": {"type": "string"}}, {"a": "1"}),
+        ('{"a": "12"}', {"properties": {"a": {"minimum": 3}}}, {"a": 12}),
     ],
 )
 def test_json_of_another_type_is_converted_where_nothing_is_lost(text: str, part: Any, expected: Any) -> None:
@@ -167,3 +168,9 @@ def test_references_that_lead_in_a_circle_come_to_any_type() -> None:
     assert Schema({"$ref": "#/$defs/a"}, circle).types is None
     assert Schema({"$ref": "elsewhere.json"}, circle).types is None
     assert Schema(True).types is None
+
+
+def test_references_in_many_circles_are_each_followed_once() -> None:
+    names = [f"#/$defs/{number}" for number in range(30)]
+    circles = {"anyOf": [{"$ref": name} for name in names] + [{"type": ["string", "made up"]}]}
+    assert Schema(circles, {"$defs": {str(number): circles for number in range(30)}}).types == {"string"}

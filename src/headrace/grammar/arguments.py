@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.alternatives import COMBINING, Alternative, Shape, alternatives, object_shapes
+from headrace.grammar.alternatives import Alternative, Shape, alternatives, object_shapes
 from headrace.grammar.raw_text import RawText, has_brackets, raw_value, without_brackets
 from headrace.grammar.schema import check_schema, compiled_schema
+from headrace.tool_calls.schema import COMBINING
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"

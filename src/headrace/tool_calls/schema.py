@@ -1,26 +1,89 @@
-"""The types of a tool's arguments in its JSON schema."""
+"""What a JSON schema says of a value's types, for parsers and grammars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
-# Limit on nested references.
-_MAX_DEPTH = 16
+_TYPE_NAMES = ("array", "boolean", "integer", "null", "number", "object", "string")
+ALL_TYPES = frozenset(_TYPE_NAMES)
+SCALARS = frozenset({"boolean", "integer", "number", "null"})
+COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
+
+MAX_DEPTH = 16
+"""Nesting of combinators and references, beyond which nothing is looked up."""
 
 _TYPES_OF_VALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
-SCALARS = frozenset({"boolean", "integer", "number", "null"})
+_FORMS: Mapping[str, type] = {
+    **dict.fromkeys(("properties", "patternProperties"), Mapping),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "enum"), list),
+    **dict.fromkeys(("minLength", "maxLength", "minProperties", "maxProperties"), int),
+    **dict.fromkeys(("pattern", "format", "$ref"), str),
+}
+
+# The type that a subschema without one is about: a value of another type would match, but is never meant.
+_HINTS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("properties", "additionalProperties", "patternProperties", "required"), frozenset({"object"})),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), frozenset({"array"})),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), frozenset({"integer", "number"})),
+}
+
+
+def well_formed_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that have values of the right form, and of types the known ones: a schema may be written by hand."""
+    kept = {name: value for name, value in schema.items() if name != "type" and _is_well_formed(name, value)}
+    named = schema.get("type")
+    if isinstance(named, list):
+        named = [each for each in named if each in _TYPE_NAMES] or None
+    return {"type": named, **kept} if isinstance(named, list) or named in _TYPE_NAMES else kept
+
+
+def types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types that well-formed keywords allow, combinators aside; all if they leave them open.
+
+    `integer` is among them wherever `number` is.
+    """
+    named = part.get("type")
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if named is not None:
+        types = frozenset([named] if isinstance(named, str) else named)
+    elif values is not None:
+        types = frozenset("null" if value is None else _TYPES_OF_VALUES.get(type(value), "string") for value in values)
+    else:
+        types = next((hinted for keyword, hinted in _HINTS.items() if keyword in part), ALL_TYPES)
+    if "number" in types:
+        types |= {"integer"}
+    return types | {"null"} if part.get("nullable") is True else types
+
+
+def resolved(reference: str, root: Any) -> Any:
+    """The target of a reference within the schema; True, which allows anything, if there is none."""
+    found = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or key not in found:
+            return True
+        found = found[key]
+    return found
 
 
 class Schema:
-    """A subschema. root: the whole, for references."""
+    """A subschema of a tool's arguments, as parsers use it. root: the whole, for references.
+
+    types: None for any; without `integer` where there is `number`.
+    """
 
     def __init__(self, part: Any, root: Any = None) -> None:
-        self._part = part
         self._root = part if root is None else root
-        self._branches = tuple(self._alternatives(part, _MAX_DEPTH))
-        self.types = self._types(part, _MAX_DEPTH) or None
+        self._branches: list[Mapping[str, Any]] = []
+        self._types_of_references: dict[str, frozenset[str] | None] = {}
+        types = self._read(part, MAX_DEPTH)
+        if not types or types == ALL_TYPES:
+            self.types = None
+        else:
+            self.types = types - {"integer"} if "number" in types else types
 
     @property
     def takes_string(self) -> bool:
@@ -30,18 +93,16 @@ class Schema:
     @property
     def needs_integer(self) -> bool:
         """Whether a number must be an integer."""
-        return self.types is not None and "integer" in self.types and "number" not in self.types
+        return self.types is not None and "integer" in self.types
 
     @property
     def required(self) -> frozenset[str]:
-        """Required properties."""
-        return frozenset(str(name) for branch in self._branches for name in _listed(branch.get("required")))
+        return frozenset(name for branch in self._branches for name in branch.get("required", ()))
 
     def of_property(self, name: str) -> Schema:
         for branch in self._branches:
-            properties = branch.get("properties")
-            if isinstance(properties, Mapping) and name in properties:
-                return Schema(properties[name], self._root)
+            if name in branch.get("properties", ()):
+                return Schema(branch["properties"][name], self._root)
         for branch in self._branches:
             if isinstance(branch.get("additionalProperties"), Mapping):
                 return Schema(branch["additionalProperties"], self._root)
@@ -56,7 +117,7 @@ class Schema:
 
     def lists(self, name: str) -> bool:
         """Whether this property is declared."""
-        return any(name in (branch.get("properties") or {}) for branch in self._branches)
+        return any(name in branch.get("properties", ()) for branch in self._branches)
 
     def allows(self, name: str) -> bool:
         """Whether an object may have such a property: it is declared, or undeclared ones are expected."""
@@ -64,79 +125,40 @@ class Schema:
         takes_others = any(branch.get("additionalProperties") for branch in self._branches)
         return self.lists(name) or name in self.required or takes_others or not lists_any
 
-    def _types(self, part: Any, depth: int) -> frozenset[str] | None:
-        """JSON types that a subschema allows; None for any."""
-        if not isinstance(part, Mapping) or not depth:
+    def _read(self, part: Any, depth: int) -> frozenset[str] | None:
+        """The types that a subschema allows; None if they are not known. Adds its branches, inner ones first."""
+        if not depth:
             return None
-        all_of = [self._resolve(part["$ref"])] if isinstance(part.get("$ref"), str) else []
-        all_of += _listed(part.get("allOf"))
-        found = [_types_of(part), *(self._types(each, depth - 1) for each in all_of)]
-        for key in ("anyOf", "oneOf"):
-            if alternatives := _listed(part.get(key)):
-                found.append(_any_of([self._types(each, depth - 1) for each in alternatives]))
-        return _each_of(found)
+        if not isinstance(part, Mapping):
+            return frozenset() if part is False else ALL_TYPES
+        part = well_formed_keywords(part)
+        found = [self._read(each, depth - 1) for each in part.get("allOf", ())]
+        for name in ("anyOf", "oneOf"):
+            if name in part:
+                options = _known(self._read(each, depth - 1) for each in part[name])
+                found.append(frozenset().union(*options) if options else None)
+        if "$ref" in part:
+            found.append(self._read_reference(part["$ref"], depth - 1))
+        self._branches.append(part)
+        own, known = types_of_part(part), _known(found)
+        return None if own == ALL_TYPES and found and not known else reduce(frozenset.intersection, known, own)
 
-    def _alternatives(self, part: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """The alternatives of a value, references resolved."""
-        if not isinstance(part, Mapping) or not depth:
-            return
-        deeper = [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(part.get(key))]
-        deeper += [self._resolve(part["$ref"])] if isinstance(part.get("$ref"), str) else []
-        for each in deeper:
-            yield from self._alternatives(each, depth - 1)
-        yield part
-
-    def _resolve(self, reference: str) -> Any:
-        """The target of a reference within the schema; None if there is none."""
-        found = self._root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            key = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+    def _read_reference(self, reference: str, depth: int) -> frozenset[str] | None:
+        """As `_read`, once for each reference: many in a circle would take exponential time."""
+        if reference not in self._types_of_references:
+            self._types_of_references[reference] = None
+            self._types_of_references[reference] = self._read(resolved(reference, self._root), depth)
+        return self._types_of_references[reference]
 
 
-def _types_of(part: Mapping[str, Any]) -> frozenset[str] | None:
-    """Types that one subschema without alternatives names; None if it leaves them open."""
-    named = part.get("type")
-    values = [part["const"]] if "const" in part else _listed(part.get("enum"))
-    # An unknown type name means nothing.
-    known = {each for each in ([named] if isinstance(named, str) else _listed(named)) if _is_type(each)}
-    if known:
-        types = known
-    elif values:
-        types = {"null" if value is None else _TYPES_OF_VALUES.get(type(value), "string") for value in values}
-    elif "properties" in part or isinstance(part.get("additionalProperties"), Mapping):
-        types = {"object"}
-    elif "items" in part:
-        types = {"array"}
-    else:
-        return None
-    return frozenset(types | {"null"} if part.get("nullable") is True else types)
+def _known(found: Iterable[frozenset[str] | None]) -> list[frozenset[str]]:
+    return [types for types in found if types is not None]
 
 
-def _is_type(name: object) -> bool:
-    return isinstance(name, str) and (name == "null" or name in _TYPES_OF_VALUES.values())
-
-
-def _any_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types that any of several allows."""
-    return None if None in found else frozenset[str]().union(*(types for types in found if types is not None))
-
-
-def _each_of(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types that all of several allow; an integer is a number."""
-    known = [types for types in found if types is not None]
-    if not known:
-        return None
-    return frozenset(
-        name
-        for name in frozenset[str]().union(*known)
-        if all(name in types or (name == "integer" and "number" in types) for types in known)
-    )
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else ()
+def _is_well_formed(keyword: str, value: Any) -> bool:
+    if keyword == "required":
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, _FORMS.get(keyword, object))
 
 
 ANY = Schema({})
