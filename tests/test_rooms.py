@@ -48,8 +48,7 @@ RULES: dict[str, set[str]] = {
     },
     "server": {"types", "errors", "cancellation", "long_work", "config", "session", "api", "engine", "metrics"},
     "bench": {"types", "errors"},
-    "perf": {"types", "errors", "backend", "state", "models", "scheduler", "engine", "bench"},
-    "cli": {"types", "errors", "config", "server", "session", "engine", "models", "bench", "perf", "backend"},
+    "cli": {"types", "errors", "config", "server", "session", "engine", "models", "bench", "backend"},
     "__main__": {"cli"},
     "__init__": set(),
 }

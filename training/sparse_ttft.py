@@ -29,9 +29,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
+from benchmarks.shapes import SHAPES as PUBLISHED
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.perf.shapes import SHAPES as PUBLISHED
 from headrace.types.request import GenerationRequest, SamplingParams, SparseOptions
 
 _QWEN3_5_4B: Mapping[str, Any] = {

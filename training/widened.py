@@ -26,8 +26,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.shapes import SHAPES, config_of
 from headrace.engine.engine import MINIATURE
-from headrace.perf.shapes import SHAPES, config_of
 
 SAME = 2.0**-6
 """The last hidden channel of every token: far less than the others' mean square."""

@@ -158,6 +158,15 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"--{option}" in shown for option in options.split())
 
 
+@pytest.mark.parametrize("former", ["model", "kernels"])
+def test_a_former_command_says_what_to_run_instead(former: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", former, "--shape", "qwen3.5-4b"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert f"python -m benchmarks.{former}" in shown.err
+    assert (Path(__file__).parents[2] / "benchmarks" / f"{former}.py").is_file()
+
+
 def test_our_own_server_is_measured() -> None:
     async def measured() -> tuple[str, dict[str, Any]]:
         async with serving(fake_session(FakeEngine("Grü", "ße ", "🎉"))) as url:

@@ -16,6 +16,7 @@ import pytest
 from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
+from benchmarks.host import operations
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models import compiled
@@ -28,7 +29,6 @@ from headrace.models.mixers.cuda_mlp import CudaMLP
 from headrace.models.mixers.cuda_moe import CudaMoE
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
-from headrace.perf.operations import operations
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 

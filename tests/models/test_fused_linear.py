@@ -5,10 +5,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from benchmarks.host import operations
+from benchmarks.references import double
 from headrace.backend.cuda.activations import swiglu
 from headrace.models.fused import FusedLinear
-from headrace.perf.operations import operations
-from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
 

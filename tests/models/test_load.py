@@ -14,6 +14,7 @@ from mlx_lm.utils import load_model
 from models import tiny
 from models.mixed_steps import MixedSteps
 
+from benchmarks.shapes import SHAPES, random_model
 from headrace.backend import blas
 from headrace.backend.device import Device
 from headrace.errors import ModelError
@@ -21,7 +22,6 @@ from headrace.models.install import Level
 from headrace.models.load import LoadedModel, load
 from headrace.models.selfcheck import TOLERANCE
 from headrace.models.source import read_files
-from headrace.perf.shapes import SHAPES, random_model
 from headrace.types.model import TokenIds
 
 DATA = Path(__file__).parent.parent / "data"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
+from benchmarks import shapes
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
@@ -17,7 +18,6 @@ from headrace.models.mtp_head import HeadEntries, load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel, Row
 from headrace.models.source import read_files
-from headrace.perf import shapes
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from training import widened

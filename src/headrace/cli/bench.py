@@ -1,4 +1,4 @@
-"""`headrace bench URL | model | kernels`: measures a server, alone or beside others, or what runs on this device."""
+"""`headrace bench URL`: measures a server, alone or beside others."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from headrace.bench.plan import WORKLOADS, Plan, Target, check, parse_peer, parse_url
 from headrace.cli.bench_parser import make_folder, whole_numbers
 from headrace.config import Parser
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 
 _ABOUT = """Measure a server that speaks OpenAI's chat completions: time to the first text, time per token, tokens per
-second, and whether the same question at temperature 0 gets the same answer twice. `headrace bench model` and `headrace
-bench kernels` measure what runs on this device instead, without a server."""
+second, and whether the same question at temperature 0 gets the same answer twice."""
 
 _HIDDEN = "…"
 
-_ON_DEVICE = {"model": "headrace.cli.bench_model", "kernels": "headrace.cli.bench_kernels"}
-"""Measurements in this process, which import MLX."""
+_MOVED = ("model", "kernels")
+"""Former commands, which measure without a server."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Print tables and write the report. Raises ConfigError, and HeadraceError when answers failed."""
-    if argv and argv[0] in _ON_DEVICE:
-        import_module(_ON_DEVICE[argv[0]]).run(argv[1:])
-        return
+    if argv and argv[0] in _MOVED:
+        raise ConfigError(
+            f"`headrace bench {argv[0]}` is `python -m benchmarks.{argv[0]}` now, in a checkout of Headrace's sources: "
+            "see docs/benchmarks.md"
+        )
     given = _parser().parse_args(list(argv))
     plan = _plan(given)
     check(plan)

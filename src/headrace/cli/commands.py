@@ -95,9 +95,7 @@ COMMANDS: Mapping[str, Command | Group] = {
     ),
     "mtp": _MTP,
     # Its module is light, and parses its own arguments.
-    "bench": Command(
-        "headrace.cli.bench", "measure a server, or what runs on this device, alone or beside others", list
-    ),
+    "bench": Command("headrace.cli.bench", "measure a server, alone or beside others", list),
 }
 
 

@@ -1,11 +1,11 @@
-"""How far off the kernels for NVIDIA GPUs may be of `perf/layer_references.py`."""
+"""How far off the kernels for NVIDIA GPUs may be of `benchmarks/references.py`."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.perf.references import Float64, double
+from benchmarks.references import Float64, double
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 """Largest error of a result, relative to its size: what the type's own roundings on the way make."""

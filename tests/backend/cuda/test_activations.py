@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from backend.cuda.references import TOLERANCE, error
 
+from benchmarks.references import double, silu
 from headrace.backend.cuda.activations import swiglu
-from headrace.perf.layer_references import silu
-from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from backend.cuda.references import TOLERANCE, error
 
+from benchmarks import references as layer_references
+from benchmarks.references import Float64, double
 from headrace.backend.cuda import attention
 from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads, Projection
-from headrace.perf import layer_references
-from headrace.perf.references import Float64, double
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from backend.cuda.references import TOLERANCE, error
 
+from benchmarks import references as layer_references
+from benchmarks.references import double
 from headrace.backend.cuda import delta
 from headrace.backend.cuda.shapes import DeltaShape, Stash, Weights
 from headrace.backend.gated_delta import scan
-from headrace.perf import layer_references
-from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ import pytest
 from backend.cuda.references import TOLERANCE, error
 from backend.cuda.test_delta import HEADS, SORTS, Numbers, shape_of
 
+from benchmarks import references as layer_references
+from benchmarks.references import Float64, double
 from headrace.backend.cuda import delta
 from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, Prepared, Stash, Weights
-from headrace.perf import layer_references
-from headrace.perf.references import Float64, double
 
 pytestmark = pytest.mark.gpu
 

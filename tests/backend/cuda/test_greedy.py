@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.references import Float64, double
 from headrace.backend.cuda.greedy import most_likely
-from headrace.perf.references import Float64, double
 
 pytestmark = pytest.mark.gpu
 

@@ -9,11 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.references import Matrices, double, mixture, silu
 from headrace.backend.cuda import limits, matmul, moe
 from headrace.backend.cuda.activations import swiglu
 from headrace.backend.cuda.matmul import Weights
-from headrace.perf.layer_references import Matrices, mixture, silu
-from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from backend.cuda.references import TOLERANCE, error
 
+from benchmarks.references import double, rms_norm
 from headrace.backend.cuda.norm import sum_norm
-from headrace.perf.layer_references import rms_norm
-from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.references import double
 from headrace.backend.cuda.put import collect, put
-from headrace.perf.references import double
 
 pytestmark = pytest.mark.gpu
 

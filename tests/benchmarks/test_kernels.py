@@ -10,12 +10,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+from benchmarks.cases import Case, Chain, measured
+from benchmarks.kernels import KERNELS, SCAN_FORMS, main, measure_kernels
+from benchmarks.references import Matrices, attend, double, largest_error, mixture, scan
 from headrace.backend.cuda.shapes import HeadShape
-from headrace.cli.main import main
-from headrace.perf.case import Case, Chain, measured
-from headrace.perf.kernels import KERNELS, SCAN_FORMS, measure_kernels
-from headrace.perf.layer_references import Matrices, attend, mixture, scan
-from headrace.perf.references import double, largest_error
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -80,7 +78,7 @@ def test_the_time_of_a_chain_is_that_of_its_calls_alone(monkeypatch: pytest.Monk
             called.clear()
         return times["now"]
 
-    monkeypatch.setattr("headrace.perf.case.time.perf_counter", now)
+    monkeypatch.setattr("benchmarks.cases.time.perf_counter", now)
     x = mx.ones((2, 3))
     case = Case("a", "b", "c", 1, lambda: [x], lambda _: 0.0, chain=Chain(x, step))
     assert measured(case, "cpu").time_s.median == 2
@@ -122,9 +120,9 @@ def test_the_reference_of_the_delta_rule_is_the_delta_rule() -> None:
 
 
 def test_the_command_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", "attention"]) == 0
+    assert main(["attention"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:3] == ["kernel", "form", "shape"]
     assert [line.split()[0] for line in lines[2:]] == ["attention"] * 3
-    assert main(["bench", "kernels", "sorting"]) == 2
+    assert main(["sorting"]) == 2
     assert "'sorting'" in capsys.readouterr().err

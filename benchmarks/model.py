@@ -1,22 +1,90 @@
-"""`headrace bench model`: prefill and decode of a published shape on this device, beside mlx-lm."""
+"""`python -m benchmarks.model`: prefill and decode of a published shape, ours and mlx-lm's on the same weights."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headrace.backend.device import current
+import mlx.core as mx
+
+from benchmarks.command import exit_code
+from benchmarks.figures import Figure, Side, as_json, line, table
+from benchmarks.shapes import SHAPES, config_of, copy_bytes_per_s, random_model, state_bytes, weight_bytes
+from benchmarks.steps import OurSteps, PeerSteps
+from headrace.backend.device import current, device_kind
+from headrace.backend.kernels import Kernels
 from headrace.bench.machine import machine, versions
 from headrace.cli.bench_parser import make_folder
 from headrace.config import Parser
-from headrace.perf.model import ModelPlan, measure
-from headrace.perf.shapes import SHAPES, config_of
-from headrace.perf.table import as_json, line, table
-from headrace.perf.timing import Figure
-from headrace.perf.traffic import copy_bytes_per_s
+from headrace.engine.engine import PREFILL_CHUNK
+from headrace.engine.memory import state_cost
+from headrace.models.install import choose_levels
+from headrace.models.packed import PackedModel
+
+_SLOW_PEER_TOKENS = 512
+"""mlx-lm 0.32 has no kernel for gated delta nets on CUDA and goes through them token by token, at some 400 tokens/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What is measured.
+
+    prefill: lengths of prompts. decode: rows and the tokens behind each of them. num_repeats: of each prefill.
+    num_steps: of each decode measure. sides: ours before the other, which needs the model without our adapters.
+    """
+
+    shape: str
+    num_layers: int | None = None
+    dtype: str = "bfloat16"
+    bits: int | None = None
+    prefill: tuple[int, ...] = (2048, 8192)
+    decode: tuple[tuple[int, int], ...] = ((1, 1024), (8, 1024), (32, 1024), (8, 8192))
+    num_repeats: int = 3
+    num_steps: int = 20
+    sides: tuple[Side, ...] = ("headrace", "mlx-lm")
+
+
+def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[[str], None]) -> list[Figure]:
+    """Build the model and measure it. on_figure: gets each figure as soon as it is there.
+
+    Raises ConfigError for a shape or a number of layers that don't exist.
+    """
+    config = config_of(plan.shape, plan.num_layers)
+    mx.random.seed(0)
+    model = random_model(config, dtype=plan.dtype, bits=plan.bits)
+    kind = device_kind()
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", kind))
+    cost = state_cost(packed, None)
+    say(f"weights: {weight_bytes(model, {**config, 'num_experts': None}, 1) / 1e9:.2f} GB")
+    for words in packed.layer_lines:
+        say(words)
+    figures: list[Figure] = []
+
+    def take(figure: Figure, num_rows: int, context: int) -> None:
+        num_bytes = weight_bytes(model, config, num_rows) + state_bytes(cost, num_rows, context)
+        figures.append(replace(figure, num_bytes=num_bytes) if context else figure)
+        on_figure(figures[-1])
+
+    for side in plan.sides:
+        if side == "headrace":
+            steps: OurSteps | PeerSteps = OurSteps(
+                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=packed.is_compiled
+            )
+        else:
+            packed.restore()
+            is_slow = kind == "cuda" and "linear_num_value_heads" in config
+            steps = PeerSteps(model, config["vocab_size"], _SLOW_PEER_TOKENS if is_slow else None)
+        for num_tokens in plan.prefill:
+            take(steps.prefill(num_tokens, plan.num_repeats), 1, 0)
+        for num_rows, context in plan.decode:
+            take(steps.decode(num_rows, context, plan.num_steps), num_rows, context)
+    return figures
+
 
 _ABOUT = """Measure prefill and decode of a published shape on this device, without a server: ours and mlx-lm's in one
 process, on the same weights. Figures are medians, with the smallest and the largest."""
@@ -48,7 +116,7 @@ def run(argv: Sequence[str]) -> None:
         if given.json is not None:
             report = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": ["headrace", "bench", "model", *argv],
+                "command": ["python", "-m", "benchmarks.model", *argv],
                 "device": here.name,
                 "machine": machine(),
                 "versions": library_versions,
@@ -60,7 +128,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = ModelPlan("")
-    parser = Parser(prog="headrace bench model", description=_ABOUT, allow_abbrev=False)
+    parser = Parser(prog="python -m benchmarks.model", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--shape", metavar="NAME", required=True, help=f"one of {', '.join(SHAPES)}")
     parser.add_argument(
         "--random", action="store_true", required=True, help="draw the weights at random, the only kind there is"
@@ -133,3 +201,12 @@ def _rows_at_context(text: str) -> tuple[tuple[int, int], ...]:
         return ()
     pairs = [part.partition("@") for part in text.split(",")]
     return tuple((_positive(rows), _positive(context)) for rows, _, context in pairs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
+    return exit_code(run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,9 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.shapes import config_of, planned_model, random_model, state_bytes, weight_bytes
 from headrace.errors import ConfigError
-from headrace.perf.shapes import config_of, planned_model, random_model
-from headrace.perf.traffic import state_bytes, weight_bytes
 from headrace.state.layer import LayerCost
 from headrace.state.sequence import StateCost
 

@@ -10,12 +10,23 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
+from benchmarks import references as right
+from benchmarks.cases import (
+    Case,
+    Chain,
+    Error,
+    LayerSizes,
+    Step,
+    case_of,
+    form_here,
+    normal,
+    num_bytes,
+    num_copies,
+    sizes_of,
+)
+from benchmarks.references import Float64, double, largest_error
 from headrace.backend.cuda import activations, greedy, matmul, moe, norm
 from headrace.backend.device import DeviceKind
-from headrace.perf import layer_references as right
-from headrace.perf.case import Case, Chain, Step
-from headrace.perf.layer_sizes import Error, LayerSizes, case_of, form_here, normal, num_bytes, num_turns, sizes_of
-from headrace.perf.references import Float64, double, largest_error
 
 _GROUP = 64
 _CHECKED_FEATURES = 1024
@@ -71,7 +82,7 @@ def _sum_norm(sizes: LayerSizes, num_tokens: int) -> Case:
 
 
 def _products(sizes: LayerSizes, num_out: int, num_in: int, bits: int) -> Iterator[Case]:
-    held = _weights_in_turn(sizes, (num_out, num_in), bits)
+    held = _cycled_weights(sizes, (num_out, num_in), bits)
     dense, weight_bytes = _dense(held[0], slice(_CHECKED_FEATURES)), num_bytes(held[0].arrays)
 
     def skinny(x: mx.array, i: int) -> list[mx.array]:
@@ -102,9 +113,9 @@ def _product_error(wanted: Float64) -> Error:
     return lambda found: largest_error(found[0][..., : wanted.shape[-1]], wanted)
 
 
-def _weights_in_turn(sizes: LayerSizes, shape: tuple[int, ...], bits: int) -> list[matmul.Weights]:
+def _cycled_weights(sizes: LayerSizes, shape: tuple[int, ...], bits: int) -> list[matmul.Weights]:
     first = _weights(sizes, shape, bits)
-    return [first, *(_weights(sizes, shape, bits) for _ in range(num_turns(sizes, num_bytes(first.arrays)) - 1))]
+    return [first, *(_weights(sizes, shape, bits) for _ in range(num_copies(sizes, num_bytes(first.arrays)) - 1))]
 
 
 def _weights(sizes: LayerSizes, shape: tuple[int, ...], bits: int) -> matmul.Weights:
@@ -130,7 +141,7 @@ def _experts(sizes: LayerSizes, bits: int) -> Iterator[Case]:
     shapes = ((inner, width), (inner, width), (width, inner))
     every = moe.Experts(*(_weights(sizes, (routing.num_experts, *shape), bits) for shape in shapes))
     each = sum(num_bytes(weights.arrays) for weights in every.all) // routing.num_experts
-    shared = [moe.Experts(*(_weights(sizes, s, bits) for s in shapes)) for _ in range(num_turns(sizes, each))]
+    shared = [moe.Experts(*(_weights(sizes, s, bits) for s in shapes)) for _ in range(num_copies(sizes, each))]
     own = tuple(_dense(weights, slice(None)) for weights in shared[0].all)
     for num_tokens in sizes.num_tokens:
         x = normal(sizes, num_tokens, width)

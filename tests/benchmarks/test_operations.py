@@ -13,14 +13,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from benchmarks.host import num_launches, operations
+from benchmarks.shapes import config_of, random_model
+from benchmarks.steps import Forwards
 from headrace.backend.cuda import limits
 from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.perf.operations import num_launches, operations
-from headrace.perf.ours import Forwards
-from headrace.perf.shapes import config_of, random_model
 from headrace.sampling.sampler import SamplingRow, sample
 from headrace.types.request import SamplingParams
 

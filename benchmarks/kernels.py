@@ -1,24 +1,31 @@
-"""`headrace bench kernels`: time, bytes and error of each form of the computations that have several."""
+"""`python -m benchmarks.kernels`: time, bytes and error of each implementation of a computation on this device."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 
+from benchmarks import references as right
+from benchmarks.cases import Case, Measured, measured
+from benchmarks.command import exit_code
+from benchmarks.few_tokens import few_tokens
+from benchmarks.layers import attention_layers, delta_layers
+from benchmarks.references import Float64, double, largest_error
+from benchmarks.shapes import copy_bytes_per_s
 from headrace.backend.cuda.shapes import HeadShape
-from headrace.backend.device import DeviceKind, device_kind
+from headrace.backend.device import DeviceKind, current, device_kind
 from headrace.backend.gated_delta import Form, scan
 from headrace.backend.kernels import Kernels
+from headrace.bench.machine import versions
+from headrace.bench.table import spread_text
+from headrace.config import Parser
 from headrace.models.mixers.attention import attend
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.perf import layer_references as right
-from headrace.perf.case import Case, Measured, measured
-from headrace.perf.few_tokens import few_tokens
-from headrace.perf.layers import attention_layers, delta_layers
-from headrace.perf.references import Float64, double, largest_error
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -221,3 +228,41 @@ def measure_kernels(names: Sequence[str]) -> Iterator[Measured]:
     for name in names:
         for case in KERNELS[name](kind):
             yield measured(case, kind)
+
+
+_ABOUT = """Measure the computations that have several forms: the time of a call, the bytes that it has to move, the
+share of this device's copies that this is, and the largest error over the largest value of a float64 reference."""
+
+_COLUMNS = "{:<22} {:<16} {:<46} {:>24} {:>9} {:>8} {:>9}"
+
+
+def run(argv: Sequence[str]) -> None:
+    """Print a line for each implementation and shape as soon as it is measured. Raises ConfigError."""
+    parser = Parser(prog="python -m benchmarks.kernels", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", type=_known, help=f"some of {', '.join(KERNELS)} (default: all)"
+    )
+    names = parser.parse_args(list(argv)).names or list(KERNELS)
+    here, copied = current(), copy_bytes_per_s()
+    print(f"{here.name} ({here.kind}), MLX {versions()['mlx']}, copies {copied / 1e9:.0f} GB/s")
+    print(_COLUMNS.format("kernel", "form", "shape", "µs", "MB moved", "of copy", "error"))
+    for each in measure_kernels(names):
+        case = each.case
+        share = f"{case.num_bytes / each.time_s.median / copied:.1%}" if each.time_s.median else ""
+        cells = (spread_text(each.time_s, 1e6), f"{case.num_bytes / 1e6:.3g}", share, f"{each.error:.1e}")
+        print(_COLUMNS.format(case.kernel, case.form, case.shape, *cells), flush=True)
+
+
+def _known(name: str) -> str:
+    if name not in KERNELS:
+        raise argparse.ArgumentTypeError(f"there is no {name!r}, only {', '.join(KERNELS)}")
+    return name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
+    return exit_code(run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`headrace bench model` from the command line to the table and the report."""
+"""`python -m benchmarks.model` from the command line to the table and the report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.main import main
-from headrace.perf.host import HostWork
-from headrace.perf.table import line, table
-from headrace.perf.timing import Figure
+from benchmarks.figures import Figure, line, table
+from benchmarks.host import HostWork
+from benchmarks.model import main
 
 QUICK = ["--shape", "tiny-qwen3", "--random", "--dtype", "float32", "--repeats", "1", "--steps", "1"]
 
@@ -18,13 +17,13 @@ QUICK = ["--shape", "tiny-qwen3", "--random", "--dtype", "float32", "--repeats",
 def test_a_shape_is_measured_and_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "report.json"
     words = [*QUICK, "--layers", "1", "--prefill", "12", "--decode", "2@8", "--json", str(file)]
-    assert main(["bench", "model", *words]) == 0
+    assert main(words) == 0
     shown = capsys.readouterr().out
     assert "prefill 12, headrace: " in shown
     assert "decode 2@8, mlx-lm: " in shown
     assert shown.index("decode 2@8, mlx-lm: ") < shown.index("measure ")
     report = json.loads(file.read_text("utf-8"))
-    assert report["command"] == ["headrace", "bench", "model", *words]
+    assert report["command"] == ["python", "-m", "benchmarks.model", *words]
     assert report["copy_bytes_per_s"] > 0
     found = [(each["side"], each["measure"]) for each in report["figures"]]
     assert found == [(side, name) for side in ("headrace", "mlx-lm") for name in ("prefill 12", "decode 2@8")]
@@ -36,11 +35,11 @@ def test_a_shape_is_measured_and_everything_is_written(tmp_path: Path, capsys: p
 
 
 def test_one_side_alone_and_one_kind_of_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "model", *QUICK, "--prefill", "none", "--decode", "1@8", "--peer-only"]) == 0
+    assert main([*QUICK, "--prefill", "none", "--decode", "1@8", "--peer-only"]) == 0
     shown = capsys.readouterr().out
     assert "headrace" not in shown
     assert "prefill" not in shown
-    assert main(["bench", "model", *QUICK, "--prefill", "8", "--decode", "none", "--ours-only"]) == 0
+    assert main([*QUICK, "--prefill", "8", "--decode", "none", "--ours-only"]) == 0
     shown = capsys.readouterr().out
     assert "headrace" in shown
     assert "decode" not in shown
@@ -84,7 +83,7 @@ def test_a_prefill_is_told_by_its_rate() -> None:
 def test_a_mistake_is_one_line_before_anything_is_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "model", *words]) == 2
+    assert main(words) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert said in shown.err

@@ -8,14 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.figures import Figure
+from benchmarks.model import ModelPlan, measure
+from benchmarks.shapes import config_of, random_model
+from benchmarks.steps import Forwards, PeerSteps
 from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.perf.model import ModelPlan, measure
-from headrace.perf.ours import Forwards
-from headrace.perf.peer import PeerSteps
-from headrace.perf.shapes import config_of, random_model
-from headrace.perf.timing import Figure
 
 QUICK = {"dtype": "float32", "prefill": (24,), "decode": ((1, 16), (3, 16)), "num_repeats": 2, "num_steps": 2}
 

@@ -12,13 +12,23 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from benchmarks import references as right
+from benchmarks.cases import (
+    Case,
+    Chain,
+    LayerSizes,
+    case_of,
+    form_here,
+    normal,
+    num_bytes,
+    num_copies,
+    rows_name,
+    sizes_of,
+)
+from benchmarks.references import Float64, double, largest_error
 from headrace.backend.cuda import attention, delta
 from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaTable, Gate, ProjectedHeads, Projection, Stash, Weights
 from headrace.backend.device import DeviceKind
-from headrace.perf import layer_references as right
-from headrace.perf.case import Case, Chain
-from headrace.perf.layer_sizes import LayerSizes, case_of, form_here, normal, num_bytes, num_turns, rows_name, sizes_of
-from headrace.perf.references import Float64, double, largest_error
 
 # Gated delta layers
 
@@ -62,7 +72,7 @@ def _step(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int) -
     """One token of a row is certain; all those of the window before were accepted."""
     shape, context, replayed = sizes.delta, sizes.delta.kernel_size - 1, num_tokens - 1
     state_bytes = 4 * shape.num_v_heads * shape.head_v_dim * shape.head_k_dim
-    turns = num_turns(sizes, num_rows * state_bytes)
+    turns = num_copies(sizes, num_rows * state_bytes)
     table, x = _table(sizes, turns * num_rows), normal(sizes, 1, num_rows * num_tokens, shape.width)
     row = (num_tokens, 1, replayed, context + num_tokens)
     plans = [
@@ -165,7 +175,7 @@ def attention_layers(kind: DeviceKind) -> Iterator[Case]:
 def _cached(sizes: LayerSizes, num_rows: int, num_tokens: int, context: int) -> _Cached:
     heads, capacity = sizes.heads, -(-(context + num_tokens) // 256) * 256
     one = [normal(sizes, 1, heads.num_kv_heads, capacity, heads.head_dim) for _ in range(2)]
-    turns = num_turns(sizes, num_rows * num_bytes(one))
+    turns = num_copies(sizes, num_rows * num_bytes(one))
     keys, values = (mx.contiguous(mx.broadcast_to(x, (turns * num_rows, *x.shape[1:]))) for x in one)
     rows = tuple(
         tuple((r * num_tokens, num_tokens, context, 0, turn * num_rows + r, capacity, 0, 0) for r in range(num_rows))

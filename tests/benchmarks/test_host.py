@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from benchmarks.host import host_work, num_host_steps
+from benchmarks.shapes import config_of, random_model
+from benchmarks.steps import OurSteps
 from headrace.backend.kernels import Kernels
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.perf.host import host_work, num_host_steps
-from headrace.perf.ours import OurSteps
-from headrace.perf.shapes import config_of, random_model
 
 
 def add(kept: list[object], number: int) -> None:

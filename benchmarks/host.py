@@ -1,13 +1,18 @@
-"""What steps cost the host's thread, whatever the device does meanwhile."""
+"""What a step costs the host: time, calls and objects of its thread, and operations of its graph."""
 
 from __future__ import annotations
 
+import io
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
+
+import mlx.core as mx
 
 NUM_COUNTED = 5
 """Steps whose calls and objects are counted, which slows them down."""
@@ -65,3 +70,25 @@ def _counted(step: Callable[[], object]) -> tuple[int, int]:
         sys.setprofile(before)
     # the last call is the one that ends counting
     return num_calls - 1, num_objects
+
+
+VIEWS = frozenset(
+    "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient"
+    " Transpose Unflatten View".split()
+)
+"""Operations that as a rule only say how an array's memory is to be read, and launch nothing."""
+
+# A node each time that an operation is computed; the number in it is not its own, compiled functions share theirs.
+_PRIMITIVE = re.compile(r'\{ \d+ \[label ="([^"]+)"')
+
+
+def operations(arrays: Sequence[mx.array]) -> Counter[str]:
+    """How many operations of each kind have to be computed for arrays that are not evaluated yet."""
+    drawn = io.StringIO()
+    mx.export_to_dot(drawn, *arrays)
+    return Counter(_PRIMITIVE.findall(drawn.getvalue()))
+
+
+def num_launches(found: Counter[str]) -> int:
+    """Operations that are no views."""
+    return sum(count for name, count in found.items() if name not in VIEWS)

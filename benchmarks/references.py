@@ -1,4 +1,4 @@
-"""What layers should give, in float64 and one number after the other where that is clearer."""
+"""What layers should compute, in float64, one number after the other where that is clearer."""
 
 from __future__ import annotations
 
@@ -9,40 +9,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.cuda.shapes import DeltaShape, HeadShape, Projection, Stash, Weights
-from headrace.perf.references import Float64 as Array
-from headrace.perf.references import double
+
+Float64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def double(array: mx.array) -> Float64:
+    """The array's own values; every type here fits float32."""
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def largest_error(found: mx.array, right: Float64) -> float:
+    """The largest difference, over the largest right value."""
+    return float(np.abs(double(found) - right).max() / np.abs(right).max())
+
 
 Slabs = Sequence[tuple[mx.array, mx.array]]
-Matrices = tuple[Array, Array, Array]
+Matrices = tuple[Float64, Float64, Float64]
 """Of an expert: gate and up `[I, K]`, down `[K, I]`."""
 
 
-def sigmoid(x: Array) -> Array:
+def sigmoid(x: Float64) -> Float64:
     """Of each number."""
-    found: Array = 1 / (1 + np.exp(-x))
+    found: Float64 = 1 / (1 + np.exp(-x))
     return found
 
 
-def silu(x: Array) -> Array:
+def silu(x: Float64) -> Float64:
     """Of each number."""
     return x * sigmoid(x)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(x: Float64, weight: Float64, eps: float) -> Float64:
     """Over the last axis."""
-    found: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    found: Float64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
     return found
 
 
-def unit(x: Array) -> Array:
+def unit(x: Float64) -> Float64:
     """Of length 1 over the last axis, but for a small number under the root."""
-    found: Array = x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+    found: Float64 = x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
     return found
 
 
 def scan(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, keep: int | None
-) -> tuple[Array, Array, Array]:
+    q: Float64, k: Float64, v: Float64, g: Float64, beta: Float64, state: Float64, keep: int | None
+) -> tuple[Float64, Float64, Float64]:
     """The gated delta rule for one row, token first: y, the end state, and the state after `keep` tokens."""
     num_tokens, num_heads, _ = v.shape
     group = num_heads // k.shape[1]
@@ -58,7 +69,7 @@ def scan(
     return y, state, kept
 
 
-def prepare(shape: DeltaShape, weights: Weights, projected: Array, context: Array) -> tuple[Array, ...]:
+def prepare(shape: DeltaShape, weights: Weights, projected: Float64, context: Float64) -> tuple[Float64, ...]:
     """q, k, v, g, beta of one row's tokens, and its raw inputs with those before them."""
     num_tokens, num_k_heads, num_v_heads = len(projected), shape.num_k_heads, shape.num_v_heads
     raw = np.concatenate([context, projected[:, : shape.num_channels]])
@@ -80,11 +91,11 @@ def window(
     shape: DeltaShape,
     weights: Weights,
     row: Sequence[int],
-    projected: Array,
-    old_raw: Array,
+    projected: Float64,
+    old_raw: Float64,
     old_stash: Stash,
-    state: Array,
-) -> tuple[Array, ...]:
+    state: Float64,
+) -> tuple[Float64, ...]:
     """One row of a plan: y, the state after its certain tokens, its raw inputs, and k, v, g, beta of the others."""
     lo, num_tokens, num_certain, num_replay, end, old = row
     context = old_raw[old, end - shape.kernel_size + 1 : end]
@@ -96,7 +107,7 @@ def window(
     return y[num_replay:], kept, raw, *(array[num_certain:] for array in news)
 
 
-def gated_norm(shape: DeltaShape, weights: Weights, y: Array, projected: Array) -> Array:
+def gated_norm(shape: DeltaShape, weights: Weights, y: Float64, projected: Float64) -> Float64:
     """`[1, T, Hv · Dv]`."""
     value_dim = shape.num_v_heads * shape.head_v_dim
     gates = projected[:, shape.z_at : shape.z_at + value_dim].reshape(y.shape)
@@ -108,12 +119,12 @@ def gated_norm(shape: DeltaShape, weights: Weights, y: Array, projected: Array) 
 def attend(
     shape: HeadShape,
     plan: Sequence[Sequence[int]],
-    queries: Array,
+    queries: Float64,
     slabs: Slabs,
     scale: float,
-    sinks: Array | None,
-    gates: Array | None,
-) -> Array:
+    sinks: Float64 | None,
+    gates: Float64 | None,
+) -> Float64:
     """`[1, T, num_heads · head_dim]`, token by token and head by head; gates: `[T, num_heads, head_dim]`."""
     held = [(double(keys), double(values)) for keys, values in slabs]
     out = np.zeros(queries.shape)
@@ -137,20 +148,20 @@ def attend(
 def rope_append(
     shape: HeadShape,
     layout: Projection,
-    positions: Array,
-    projected: Array,
-    turns: Array,
+    positions: Float64,
+    projected: Float64,
+    turns: Float64,
     axes: NDArray[np.int32],
-    norms: tuple[Array, Array, float] | None,
-) -> tuple[Array, Array, Array]:
+    norms: tuple[Float64, Float64, float] | None,
+) -> tuple[Float64, Float64, Float64]:
     """Queries, keys and values `[T, heads, head_dim]`."""
     num_tokens, half = len(projected), layout.rotary // 2
 
-    def heads(at: int, number: int, stride: int, weight: Array | None) -> Array:
+    def heads(at: int, number: int, stride: int, weight: Float64 | None) -> Float64:
         found = np.stack([projected[:, at + h * stride : at + h * stride + shape.head_dim] for h in range(number)], 1)
         return found if weight is None or norms is None else rms_norm(found, weight, norms[2])
 
-    def turned(x: Array) -> Array:
+    def turned(x: Float64) -> Float64:
         y = x.copy()
         for t in range(num_tokens):
             for channel in range(half):
@@ -167,8 +178,13 @@ def rope_append(
 
 
 def mixture(
-    token: Array, logits: Array, expert: Callable[[int], Matrices], own: Matrices | None, per_token: int, normed: bool
-) -> Array:
+    token: Float64,
+    logits: Float64,
+    expert: Callable[[int], Matrices],
+    own: Matrices | None,
+    per_token: int,
+    normed: bool,
+) -> Float64:
     """`[K]`: what the likeliest experts make of one token `[K]`, and the shared one, whose logit is the last."""
     experts = logits if own is None else logits[:-1]
     chances = np.exp(experts - experts.max())
@@ -176,9 +192,9 @@ def mixture(
     best = [int(e) for e in np.argsort(-chances, kind="stable")[:per_token]]
     total = chances[best].sum() if normed else 1.0
 
-    def made(matrices: Matrices) -> Array:
+    def made(matrices: Matrices) -> Float64:
         gate, up, down = matrices
-        found: Array = down @ (silu(gate @ token) * (up @ token))
+        found: Float64 = down @ (silu(gate @ token) * (up @ token))
         return found
 
     found = sum((chances[e] / total * made(expert(e)) for e in best), np.zeros_like(token))
