@@ -44,6 +44,7 @@ class _Prompt:
     marks: lengths at which snapshots are still to be taken.
     num_computed: tokens given to the runner.
     counts: whether it counts as a lookup, once it begins.
+    snapshots, spans: copies of what it has computed that are not in the tree yet.
     is_sparse: sparse prefill has changed what is computed.
     """
 
@@ -54,6 +55,7 @@ class _Prompt:
     num_computed: int
     counts: bool
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
+    spans: list[SpanRecord] = field(default_factory=list)
     has_begun: bool = False
     is_done: bool = False
     is_sparse: bool = False
@@ -194,27 +196,51 @@ class PrefixPool:
         prompt.snapshots.update(snapshots)
         prompt.marks -= snapshots.keys()
 
-    def store(self, request_id: str, token_ids: Sequence[int], state: SequenceState) -> None:
+    def copy(self, request_id: str, state: SequenceState) -> None:
+        """Copy what the prompt has computed and the tree lacks; the next step may write the state.
+
+        Nothing is in the tree until `store`, so a row that fails leaves nothing there.
+        """
+        prompt = self._prompts[request_id]
+        if prompt.is_sparse:
+            return
+        if self._needs_snapshots and state.length not in prompt.snapshots:
+            prompt.snapshots[state.length] = state.snapshot()
+        if self._has_spans:
+            start = self._tree.match(prompt.namespace, prompt.key[: state.length], state.length).num_agreed_tokens
+            for end in sorted({*prompt.snapshots, state.length}):
+                if start < end <= state.length:
+                    prompt.spans.append(state.copy_span(start, end))
+                    start = end
+
+    def store(
+        self, request_id: str, token_ids: Sequence[int], state: SequenceState, *, was_drawn_from: bool = True
+    ) -> None:
         """Put what a sequence of the request has computed into the tree, up to its committed length.
 
         token_ids: at least that many. The first call that reaches the prompt's end releases waiting requests. A sparse
         prompt is ignored.
+        was_drawn_from: tokens have been drawn, so the state is known to hold numbers; otherwise that is checked, which
+        waits for the device.
         """
         if state.is_untouched:  # it was resumed and ended before its next step
             return
         prompt = self._prompts[request_id]
-        if prompt.is_sparse:
+        if prompt.is_sparse or not (was_drawn_from or state.is_finite()):
             return
         length = state.length
         snapshots: dict[int, SequenceRecord] = {}
         if self._needs_snapshots:
             snapshots = {at: record for at, record in prompt.snapshots.items() if at <= length}
-            snapshots.setdefault(length, state.snapshot())
-            prompt.snapshots = {}
+            if length not in snapshots:
+                snapshots[length] = state.snapshot()
+        spans, prompt.snapshots, prompt.spans = prompt.spans, {}, []
         key = (*prompt.key, *token_ids[len(prompt.key) :])[:length]
-        spans: list[SpanRecord] = []
 
         def cut(start: int, end: int) -> Piece:
+            for span in spans:
+                if span.start <= start and end <= span.end:
+                    return span if (start, end) == (span.start, span.end) else span.part(start, end)
             spans.append(state.copy_span(start, end))
             return spans[-1]
 

@@ -134,7 +134,7 @@ class Runner:
             for one in windows:
                 one.live.is_sound = False
             if self._prefixes is not None:
-                # copies of what prompts of this step have computed may be in it
+                # it may hold copies that were launched before and have failed with the step
                 self._prefixes.evict(sys.maxsize)
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
@@ -302,6 +302,10 @@ class Runner:
         num_committed = len(chunk.token_ids) + max(0, len(token_ids) - 1)
         if not window.is_committed:
             live.state.commit(num_committed)
+        if not is_drawn:
+            live.is_sound = False
+        elif chunk.samples and chunk.output_index == 0 and self._prefixes is not None:
+            self._prefixes.store(chunk.request_id, live.token_ids, live.state)
         results = []
         if not chunk.samples:
             results.append(ChunkResult(chunk.sequence_id, num_committed, prompt_logprobs=outcome.prompt_logprobs))
@@ -318,7 +322,7 @@ class Runner:
         return results
 
     def _close_prompts(self, prompts: Sequence[tuple[int, Window]]) -> dict[int, Exception]:
-        """Commit chunks of prompts, whose tokens are all certain, and keep what later prompts may use.
+        """Commit chunks of prompts, whose tokens are all certain, and copy what later prompts may use.
 
         The prediction head processes them together. prompts: with their indices; returns errors by these.
         """
@@ -335,14 +339,14 @@ class Runner:
         return errors
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
-        """Hand over what a chunk of a prompt has computed."""
+        """Hand over copies of what a chunk of a prompt has computed; they are stored once a token is drawn."""
         if self._prefixes is None:
             return
         if live.state.length in self._marks(chunk):
             snapshots[live.state.length] = live.state.snapshot()
         self._prefixes.keep(chunk.request_id, snapshots)
         if chunk.samples:
-            self._prefixes.store(chunk.request_id, live.token_ids, live.state)
+            self._prefixes.copy(chunk.request_id, live.state)
 
     def _catch_up(self, lives: Sequence[LiveSequence]) -> None:
         if self._speculator is not None and lives:
@@ -416,7 +420,9 @@ class Runner:
             try:
                 if self._prefixes is not None and live.is_sound and live.state.length:
                     self._catch_up([live])
-                    self._prefixes.store(live.request.request_id, live.token_ids, live.state)
+                    self._prefixes.store(
+                        live.request.request_id, live.token_ids, live.state, was_drawn_from=live.num_output > 0
+                    )
             except Exception:  # a row's outer wall: its answer is complete
                 logger.exception("what %s has computed is not kept", sequence_id)
             live.state.release()

@@ -255,6 +255,15 @@ class SequenceState:
         """Whether nothing was computed since the last restore: then layers are still in the records they came from."""
         return bool(self._sources)
 
+    def is_finite(self) -> bool:
+        """Whether the last token has left numbers in all layers. What lost them earlier has none there either.
+
+        Waits for the device. Not of an untouched state, nor at length 0.
+        """
+        layers = [*self.copy_span(self.length - 1, self.length).layers.values(), *self.snapshot().layers.values()]
+        finite = [mx.isfinite(array).all() for record in layers for array in record.arrays]
+        return not finite or bool(mx.stack(finite).all().item())
+
     @property
     def span_token_bytes(self) -> int:
         """Bytes that a token takes in a span."""
