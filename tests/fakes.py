@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
 from headrace.session.session import Session
 from headrace.text.template import PromptHead, RenderedPrompt
-from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
 from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
 from headrace.types.media import Route
 from headrace.types.model import ModelDescription, TokenIds
@@ -337,6 +338,14 @@ def describe(
         tokens=ByteTokenizer.token_ids,
         eos_token_ids=(END,),
     )
+
+
+def in_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a request, those of GenerationOptions gathered in `options`."""
+    names = {each.name for each in dataclasses.fields(GenerationOptions)}
+    options = {name: value for name, value in fields.items() if name in names}
+    others = {name: value for name, value in fields.items() if name not in names}
+    return {**others, "options": GenerationOptions(**options)}
 
 
 def thinking_family() -> ModelFamily:

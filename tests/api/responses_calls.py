@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from fakes import describe
 
 from headrace.api.responses_body import ResponseCall, read_response
 from headrace.errors import InvalidRequest, NotFound, PreviousResponseNotFound
+from headrace.session.settings import check_options
+from headrace.types.model import ModelTraits
 
 
 class Remembered:
@@ -37,11 +40,11 @@ class Remembered:
 def read(remembered: Remembered | None = None, max_model_len: int | None = None, **fields: Any) -> ResponseCall:
     """The call in a body of these fields; the input is a greeting unless it is one of them."""
     body = json.dumps({"input": "hello", **fields}).encode()
-    return read_response(body, remembered or Remembered(), max_model_len)
+    return read_response(body, remembered or Remembered(), ModelTraits(max_model_len=max_model_len))
 
 
 def refusal(remembered: Remembered | None = None, **fields: Any) -> InvalidRequest:
     """What such a body is refused with."""
     with pytest.raises(InvalidRequest) as caught:
-        read(remembered, **fields)
+        check_options(read(remembered, **fields).request.options, describe())
     return caught.value

@@ -7,41 +7,48 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes import describe
 
 from headrace.api.openai_chat import ChatCompletionBody, read_chat_completion
 from headrace.api.openai_fields import CHAT_FIELDS
 from headrace.api.openai_sampling import Call
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
+from headrace.session.settings import check_options
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
+    GenerationOptions,
     MediaPart,
-    RequestedAnswers,
-    RequestedSampling,
-    RequestedStop,
     TextPart,
     ToolCall,
 )
 from headrace.types.media import MediaOptions
+from headrace.types.model import ModelTraits
+from headrace.types.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
+ANY = ModelTraits()
 
 
 def read(messages: Any = HELLO, **fields: Any) -> Call[ChatRequest]:
-    return read_chat_completion(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+    return read_chat_completion(json.dumps({"model": "m", "messages": messages, **fields}).encode(), ANY)
+
+
+def unseeded(options: GenerationOptions) -> GenerationOptions:
+    """Without the seed that was drawn."""
+    return replace(options, sampling=replace(options.sampling, seed=0))
 
 
 def refusal(messages: Any = HELLO, **fields: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        read(messages, **fields)
+        check_options(read(messages, **fields).request.options, describe())
     return caught.value
 
 
 def test_a_plain_body_leaves_everything_to_the_server() -> None:
     call = read()
     assert call.request.messages == (ChatMessage("user", (TextPart("hello"),)),)
-    assert call.request.sampling == RequestedSampling()
-    assert call.request.stop == RequestedStop()
+    assert unseeded(call.request.options) == GenerationOptions()
     assert call.request.tools == ()
     assert (call.model, call.stream, call.include_usage, call.ignored) == ("m", False, False, ())
 
@@ -57,26 +64,40 @@ def test_sampling_and_stop_fields_are_taken_over() -> None:
         temperature=1, top_p=0.5, top_k=-1, min_p=0, seed=-4, max_tokens=9, stop=["a", "b"], stop_token_ids=[3],
         ignore_eos=True,
     ).request  # fmt: skip
-    assert request.sampling == RequestedSampling(1.0, 0.5, -1, 0.0, -4)
-    assert request.stop == RequestedStop(9, ("a", "b"), (3,), True)
+    assert request.options == GenerationOptions(
+        SamplingParams(1.0, 0.5, -1, 0.0, -4),
+        max_tokens=9,
+        stop_strings=("a", "b"),
+        stop_token_ids=(3,),
+        ignore_eos=True,
+    )
+
+
+def test_what_a_body_leaves_open_is_the_models_default() -> None:
+    defaults = GenerationOptions(SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1), max_tokens=99)
+    body = json.dumps({"messages": HELLO, "temperature": 0, "top_p": 0.5, "top_k": None}).encode()
+    options = read_chat_completion(body, ModelTraits(defaults=defaults)).request.options
+    assert unseeded(options) == GenerationOptions(SamplingParams(0.0, 0.5, 20, repetition_penalty=1.1), max_tokens=99)
 
 
 def test_one_stop_string_may_stand_alone() -> None:
-    assert read(stop="END").request.stop.strings == ("END",)
+    assert read(stop="END").request.options.stop_strings == ("END",)
 
 
 def test_both_names_of_max_tokens_are_taken_unless_they_differ() -> None:
-    assert read(max_completion_tokens=5).request.stop.max_tokens == 5
-    assert read(max_completion_tokens=5, max_tokens=5).request.stop.max_tokens == 5
+    assert read(max_completion_tokens=5).request.options.max_tokens == 5
+    assert read(max_completion_tokens=5, max_tokens=5).request.options.max_tokens == 5
     assert refusal(max_completion_tokens=5, max_tokens=6).param == "max_tokens"
-    assert read(max_tokens=0).request.stop.max_tokens == 0
+    assert read(max_tokens=0).request.options.max_tokens == 0
 
 
 def test_null_is_the_same_as_absent_for_every_field() -> None:
     fields = {*CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect, *ChatCompletionBody.model_fields}
     nothing = dict.fromkeys(fields - {"messages", "model"})
     call, plain = read(**nothing), read()
-    assert replace(call.request, request_id="") == replace(plain.request, request_id="")
+    assert unseeded(call.request.options) == unseeded(plain.request.options)
+    plain_request = replace(plain.request, request_id="", options=GenerationOptions())
+    assert replace(call.request, request_id="", options=GenerationOptions()) == plain_request
     assert (call.stream, call.include_usage, call.ignored) == (False, False, ())
 
 
@@ -85,42 +106,42 @@ def test_every_control_is_taken_over() -> None:
         repetition_penalty=1.1, frequency_penalty=-2, presence_penalty=2, logit_bias={"5": -100, "07": 1.5},
         allowed_token_ids=[5, 7], bad_words=["no", "never ever"], min_tokens=2,
     ).request  # fmt: skip
-    assert request.sampling == RequestedSampling(
+    assert unseeded(request.options).sampling == SamplingParams(
         repetition_penalty=1.1, frequency_penalty=-2.0, presence_penalty=2.0, logit_bias=((5, -100.0), (7, 1.5)),
-        allowed_token_ids=(5, 7), bad_words=("no", "never ever"), min_tokens=2,
+        allowed_token_ids=frozenset({5, 7}), bad_words=("no", "never ever"), min_tokens=2,
     )  # fmt: skip
 
 
 def test_log_probabilities_are_asked_for_with_a_switch_and_a_number() -> None:
-    assert read().request.answers == RequestedAnswers()
-    assert read(logprobs=True).request.answers.num_logprobs == 0
-    assert read(logprobs=True, top_logprobs=20).request.answers.num_logprobs == 20
-    assert read(logprobs=False, top_logprobs=0).request.answers.num_logprobs is None
+    assert read().request.options.num_logprobs is None
+    assert read(logprobs=True).request.options.num_logprobs == 0
+    assert read(logprobs=True, top_logprobs=20).request.options.num_logprobs == 20
+    assert read(logprobs=False, top_logprobs=0).request.options.num_logprobs is None
     for fields in ({"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}):
         assert refusal(**fields).param == "top_logprobs"
 
 
 def test_a_prompts_log_probabilities_are_told_with_whole_answers_only() -> None:
-    assert read(prompt_logprobs=0).request.answers.num_prompt_logprobs == 0
+    assert read(prompt_logprobs=0).request.options.num_prompt_logprobs == 0
     assert refusal(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
 
 
 def test_how_far_ahead_may_be_guessed_is_taken_over() -> None:
-    assert read(draft_tokens=0).request.answers.max_draft_tokens == 0
-    assert read(draft_tokens=16).request.answers.max_draft_tokens == 16
+    assert read(draft_tokens=0).request.options.max_draft_tokens == 0
+    assert read(draft_tokens=16).request.options.max_draft_tokens == 16
     for value in (-1, 17, True, "4", 1.0):
         assert refusal(draft_tokens=value).param == "draft_tokens"
 
 
 def test_several_choices_and_a_priority_are_taken_over() -> None:
     request = read(n=128, priority=-5).request
-    assert (request.answers.num_choices, request.priority) == (128, -5)
+    assert (request.options.num_choices, request.options.priority) == (128, -5)
 
 
 def test_whose_turn_it_is_is_the_cache_key_else_the_user() -> None:
-    assert read(user="eve", prompt_cache_key="thread-1").request.session == "thread-1"
-    assert read(user="eve").request.session == "eve"
-    assert read().request.session == ""
+    assert read(user="eve", prompt_cache_key="thread-1").request.options.session == "thread-1"
+    assert read(user="eve").request.options.session == "eve"
+    assert read().request.options.session == ""
 
 
 def test_messages_come_in_all_shapes() -> None:
@@ -314,9 +335,9 @@ def test_usage_is_asked_for_in_stream_options_only() -> None:
     assert read(stream=True, stream_options={"include_usage": None}).include_usage is False
     assert read(stream=True).include_usage is False
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"
-    assert read(stream=True, stream_options={"include_usage": True}).request.answers.counts_progress is False
+    assert read(stream=True, stream_options={"include_usage": True}).request.options.counts_progress is False
     continuous = read(stream=True, stream_options={"continuous_usage_stats": True})
-    assert (continuous.include_usage, continuous.request.answers.counts_progress) == (False, True)
+    assert (continuous.include_usage, continuous.request.options.counts_progress) == (False, True)
 
 
 @pytest.mark.parametrize("name", list(CHAT_FIELDS.neutral_values))
@@ -362,7 +383,7 @@ def test_an_unfinished_assistant_turn_can_be_continued() -> None:
 )  # fmt: skip
 def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        read_chat_completion(body)
+        read_chat_completion(body, ANY)
 
 
 @pytest.mark.parametrize(
@@ -379,9 +400,9 @@ def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
 )
 def test_half_a_surrogate_pair_is_read_as_a_replacement_character(written: str, read_as: str) -> None:
     body = '{"messages": [{"role": "user", "content": "TEXT"}], "stop": ["TEXT"]}'.replace("TEXT", written)
-    request = read_chat_completion(body.encode()).request
+    request = read_chat_completion(body.encode(), ANY).request
     assert request.messages[0].content == (TextPart(read_as),)
-    assert request.stop.strings == (read_as,)
+    assert request.options.stop_strings == (read_as,)
 
 
 @pytest.mark.parametrize(
@@ -407,16 +428,17 @@ def test_more_messages_than_tokens_are_refused_before_anybody_looks_at_them() ->
     with pytest.raises(
         ContextTooLong, match="length is 8 tokens. However, your messages resulted in at least 9"
     ) as one:
-        read_chat_completion(body, max_model_len=8)
+        read_chat_completion(body, ModelTraits(max_model_len=8))
     assert one.value.param == "messages"
-    assert len(read_chat_completion(json.dumps({"messages": HELLO * 8}).encode(), 8).request.messages) == 8
+    full = json.dumps({"messages": HELLO * 8}).encode()
+    assert len(read_chat_completion(full, ModelTraits(max_model_len=8)).request.messages) == 8
 
 
 @pytest.mark.parametrize("name", ["content", "tool_calls"])
 def test_more_parts_or_calls_than_tokens_are_refused_by_their_path(name: str) -> None:
     body = json.dumps({"messages": [*HELLO, {"role": "assistant", name: [7] * 9}]}).encode()
     with pytest.raises(InvalidRequest, match="at most 8 elements") as caught:
-        read_chat_completion(body, max_model_len=8)
+        read_chat_completion(body, ModelTraits(max_model_len=8))
     assert caught.value.param == f"messages[1].{name}"
 
 
@@ -428,11 +450,11 @@ def test_only_the_first_wrong_message_is_looked_at() -> None:
 
 
 def test_what_a_prompt_may_share_with_others_is_taken_over() -> None:
-    assert read(cache_salt="tenant 7").request.cache_salt == "tenant 7"
-    assert read().request.cache_salt == ""
+    assert read(cache_salt="tenant 7").request.options.cache_salt == "tenant 7"
+    assert read().request.options.cache_salt == ""
 
 
 def test_characters_outside_the_basic_plane_survive_both_ways_of_writing_them() -> None:
     for text in ('"\\ud83d\\ude00"', '"😀"'):
-        call = read_chat_completion(f'{{"messages": [{{"role": "user", "content": {text}}}]}}'.encode())
+        call = read_chat_completion(f'{{"messages": [{{"role": "user", "content": {text}}}]}}'.encode(), ANY)
         assert call.request.messages[0].content == (TextPart("😀"),)

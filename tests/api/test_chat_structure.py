@@ -10,6 +10,7 @@ import pytest
 from headrace.api.openai_chat import read_chat_completion
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest, Structure
+from headrace.types.model import ModelTraits
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
@@ -17,7 +18,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "
 
 def read(**fields: Any) -> ChatRequest:
     body = json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
-    return read_chat_completion(body).request
+    return read_chat_completion(body, ModelTraits()).request
 
 
 @pytest.mark.parametrize(

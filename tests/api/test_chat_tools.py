@@ -12,6 +12,7 @@ from headrace.api.openai_sampling import Call
 from headrace.api.openai_tokenize import read_tokenize
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, ToolCall, ToolChoice, ToolDefinition
+from headrace.types.model import ModelTraits
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -28,7 +29,7 @@ def body(**fields: Any) -> bytes:
 
 
 def read(**fields: Any) -> Call[ChatRequest]:
-    return read_chat_completion(body(**fields))
+    return read_chat_completion(body(**fields), ModelTraits())
 
 
 def choice(**fields: Any) -> ToolChoice:

@@ -7,30 +7,38 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes import describe
 
 from headrace.api.openai_completion import MAX_PROMPTS, CompletionBody, read_completion
 from headrace.api.openai_fields import COMPLETION_FIELDS
 from headrace.api.openai_sampling import Call
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import CompletionRequest, RequestedAnswers, RequestedSampling, RequestedStop
+from headrace.session.settings import check_options
+from headrace.types.chat import CompletionRequest, GenerationOptions
+from headrace.types.model import ModelTraits
+from headrace.types.request import SamplingParams
 
 
 def read(prompt: Any = "once", **fields: Any) -> Call[CompletionRequest]:
-    return read_completion(json.dumps({"model": "m", "prompt": prompt, **fields}).encode())
+    return read_completion(json.dumps({"model": "m", "prompt": prompt, **fields}).encode(), ModelTraits())
+
+
+def unseeded(request: CompletionRequest) -> CompletionRequest:
+    """Without what was drawn: the id and the seed."""
+    options = replace(request.options, sampling=replace(request.options.sampling, seed=0))
+    return replace(request, request_id="", options=options)
 
 
 def refusal(prompt: Any = "once", **fields: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        read(prompt, **fields)
+        check_options(read(prompt, **fields).request.options, describe())
     return caught.value
 
 
 def test_a_plain_body_asks_for_sixteen_tokens_and_leaves_the_rest_to_the_server() -> None:
     call = read()
     assert call.request.prompts == ("once",)
-    assert call.request.sampling == RequestedSampling()
-    assert call.request.stop == RequestedStop(max_tokens=16)
-    assert call.request.answers == RequestedAnswers()
+    assert unseeded(call.request).options == GenerationOptions(max_tokens=16)
     assert (call.request.echo, call.model, call.stream, call.ignored) == (False, "m", False, ())
 
 
@@ -83,7 +91,7 @@ def test_a_prompt_of_no_shape_is_refused_by_its_path(prompt: Any, param: str) ->
 def test_null_is_the_same_as_absent_for_every_field() -> None:
     fields = {*COMPLETION_FIELDS.neutral_values, *COMPLETION_FIELDS.without_effect, *CompletionBody.model_fields}
     call = read(**dict.fromkeys(fields - {"prompt", "model"}))
-    assert replace(call.request, request_id="") == replace(read().request, request_id="")
+    assert unseeded(call.request) == unseeded(read().request)
     assert call.ignored == ()
 
 
@@ -93,13 +101,23 @@ def test_every_field_is_taken_over() -> None:
         max_tokens=0, stop="END", stop_token_ids=[4], ignore_eos=True, n=3, best_of=3, logprobs=5, prompt_logprobs=2,
         draft_tokens=7, echo=True, user="eve", priority=1, cache_salt="tenant 7",
     ).request  # fmt: skip
-    assert request.sampling == RequestedSampling(
-        temperature=0.5, seed=3, repetition_penalty=1.5, logit_bias=((1, 2.0),), bad_words=("x",), min_tokens=1
+    assert request.options == GenerationOptions(
+        SamplingParams(
+            temperature=0.5, seed=3, repetition_penalty=1.5, logit_bias=((1, 2.0),), bad_words=("x",), min_tokens=1
+        ),
+        max_tokens=0,
+        stop_strings=("END",),
+        stop_token_ids=(4,),
+        ignore_eos=True,
+        num_choices=3,
+        num_logprobs=5,
+        num_prompt_logprobs=2,
+        max_draft_tokens=7,
+        session="eve",
+        priority=1,
+        cache_salt="tenant 7",
     )
-    assert request.stop == RequestedStop(0, ("END",), (4,), True)
-    assert request.answers == RequestedAnswers(3, 5, 2, 7)
-    assert (request.echo, request.session, request.priority) == (True, "eve", 1)
-    assert request.cache_salt == "tenant 7"
+    assert request.echo
 
 
 @pytest.mark.parametrize(

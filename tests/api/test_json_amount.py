@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.api import json_amount
-from headrace.api.anthropic_request import ReasoningSettings, read_messages
+from headrace.api.anthropic_request import read_messages
 from headrace.api.json_amount import MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, refuse_too_much
 from headrace.api.json_body import StrictBody, infinite_number, read_json, without_half_pairs
 from headrace.api.openai_chat import read_chat_completion
@@ -23,14 +23,15 @@ from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_body import read_response
 from headrace.errors import InvalidRequest
 from headrace.server.response_store import ResponseStore
+from headrace.types.model import ModelTraits
 
 CLIENTS = Path(__file__).parent.parent / "data" / "clients"
 
 READERS: dict[str, Callable[[bytes], object]] = {
-    "chat": read_chat_completion,
-    "completions": read_completion,
-    "messages": partial(read_messages, reasoning=ReasoningSettings(thinks=True, is_switchable=True)),
-    "responses": partial(read_response, earlier=ResponseStore(0)),
+    "chat": partial(read_chat_completion, model=ModelTraits()),
+    "completions": partial(read_completion, model=ModelTraits()),
+    "messages": partial(read_messages, model=ModelTraits()),
+    "responses": partial(read_response, earlier=ResponseStore(0), model=ModelTraits()),
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
 }
@@ -101,7 +102,7 @@ def test_as_much_as_the_limits_is_read() -> None:
 
 def test_evaluations_may_send_their_prompts_as_ids() -> None:
     for prompt in ([[250_000] * 4096] * 128, [[250_000] * 8192] * 128, [250_000] * 1_048_576):
-        prompts = read_completion(json.dumps({"prompt": prompt, "stop": ["a"]}).encode()).request.prompts
+        prompts = read_completion(json.dumps({"prompt": prompt, "stop": ["a"]}).encode(), ModelTraits()).request.prompts
         assert sum(map(len, prompts)) >= 524_288
 
 

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes import describe
 
 from headrace.api.anthropic_body import MESSAGES_FIELDS
 from headrace.api.anthropic_errors import error_body
-from headrace.api.anthropic_request import ReasoningSettings, read_messages
+from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_sampling import Call
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
+from headrace.session.settings import check_options
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
+    GenerationOptions,
     MediaPart,
-    RequestedSampling,
-    RequestedStop,
     Structure,
     TextPart,
     ToolCall,
     ToolChoice,
     ToolDefinition,
 )
+from headrace.types.model import ModelTraits
+from headrace.types.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 F = {"name": "f", "description": "does f", "input_schema": SCHEMA}
-SWITCHABLE = ReasoningSettings(thinks=True, is_switchable=True)
-ALWAYS = ReasoningSettings(thinks=True, is_switchable=False)
-NEVER = ReasoningSettings(thinks=False, is_switchable=False)
+SWITCHABLE = ModelTraits(thinks=True, switches_thinking=True)
+ALWAYS = ModelTraits(thinks=True, switches_thinking=False)
+NEVER = ModelTraits(thinks=False, switches_thinking=False)
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
-def read(messages: Any = HELLO, reasoning: ReasoningSettings = SWITCHABLE, **fields: Any) -> Call[ChatRequest]:
+def read(messages: Any = HELLO, model: ModelTraits = SWITCHABLE, **fields: Any) -> Call[ChatRequest]:
     body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
-    return read_messages(json.dumps(body).encode(), reasoning)
+    return read_messages(json.dumps(body).encode(), model)
 
 
 def turns(*messages: dict[str, Any], **fields: Any) -> tuple[ChatMessage, ...]:
@@ -45,7 +49,7 @@ def turns(*messages: dict[str, Any], **fields: Any) -> tuple[ChatMessage, ...]:
 
 def refusal(messages: Any = HELLO, **fields: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        read(messages, **fields)
+        check_options(read(messages, **fields).request.options, describe())
     return caught.value
 
 
@@ -57,11 +61,11 @@ def test_a_plain_body_leaves_everything_but_thinking_to_the_server() -> None:
     call = read()
     request = call.request
     assert request.messages == (said("user", "hello"),)
-    assert request.sampling == RequestedSampling()
-    assert request.stop == RequestedStop(max_tokens=9)
+    assert replace(request.options, sampling=SamplingParams()) == GenerationOptions(max_tokens=9)
+    assert replace(request.options.sampling, seed=0) == SamplingParams()
     assert (request.tools, request.tool_choice, request.structure) == ((), ToolChoice(), None)
     assert (request.enable_thinking, request.thinking_budget, request.reasoning_effort) == (False, None, None)
-    assert request.session == ""
+    assert request.options.session == ""
     assert not request.continue_final_message
     assert (call.model, call.stream, call.ignored) == ("m", False, ())
 
@@ -76,9 +80,10 @@ def test_what_is_said_about_the_answer_is_read() -> None:
     call = read(
         temperature=0.5, top_p=0.25, top_k=3, stop_sequences=["a", "b"], stream=True, metadata={"user_id": "eve"}
     )
-    assert call.request.sampling == RequestedSampling(temperature=0.5, top_p=0.25, top_k=3)
-    assert call.request.stop.strings == ("a", "b")
-    assert (call.request.session, call.stream) == ("eve", True)
+    options = call.request.options
+    assert replace(options.sampling, seed=0) == SamplingParams(temperature=0.5, top_p=0.25, top_k=3)
+    assert options.stop_strings == ("a", "b")
+    assert (options.session, call.stream) == ("eve", True)
 
 
 def test_a_system_prompt_comes_as_text_or_blocks() -> None:
@@ -164,7 +169,7 @@ def test_a_turn_that_the_client_began_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "reasoning", "enable_thinking", "ignored"),
+    ("fields", "model", "enable_thinking", "ignored"),
     [
         ({}, SWITCHABLE, False, False),
         ({"thinking": {"type": "disabled"}}, SWITCHABLE, False, False),
@@ -181,9 +186,9 @@ def test_a_turn_that_the_client_began_is_gone_on_with() -> None:
     ],
 )
 def test_thinking_is_switched_where_it_can_be_and_never_refused(
-    fields: dict[str, Any], reasoning: ReasoningSettings, enable_thinking: bool | None, ignored: bool
+    fields: dict[str, Any], model: ModelTraits, enable_thinking: bool | None, ignored: bool
 ) -> None:
-    call = read(reasoning=reasoning, **fields)
+    call = read(model=model, **fields)
     assert call.request.enable_thinking is enable_thinking
     assert call.ignored == (("thinking",) if ignored else ())
 
@@ -382,8 +387,8 @@ def test_a_thread_is_refused_with_the_details_that_the_sdk_looks_for() -> None:
 
 
 def test_a_cache_salt_is_kept() -> None:
-    assert read(cache_salt="mine").request.cache_salt == "mine"
-    assert read().request.cache_salt == ""
+    assert read(cache_salt="mine").request.options.cache_salt == "mine"
+    assert read().request.options.cache_salt == ""
     assert refusal(cache_salt="").param == "cache_salt"
 
 
@@ -396,4 +401,4 @@ def test_unknown_fields_are_named_and_those_without_effect_are_not() -> None:
 def test_more_messages_than_tokens_are_refused_unread() -> None:
     body = json.dumps({"messages": HELLO * 9}).encode()
     with pytest.raises(ContextTooLong, match="at least 9"):
-        read_messages(body, SWITCHABLE, max_model_len=8)
+        read_messages(body, ModelTraits(max_model_len=8))

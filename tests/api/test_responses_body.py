@@ -8,7 +8,8 @@ import pytest
 from api.responses_calls import Remembered, read, refusal
 
 from headrace.errors import ContextTooLong, PreviousResponseNotFound, UnsupportedField
-from headrace.types.chat import ChatMessage, RequestedSampling, RequestedStop, Structure, TextPart
+from headrace.types.chat import ChatMessage, GenerationOptions, Structure, TextPart
+from headrace.types.request import SamplingParams
 
 HELLO = ChatMessage("user", (TextPart("hello"),))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -48,12 +49,12 @@ def test_a_response_goes_on_from_an_earlier_one_also_without_input() -> None:
 
 def test_sampling_and_ends_are_those_of_a_chat() -> None:
     asked = read(temperature=0.5, top_p=0.9, top_k=3, seed=7, max_output_tokens=9, stop=["x"], min_p=0.1).request
-    assert asked.sampling == RequestedSampling(temperature=0.5, top_p=0.9, top_k=3, seed=7, min_p=0.1)
-    assert asked.stop == RequestedStop(max_tokens=9, strings=("x",))
-    assert read(prompt_cache_key="a", user="b").request.session == "a"
-    assert read(priority=3, cache_salt="s").request.priority == 3
-    assert read(draft_tokens=2).request.answers.max_draft_tokens == 2
-    assert read(cache_salt="s").request.cache_salt == "s"
+    sampling = SamplingParams(temperature=0.5, top_p=0.9, top_k=3, seed=7, min_p=0.1)
+    assert asked.options == GenerationOptions(sampling, max_tokens=9, stop_strings=("x",))
+    assert read(prompt_cache_key="a", user="b").request.options.session == "a"
+    assert read(priority=3, cache_salt="s").request.options.priority == 3
+    assert read(draft_tokens=2).request.options.max_draft_tokens == 2
+    assert read(cache_salt="s").request.options.cache_salt == "s"
 
 
 def test_the_effort_reaches_the_template_and_a_budget_the_engine() -> None:
@@ -78,10 +79,10 @@ def test_the_form_of_the_text_is_asked_for(form: Any, structure: Structure | Non
 
 def test_log_probabilities_are_told_if_included_or_counted() -> None:
     told = read(include=["message.output_text.logprobs"])
-    assert (told.includes_logprobs, told.request.answers.num_logprobs) == (True, 0)
+    assert (told.includes_logprobs, told.request.options.num_logprobs) == (True, 0)
     counted = read(top_logprobs=4)
-    assert (counted.includes_logprobs, counted.request.answers.num_logprobs) == (True, 4)
-    assert read(top_logprobs=0).request.answers.num_logprobs is None
+    assert (counted.includes_logprobs, counted.request.options.num_logprobs) == (True, 4)
+    assert read(top_logprobs=0).request.options.num_logprobs is None
 
 
 def test_what_is_included_is_known_or_named() -> None:

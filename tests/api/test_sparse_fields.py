@@ -8,21 +8,24 @@ from typing import Any
 
 import pytest
 from api.responses_calls import Remembered
+from fakes import describe
 
 from headrace.api.answer_encoder import AnswerHeading, sparse_detail
 from headrace.api.anthropic_answer import MessagesAnswer
-from headrace.api.anthropic_request import ReasoningSettings, read_messages
+from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_answer import usage_body
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_completion import read_completion
 from headrace.api.responses_body import read_response
 from headrace.errors import InvalidRequest
-from headrace.types.chat import ChatRequest, CompletionRequest, RequestedSparse
+from headrace.session.settings import check_options
+from headrace.types.chat import ChatRequest, CompletionRequest
 from headrace.types.events import Finished, FinishReason, SparseUsage, Started, Text, Usage
+from headrace.types.model import ModelTraits
 from headrace.types.request import Bypass
 
+ANY = ModelTraits()
 MESSAGES = [{"role": "user", "content": "hello"}]
-REASONING = ReasoningSettings(thinks=True, is_switchable=True)
 
 
 def body(**fields: Any) -> bytes:
@@ -30,20 +33,23 @@ def body(**fields: Any) -> bytes:
 
 
 READERS: dict[str, Callable[..., ChatRequest | CompletionRequest]] = {
-    "chat": lambda **fields: read_chat_completion(body(messages=MESSAGES, **fields)).request,
-    "completion": lambda **fields: read_completion(body(prompt="x", **fields)).request,
-    "response": lambda **fields: read_response(body(input="x", **fields), Remembered({})).request,
-    "message": lambda **fields: read_messages(body(messages=MESSAGES, max_tokens=1, **fields), REASONING).request,
+    "chat": lambda **fields: read_chat_completion(body(messages=MESSAGES, **fields), ANY).request,
+    "completion": lambda **fields: read_completion(body(prompt="x", **fields), ANY).request,
+    "response": lambda **fields: read_response(body(input="x", **fields), Remembered({}), ANY).request,
+    "message": lambda **fields: read_messages(body(messages=MESSAGES, max_tokens=1, **fields), ANY).request,
 }
 
 
 @pytest.mark.parametrize("dialect", READERS)
 def test_every_dialect_has_the_two_fields(dialect: str) -> None:
-    read = READERS[dialect]
-    assert read().sparse == RequestedSparse()
-    assert read(sparse_prefill=True, sparse_keep=0.25).sparse == RequestedSparse(True, 0.25)
-    assert read(sparse_prefill=False, sparse_keep=1).sparse == RequestedSparse(False, 1.0)
-    assert read(sparse_prefill="auto").sparse == RequestedSparse()
+    def read(**fields: Any) -> tuple[bool | None, float | None]:
+        options = READERS[dialect](**fields).options
+        return options.sparse_prefill, options.sparse_keep
+
+    assert read() == (None, None)
+    assert read(sparse_prefill=True, sparse_keep=0.25) == (True, 0.25)
+    assert read(sparse_prefill=False, sparse_keep=1) == (False, 1.0)
+    assert read(sparse_prefill="auto") == (None, None)
 
 
 @pytest.mark.parametrize("dialect", READERS)
@@ -56,7 +62,7 @@ def test_every_dialect_has_the_two_fields(dialect: str) -> None:
 )
 def test_values_that_make_no_sense_are_refused_by_name(dialect: str, field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        READERS[dialect](**{field: value})
+        check_options(READERS[dialect](**{field: value}).options, describe())
     assert caught.value.param == field
 
 

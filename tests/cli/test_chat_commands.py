@@ -36,15 +36,16 @@ def test_settings_go_into_the_request_and_back_to_the_models() -> None:
     state = ChatState()
     run(state, "/set temperature 0.5", "/set top_k 3", "/set max_tokens 7", "/set thinking off", "/system Be brief.")
     request = state.request("id", "hi")
-    assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 3)
-    assert (request.stop.max_tokens, request.enable_thinking) == (7, False)
+    assert state.settings == {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
+    assert request.enable_thinking is False
     assert request.messages == (
         ChatMessage("system", (TextPart("Be brief."),)),
         ChatMessage("user", (TextPart("hi"),)),
     )
     run(state, "/set temperature default", "/set thinking default", "/system")
     request = state.request("id", "hi")
-    assert (request.sampling.temperature, request.enable_thinking) == (None, None)
+    assert "temperature" not in state.settings
+    assert request.enable_thinking is None
     assert len(request.messages) == 1
 
 
@@ -112,7 +113,7 @@ def remote(engine: FakeEngine, key: str | None = None, *, lines: tuple[str, ...]
             run(state, *lines)
             try:
                 name = await chat.prepare()
-                return [event async for event in chat.chat(state.request("id", "hi"))], name
+                return [event async for event in chat.chat(state.request("id", "hi"), state.settings)], name
             finally:
                 await chat.aclose()
 

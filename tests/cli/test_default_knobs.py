@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, thinking_family
 
+from headrace.api.openai_chat import read_chat_completion
 from headrace.cli.defaults import server_defaults
 from headrace.cli.text_pipeline import configured_text_pipeline
 from headrace.config import load_config
 from headrace.session.session import Session
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import GenerationRequest
 
 FLAGS = (
@@ -21,47 +24,45 @@ FLAGS = (
 MODEL = describe(generation_config={"temperature": 0.6, "top_k": 20, "presence_penalty": 0.5})
 
 
-def submitted(flags: Sequence[str], request: ChatRequest) -> GenerationRequest:
-    """What the engine gets of a request to a server with these flags."""
+def submitted(flags: Sequence[str], **fields: Any) -> GenerationRequest:
+    """What the engine gets of a request with these fields to a server with these flags."""
     engine = FakeEngine("x", model=MODEL)
     defaults = server_defaults(load_config(flags, {}).defaults)
     session = Session(engine, ByteTokenizer(), PlainTemplate(), thinking_family(), defaults=defaults)
 
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    call = read_chat_completion(body, session.traits)
+
     async def drain() -> None:
-        async for _ in session.chat(request):
+        async for _ in session.chat(call.request):
             pass
 
     asyncio.run(drain())
     return engine.requests[0]
 
 
-def ask(sampling: RequestedSampling | None = None, max_tokens: int | None = None) -> ChatRequest:
-    said = (ChatMessage("user", (TextPart("hi"),)),)
-    return ChatRequest("r", said, sampling=sampling or RequestedSampling(), stop=RequestedStop(max_tokens))
-
-
 def test_each_flag_is_the_default_of_its_field() -> None:
-    got = submitted(FLAGS, ask())
+    got = submitted(FLAGS)
     assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (0.3, 0.9, 7)
     assert (got.sampling.min_p, got.sampling.repetition_penalty, got.max_tokens) == (0.05, 1.1, 12)
     assert got.sampling.presence_penalty == 0.5
 
 
 def test_a_request_wins_over_every_flag() -> None:
-    sampling = RequestedSampling(temperature=1.5, top_p=0.5, top_k=-1, min_p=0.0, repetition_penalty=1.0)
-    got = submitted(FLAGS, ask(sampling, 900))
-    assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (1.5, 0.5, 0)
+    fields = {"temperature": 1.5, "top_p": 0.5, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    got = submitted(FLAGS, **fields, max_tokens=900)
+    assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (1.5, 0.5, -1)
     assert (got.sampling.min_p, got.sampling.repetition_penalty, got.max_tokens) == (0.0, 1.0, 900)
 
 
 def test_without_flags_the_models_values_hold_and_the_context_is_the_limit() -> None:
-    got = submitted((), ask())
+    got = submitted(())
     assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (0.6, 1.0, 20)
     assert got.max_tokens == MODEL.max_model_len - len(got.prompt)
 
 
 def test_a_limit_over_what_the_context_leaves_is_cut_to_it() -> None:
-    got = submitted(("--default-max-tokens", "5000"), ask())
+    got = submitted(("--default-max-tokens", "5000"))
     assert got.max_tokens == MODEL.max_model_len - len(got.prompt)
 
 

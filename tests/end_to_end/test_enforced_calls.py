@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from fakes import in_options
 
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
@@ -17,14 +18,13 @@ from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
-    RequestedSampling,
-    RequestedStop,
     Structure,
     TextPart,
     ToolChoice,
     ToolDefinition,
 )
 from headrace.types.events import Finished, FinishReason, Text, ToolArguments, ToolCallStart
+from headrace.types.request import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -59,11 +59,11 @@ async def outcome(session: Session, choice: ToolChoice, **changes: Any) -> tuple
         "tools": TOOLS,
         "tool_choice": choice,
         "enable_thinking": False,
-        "sampling": RequestedSampling(temperature=0.0),
-        "stop": RequestedStop(max_tokens=70),
+        "sampling": SamplingParams(temperature=0.0),
+        "max_tokens": 70,
     }
     request = ChatRequest(
-        "calls", (ChatMessage("user", (TextPart("What is the capital of France?"),)),), **(fields | changes)
+        "calls", (ChatMessage("user", (TextPart("What is the capital of France?"),)),), **in_options(fields | changes)
     )
     text, calls, reason = "", list[list[str]](), None
     async for event in session.chat(request):

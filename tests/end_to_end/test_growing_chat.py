@@ -11,8 +11,9 @@ from headrace.engine.engine import Engine
 from headrace.session import idle
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart, ToolCall
+from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart, ToolCall
 from headrace.types.events import Finished, Reasoning, Text, Usage
+from headrace.types.request import SamplingParams
 from training.jobs.recall import ask, random_arrival, ship_names
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -62,8 +63,7 @@ class Client:
         return ChatRequest(
             name,
             tuple(self.messages),
-            sampling=RequestedSampling(temperature=0.0),
-            stop=RequestedStop(max_tokens=60),
+            options=GenerationOptions(sampling=SamplingParams(temperature=0.0), max_tokens=60),
             enable_thinking=self.thinks,
         )
 

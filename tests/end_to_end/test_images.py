@@ -18,14 +18,13 @@ from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
+    GenerationOptions,
     MediaPart,
-    RequestedAnswers,
-    RequestedSampling,
-    RequestedStop,
     TextPart,
 )
 from headrace.types.events import Finished, Text, Usage
 from headrace.types.media import MediaInput
+from headrace.types.request import SamplingParams
 from training.jobs import pictures
 from training.sample import Drawing, Sample
 
@@ -112,9 +111,7 @@ async def say(session: Session, *messages: ChatMessage, depth: int | None = None
     request = ChatRequest(
         f"r{next(counter)}",
         messages,
-        answers=RequestedAnswers(max_draft_tokens=depth),
-        sampling=RequestedSampling(temperature=0.0),
-        stop=RequestedStop(max_tokens=24),
+        options=GenerationOptions(max_draft_tokens=depth, sampling=SamplingParams(temperature=0.0), max_tokens=24),
         enable_thinking=False,
     )
     said, usage = "", None

@@ -11,8 +11,9 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import MINIATURE, Engine
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
 from headrace.types.events import Finished, Reasoning, Text
+from headrace.types.request import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -43,10 +44,12 @@ async def answer(session: Session, seed: int, *, thinks: bool, budget: int | Non
         (ChatMessage("user", (TextPart("hello"),)),),
         enable_thinking=thinks,
         thinking_budget=budget,
-        sampling=RequestedSampling(
-            temperature=2.0, seed=seed, allowed_token_ids=tuple(ids), logit_bias=((encode("x")[0], 6.0),)
+        options=GenerationOptions(
+            sampling=SamplingParams(
+                temperature=2.0, seed=seed, allowed_token_ids=frozenset(ids), logit_bias=((encode("x")[0], 6.0),)
+            ),
+            max_tokens=NUM_TOKENS,
         ),
-        stop=RequestedStop(max_tokens=NUM_TOKENS),
     )
     thinking = text = ""
     async for event in session.chat(request):

@@ -17,8 +17,9 @@ from session.test_media import data_url
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.session.session import Session
-from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, RequestedSampling, RequestedStop, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, MediaPart, TextPart
 from headrace.types.events import Finished, Text
+from headrace.types.request import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -41,8 +42,7 @@ async def say(session: Session, message: ChatMessage, max_tokens: int = 8) -> st
     request = ChatRequest(
         f"c{next(counter)}",
         (message,),
-        sampling=RequestedSampling(temperature=0.0),
-        stop=RequestedStop(max_tokens=max_tokens),
+        options=GenerationOptions(sampling=SamplingParams(temperature=0.0), max_tokens=max_tokens),
         enable_thinking=False,
     )
     said = ""

@@ -13,7 +13,7 @@ import headrace
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.session.session import Session
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
 from headrace.types.events import Reasoning, Text
 from headrace.types.request import GenerationRequest, SamplingParams
 from training.chat import encode
@@ -84,8 +84,7 @@ async def test_it_says_hello_and_who_it_is(engine: Engine) -> None:
         request = ChatRequest(
             f"hello {len(said)}",
             (ChatMessage("user", (TextPart(question),)),),
-            sampling=RequestedSampling(temperature=0.0),
-            stop=RequestedStop(max_tokens=80),
+            options=GenerationOptions(sampling=SamplingParams(temperature=0.0), max_tokens=80),
         )
         events = [event async for event in session.chat(request)]
         said[question] = "".join(event.text for event in events if isinstance(event, Text))

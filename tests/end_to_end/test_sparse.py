@@ -18,16 +18,14 @@ from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
-    RequestedSampling,
-    RequestedSparse,
-    RequestedStop,
+    GenerationOptions,
     Structure,
     TextPart,
     ToolCall,
     ToolDefinition,
 )
 from headrace.types.events import Finished, SparseUsage, Text
-from headrace.types.request import Bypass
+from headrace.types.request import Bypass, SamplingParams
 from training.jobs import recall
 
 pytestmark = pytest.mark.anyio
@@ -115,13 +113,13 @@ async def test_a_conversation_with_tools_is_computed_whole_turn_by_turn(engine: 
             f"turn {turn}",
             tuple(messages),
             tools=(LOOK,),
-            sampling=RequestedSampling(temperature=0.0),
-            stop=RequestedStop(max_tokens=12),
-            sparse=RequestedSparse(True),
+            options=GenerationOptions(sampling=SamplingParams(temperature=0.0), max_tokens=12, sparse_prefill=True),
             enable_thinking=False,
         )
         said, usage = await answer(sparse_session, request)
-        expected, nothing = await answer(dense_session, replace(request, sparse=RequestedSparse()))
+        expected, nothing = await answer(
+            dense_session, replace(request, options=replace(request.options, sparse_prefill=None))
+        )
         assert said == expected
         assert nothing is None
         assert usage is not None
@@ -135,7 +133,7 @@ async def test_a_schema_and_a_wish_for_none_of_it_are_respected(engine: Engine) 
         "held",
         (ChatMessage("user", (TextPart(text),)),),
         structure=Structure("choice", ("yes", "no")),
-        stop=RequestedStop(max_tokens=8),
+        options=GenerationOptions(max_tokens=8),
         enable_thinking=False,
     )
     session = Session.over(engine)
@@ -143,6 +141,8 @@ async def test_a_schema_and_a_wish_for_none_of_it_are_respected(engine: Engine) 
     assert said in ("yes", "no")
     assert usage is not None
     assert usage.bypasses == (Bypass.GRAMMAR,)
-    unheld = replace(request, request_id="whole", structure=None, sparse=RequestedSparse(False))
+    unheld = replace(
+        request, request_id="whole", structure=None, options=replace(request.options, sparse_prefill=False)
+    )
     _, usage = await answer(session, unheld)
     assert usage is None

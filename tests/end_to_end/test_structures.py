@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from fakes import in_options
 
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import MINIATURE, Engine
@@ -20,9 +21,6 @@ from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
-    RequestedAnswers,
-    RequestedSampling,
-    RequestedStop,
     Structure,
     TextPart,
 )
@@ -57,20 +55,14 @@ def session() -> Iterator[Session]:
 
 
 def ask(name: str, structure: Structure | None = None, max_tokens: int = 16, **changes: Any) -> ChatRequest:
-    request = ChatRequest(
-        name,
-        (ChatMessage("user", (TextPart("What is the capital of France?"),)),),
-        structure=structure,
-        enable_thinking=False,
-        sampling=RequestedSampling(temperature=0.0),
-        stop=RequestedStop(max_tokens=max_tokens),
-    )
-    return replace(request, **changes)
+    fields = {"enable_thinking": False, "sampling": SamplingParams(temperature=0.0), "max_tokens": max_tokens}
+    message = ChatMessage("user", (TextPart("What is the capital of France?"),))
+    return ChatRequest(name, (message,), structure=structure, **in_options(fields | changes))
 
 
 async def answers(session: Session, request: ChatRequest) -> list[tuple[str, str, FinishReason]]:
     """Thinking, text and finish of each choice."""
-    number = request.answers.num_choices
+    number = request.options.num_choices
     thinking, texts, reasons = [""] * number, [""] * number, [FinishReason.STOP] * number
     async for event in session.chat(request):
         match event:
@@ -83,8 +75,8 @@ async def answers(session: Session, request: ChatRequest) -> list[tuple[str, str
     return list(zip(thinking, texts, reasons, strict=True))
 
 
-def warm(seed: int, **changes: Any) -> RequestedSampling:
-    return RequestedSampling(temperature=1.0, seed=seed, **changes)
+def warm(seed: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, **changes)
 
 
 @pytest.mark.parametrize("thinks", [True, False])
@@ -163,8 +155,8 @@ MIXED = (
     ask("regex", Structure("regex", r"[0-9]{3}-[a-f]{2}"), sampling=warm(7, min_p=0.01)),
     ask("penalties", SCHEMA, sampling=warm(3, repetition_penalty=1.3, frequency_penalty=0.5)),
     ask("bias", SCHEMA, sampling=warm(4, logit_bias=((5, 5.0), (90, -100.0)))),
-    ask("several", SCHEMA, sampling=warm(5), answers=RequestedAnswers(num_choices=3)),
-    ask("scored", Structure("json_object"), answers=RequestedAnswers(num_logprobs=2)),
+    ask("several", SCHEMA, sampling=warm(5), num_choices=3),
+    ask("scored", Structure("json_object"), num_logprobs=2),
 )
 
 
@@ -185,7 +177,7 @@ async def test_choices_are_what_their_seeds_give_alone(session: Session) -> None
 
 
 async def test_log_probabilities_are_of_the_model_without_the_grammar(session: Session) -> None:
-    request = ask("free", max_tokens=1, answers=RequestedAnswers(num_logprobs=5))
+    request = ask("free", max_tokens=1, num_logprobs=5)
     held = replace(request, structure=Structure("regex", "[0-9]"))
     told = []
     for each in (request, held):
@@ -235,7 +227,7 @@ async def test_guessed_tokens_change_no_answer_that_is_held_to_a_form(session: S
         ask("budget", SCHEMA, max_tokens=40, enable_thinking=True, thinking_budget=4, sampling=warm(2)),
     )
     for request in requests:
-        plain = await answers(session, replace(request, answers=RequestedAnswers(max_draft_tokens=0)))
+        plain = await answers(session, replace(request, options=replace(request.options, max_draft_tokens=0)))
         assert await answers(session, request) == plain
     drafts = (await session.status()).counters.drafts
     assert drafts.num_accepted > 0
@@ -255,13 +247,13 @@ async def test_draws_behind_thinking_fit_the_schema_and_are_those_without_guesse
             max_tokens=160,
             enable_thinking=True,
             thinking_budget=40,
-            sampling=RequestedSampling(temperature=(0.7, 0.85, 1.0)[seed % 3], seed=seed),
+            sampling=SamplingParams(temperature=(0.7, 0.85, 1.0)[seed % 3], seed=seed),
         )
         for seed in seeds
     ]
     guessed = await asyncio.gather(*(answers(session, request) for request in requests))
     assert (await session.status()).counters.drafts.num_accepted > before
-    plain = [replace(request, answers=RequestedAnswers(max_draft_tokens=0)) for request in requests]
+    plain = [replace(request, options=replace(request.options, max_draft_tokens=0)) for request in requests]
     assert guessed == await asyncio.gather(*(answers(session, request) for request in plain))
     for ((thinking, text, reason),) in guessed:
         assert thinking
@@ -273,7 +265,7 @@ async def test_what_cannot_be_honoured_is_refused(session: Session) -> None:
     with pytest.raises(InvalidRequest, match="not a JSON schema"):
         await answers(session, ask("bad", Structure("json_schema", {"type": 3})))
     with pytest.raises(InvalidRequest, match="ignore_eos"):
-        await answers(session, ask("endless", SCHEMA, stop=RequestedStop(9, ignore_eos=True)))
+        await answers(session, ask("endless", SCHEMA, max_tokens=9, ignore_eos=True))
 
 
 async def test_an_engine_without_a_factory_refuses_constraints() -> None:

@@ -16,7 +16,7 @@ from headrace.types.request import SamplingParams
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0, seed=5)
-PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, bad_words=((7, 8),))
+PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, banned_sequences=((7, 8),))
 
 
 def launch(folder: Path, *, runs_ahead: bool, **knobs: object) -> Engine:

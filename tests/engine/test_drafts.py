@@ -34,7 +34,7 @@ MINIATURE = Path(headrace.__file__).parent / "miniature"
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=0.7, seed=11)
 PENALISED = replace(
-    WARM, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.4, min_tokens=6, bad_words=((300, 301),)
+    WARM, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.4, min_tokens=6, banned_sequences=((300, 301),)
 )
 NUM_TOKENS = 24
 

@@ -53,7 +53,7 @@ def reference(
     for token, value in enumerate(logits.tolist()):
         ends_word = any(
             word[-1] == token and text[len(text) - len(word) + 1 :] == list(word[:-1])
-            for word in params.bad_words
+            for word in params.banned_sequences
             if len(word) <= len(text) + 1
         )
         is_allowed = params.allowed_token_ids is None or token in params.allowed_token_ids
@@ -129,7 +129,7 @@ def test_bias_comes_before_repetition_and_repetition_before_the_output_penalties
     [
         {"banned_token_ids": frozenset({0})},
         {"allowed_token_ids": frozenset({1, 2})},
-        {"bad_words": ((2, 0),)},
+        {"banned_sequences": ((2, 0),)},
         {"min_tokens": 9},
     ],
 )
@@ -158,7 +158,7 @@ def test_a_bad_word_loses_its_last_token_only_after_its_others(
     prompt: list[int], output: list[int], banned: list[int]
 ) -> None:
     words = ((1, 2), (3, 1, 4), (1, 1, 1))
-    result = adjusted([0.0] * 6, prompt, output, bad_words=words)
+    result = adjusted([0.0] * 6, prompt, output, banned_sequences=words)
     assert [token for token, value in enumerate(result) if value == -INF] == banned
 
 
@@ -168,7 +168,7 @@ def test_ids_outside_the_vocabulary_are_ignored() -> None:
         "allowed_token_ids": frozenset({0, 1, *outside}),
         "banned_token_ids": frozenset({1, *outside}),
         "logit_bias": tuple((token, 5.0) for token in (0, *outside)),
-        "bad_words": tuple((0, token) for token in outside),
+        "banned_sequences": tuple((0, token) for token in outside),
         "min_tokens": 9,
         **PENALTIES,
     }
@@ -194,7 +194,7 @@ def test_a_row_without_any_token_left_is_marked_and_harms_no_other(ban: dict[str
     [
         {"banned_token_ids": frozenset({0})},
         {"allowed_token_ids": frozenset({1, 2})},
-        {"bad_words": ((0, 0),)},
+        {"banned_sequences": ((0, 0),)},
         {"repetition_penalty": 3.0},
         {"frequency_penalty": 1.0},
     ],
@@ -219,7 +219,9 @@ def test_the_given_logits_are_left_as_they_are() -> None:
     assert logits.tolist() == [LOGITS]
 
 
-@pytest.mark.parametrize("changes", [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"bad_words": ((1, 2),)}])
+@pytest.mark.parametrize(
+    "changes", [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"banned_sequences": ((1, 2),)}]
+)
 def test_a_missing_history_is_an_error_that_names_the_row(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="row 1 .* no history"):
         sample(mx.zeros((2, 3)), [row(3), SamplingRow(replace(PLAIN, **changes), 0)])
@@ -241,7 +243,7 @@ PARAMS = st.builds(
     logit_bias=st.one_of(st.just(()), st.lists(st.tuples(IDS, st.floats(-9, 9)), max_size=4).map(tuple)),
     allowed_token_ids=st.one_of(st.none(), st.none(), st.frozensets(IDS)),
     banned_token_ids=st.one_of(st.just(frozenset()), st.frozensets(IDS, max_size=3)),
-    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=3).map(tuple), max_size=3).map(tuple),
+    banned_sequences=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=3).map(tuple), max_size=3).map(tuple),
     min_tokens=st.sampled_from([0, 0, 2, 8]),
 )
 CASE = st.tuples(PARAMS, TEXT, TEXT, st.frozensets(IDS, max_size=2))
@@ -298,7 +300,7 @@ def special_rows(num_tokens: int) -> list[SamplingRow]:
         {"logit_bias": ((3, 50.0),), "temperature": 0.0},
         {"allowed_token_ids": frozenset(range(1, num_tokens, 2)), "min_p": 0.01},
         {"min_tokens": 9, "top_k": 40},
-        {"bad_words": ((5, 11, 2), (11, 6)), "presence_penalty": -1.0, "repetition_penalty": 0.9},
+        {"banned_sequences": ((5, 11, 2), (11, 6)), "presence_penalty": -1.0, "repetition_penalty": 0.9},
         {"banned_token_ids": frozenset({0, 1, 2}), **PENALTIES, "logit_bias": ((8, -5.0), (3, 2.0))},
     ]
     rows = []
@@ -334,7 +336,12 @@ def test_draws_fall_as_the_adjusted_distribution_says() -> None:
     logits = np.random.default_rng(9).normal(size=num_tokens).astype(np.float32)
     prompt, output, stop = [1, 2, 2, 5], [3, 5, 3], frozenset({7})
     params = replace(
-        PLAIN, temperature=0.9, logit_bias=((0, 0.8), (4, -0.5)), bad_words=((5, 3, 6),), min_tokens=10**6, **PENALTIES
+        PLAIN,
+        temperature=0.9,
+        logit_bias=((0, 0.8), (4, -0.5)),
+        banned_sequences=((5, 3, 6),),
+        min_tokens=10**6,
+        **PENALTIES,
     )
     values = reference(logits.astype(np.float64), params, prompt, output, stop) / params.temperature
     expected = np.exp(values - values.max()) / np.exp(values - values.max()).sum()
@@ -375,7 +382,7 @@ def num_steps_in_python(num_tokens: int) -> int:
     """Instructions of this project's code that one call of `adjust` takes."""
     text = list(range(100))
     everything = row(
-        num_tokens, text, text, STOP, **PENALTIES, min_tokens=200, logit_bias=((1, 2.0),), bad_words=((99, 3),)
+        num_tokens, text, text, STOP, **PENALTIES, min_tokens=200, logit_bias=((1, 2.0),), banned_sequences=((99, 3),)
     )
     rows = [everything, row(num_tokens, allowed_token_ids=frozenset({5, 6})), row(num_tokens)]
     logits = mx.zeros((3, num_tokens))

@@ -88,7 +88,7 @@ def test_whatever_is_appended_is_counted(prompt: list[int], parts: list[list[int
         ({"repetition_penalty": 0.9}, True),
         ({"frequency_penalty": -0.1}, True),
         ({"presence_penalty": 0.1}, True),
-        ({"bad_words": ((1, 2),)}, True),
+        ({"banned_sequences": ((1, 2),)}, True),
         ({"banned_token_ids": frozenset({1}), "logit_bias": ((1, 2.0),), "min_tokens": 3}, False),
         ({"allowed_token_ids": frozenset({1}), "temperature": 0.0, "top_k": 3}, False),
     ],

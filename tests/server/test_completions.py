@@ -182,7 +182,7 @@ def test_controls_reach_the_engine() -> None:
     sampling = request.sampling
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.2, 0.5, -0.5)
     assert (sampling.logit_bias, sampling.allowed_token_ids, sampling.min_tokens) == (((7, -100.0),), {97, 98}, 1)
-    assert set(sampling.bad_words) == {(*b"no",), (*b" no",)}
+    assert set(sampling.banned_sequences) == {(*b"no",), (*b" no",)}
     assert (request.num_choices, request.priority, sampling.seed) == (2, 3, 11)
 
 

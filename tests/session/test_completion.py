@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import BEGIN, END, FakeEngine, PlainTemplate, describe, fake_logprobs, fake_session
+from fakes import BEGIN, END, FakeEngine, PlainTemplate, describe, fake_logprobs, fake_session, in_options
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -16,13 +16,14 @@ from headrace.errors import ContextTooLong, GenerationFailed, InvalidRequest, Ov
 from headrace.session.generation import generation_ids
 from headrace.session.session import Session
 from headrace.text.tokenizer import Tokenizer
-from headrace.types.chat import CompletionRequest, RequestedAnswers, RequestedSampling, RequestedStop
+from headrace.types.chat import CompletionRequest
 from headrace.types.events import Event, Finished, FinishReason, PromptScores, Started, Text, TokenOutput, Usage
 from headrace.types.model import TokenIds
+from headrace.types.request import SamplingParams
 
 
 def complete(*prompts: str | tuple[int, ...], **fields: object) -> CompletionRequest:
-    return CompletionRequest("cmpl-1", prompts, **fields)
+    return CompletionRequest("cmpl-1", prompts, **in_options(fields))
 
 
 def events_of(session: Session, request: CompletionRequest) -> list[Event]:
@@ -55,8 +56,8 @@ def test_token_ids_are_taken_as_they_are() -> None:
 def test_settings_reach_the_engine() -> None:
     engine = FakeEngine("abc")
     asked = complete(
-        "x", sampling=RequestedSampling(seed=3, min_tokens=1), stop=RequestedStop(max_tokens=2, token_ids=(9,)),
-        answers=RequestedAnswers(2, 3, 4, 6), session="s", priority=7,
+        "x", sampling=SamplingParams(seed=3, min_tokens=1), max_tokens=2, stop_token_ids=(9,), num_choices=2,
+        num_logprobs=3, num_prompt_logprobs=4, max_draft_tokens=6, session="s", priority=7,
     )  # fmt: skip
     events_of(fake_session(engine), asked)
     (request,) = engine.requests
@@ -69,14 +70,14 @@ def test_settings_reach_the_engine() -> None:
 
 def test_a_stop_string_cuts_and_ends_the_work() -> None:
     engine = FakeEngine("one two", asyncio.Event())
-    events = events_of(fake_session(engine), complete("x", stop=RequestedStop(strings=("two",))))
+    events = events_of(fake_session(engine), complete("x", stop_strings=("two",)))
     assert text_of(events) == "one "
     assert engine.finished == [("cmpl-1", FinishReason.STOP)]
 
 
 def test_choices_are_counted_on_over_the_prompts_and_a_prompt_counts_once() -> None:
     engine = FakeEngine("ab", "c")
-    events = events_of(fake_session(engine), complete("x", (1, 2, 3), answers=RequestedAnswers(num_choices=2)))
+    events = events_of(fake_session(engine), complete("x", (1, 2, 3), num_choices=2))
     assert [request.request_id for request in engine.requests] == ["cmpl-1-0", "cmpl-1-1"]
     assert [text_of(events, choice) for choice in range(4)] == ["abc"] * 4
     assert sorted(event.choice for event in events if isinstance(event, Finished)) == [0, 1, 2, 3]
@@ -139,7 +140,7 @@ def test_one_prompt_that_fails_ends_all() -> None:
 
 @pytest.mark.parametrize(("prompt", "shown"), [("Grüße", "Grüße"), ((BEGIN, 104, 105), "<begin>hi")])
 def test_an_echo_begins_every_choice_with_its_prompt(prompt: str | tuple[int, ...], shown: str) -> None:
-    wanted = complete(prompt, echo=True, answers=RequestedAnswers(num_choices=2))
+    wanted = complete(prompt, echo=True, num_choices=2)
     events = events_of(fake_session(FakeEngine("!", (END,))), wanted)
     assert [text_of(events, choice) for choice in (0, 1)] == [shown + "!"] * 2
     assert events[-1].usage.num_output_tokens == 4  # and the end tokens
@@ -147,7 +148,7 @@ def test_an_echo_begins_every_choice_with_its_prompt(prompt: str | tuple[int, ..
 
 def test_an_echo_with_scores_tells_those_of_the_prompt_too() -> None:
     engine = FakeEngine("c")
-    events = events_of(fake_session(engine), complete("ab", echo=True, answers=RequestedAnswers(1, 2)))
+    events = events_of(fake_session(engine), complete("ab", echo=True, num_logprobs=2))
     assert engine.requests[0].num_prompt_logprobs == 2
     scores = [score for event in events[1:] for score in event.scores]
     assert [score.token_id for score in scores] == [BEGIN, *b"abc"]
@@ -158,7 +159,7 @@ def test_an_echo_with_scores_tells_those_of_the_prompt_too() -> None:
 
 def test_an_echo_and_the_prompts_own_scores_have_each_the_alternatives_they_asked_for() -> None:
     engine = FakeEngine("c")
-    events = events_of(fake_session(engine), complete("ab", echo=True, answers=RequestedAnswers(1, 1, 3)))
+    events = events_of(fake_session(engine), complete("ab", echo=True, num_logprobs=1, num_prompt_logprobs=3))
     assert engine.requests[0].num_prompt_logprobs == 3
     told = next(event for event in events if isinstance(event, PromptScores))
     assert [len(score.top) for score in told.scores] == [0, 3, 3]
@@ -167,13 +168,13 @@ def test_an_echo_and_the_prompts_own_scores_have_each_the_alternatives_they_aske
 
 
 def test_the_prompts_own_scores_alone_leave_an_echo_without_any() -> None:
-    events = events_of(fake_session(FakeEngine("c")), complete("ab", echo=True, answers=RequestedAnswers(1, None, 3)))
+    events = events_of(fake_session(FakeEngine("c")), complete("ab", echo=True, num_prompt_logprobs=3))
     assert all(event.scores == () for event in events if isinstance(event, Text))
 
 
 def test_no_tokens_at_all_scores_the_prompt_only() -> None:
     engine = FakeEngine("c")
-    wanted = complete("ab", echo=True, stop=RequestedStop(max_tokens=0), answers=RequestedAnswers(2, 0))
+    wanted = complete("ab", echo=True, max_tokens=0, num_choices=2, num_logprobs=0)
     events = events_of(fake_session(engine), wanted)
     assert engine.requests[0].max_tokens == 0
     assert [text_of(events, choice) for choice in (0, 1)] == ["ab", "ab"]

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, PlainTemplate, fake_session
+from fakes import FakeEngine, PlainTemplate, fake_session, in_options
 
 from headrace.errors import GenerationFailed, Overloaded
 from headrace.session import idle
 from headrace.session.session import Session
 from headrace.text.template import PromptHead
-from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, RequestedAnswers, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, TokenOutput
 from headrace.types.request import IDLE_PRIORITY, Boundary, BoundaryKind, GenerationRequest
 
@@ -32,7 +32,7 @@ def said(role: str, text: str, reasoning: str | None = None) -> ChatMessage:
 
 
 def ask(name: str, *messages: ChatMessage, **fields: Any) -> ChatRequest:
-    return ChatRequest(name, messages or (said("user", "hi"),), **fields)
+    return ChatRequest(name, messages or (said("user", "hi"),), **in_options(fields))
 
 
 class Engine(FakeEngine):
@@ -182,7 +182,7 @@ def test_only_the_latest_turn_of_a_conversation_waits() -> None:
 @pytest.mark.parametrize(
     ("script", "fields"),
     [
-        ((THOUGHT,), {"answers": RequestedAnswers(num_choices=2)}),
+        ((THOUGHT,), {"num_choices": 2}),
         ((THOUGHT,), {"messages": (said("user", "a"), said("assistant", "b")), "continue_final_message": True}),
         (("<think>no end",), {}),
     ],
@@ -191,7 +191,7 @@ def test_what_can_not_be_told_to_go_on_is_left_alone(script: tuple[Any, ...], fi
     engine = Engine(*script)
 
     async def conversation(session: Session) -> None:
-        await everything(session.chat(ChatRequest("a", **{"messages": (said("user", "q"),), **fields})))
+        await everything(session.chat(ChatRequest("a", **in_options({"messages": (said("user", "q"),), **fields}))))
         await settled()
 
     talk(engine, conversation)

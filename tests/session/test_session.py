@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, Step, describe, fake_logprobs, fake_session
+from fakes import END, FakeEngine, PlainTemplate, Step, describe, fake_logprobs, fake_session, in_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -30,9 +30,6 @@ from headrace.text.template import RenderedPrompt
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
-    RequestedAnswers,
-    RequestedSampling,
-    RequestedStop,
     TextPart,
 )
 from headrace.types.events import (
@@ -47,10 +44,11 @@ from headrace.types.events import (
     Usage,
 )
 from headrace.types.model import TokenIds
+from headrace.types.request import SamplingParams
 
 
 def ask(text: str = "hi", **fields: object) -> ChatRequest:
-    return ChatRequest("request-1", (ChatMessage("user", (TextPart(text),)),), **fields)
+    return ChatRequest("request-1", (ChatMessage("user", (TextPart(text),)),), **in_options(fields))
 
 
 def events_of(session: Session, request: ChatRequest) -> list[Event]:
@@ -92,7 +90,7 @@ def test_thinking_that_the_prompt_opened_is_thinking_from_the_first_token() -> N
 
 def test_thinking_cut_by_max_tokens_stays_thinking() -> None:
     session = fake_session(FakeEngine("thinking for long"), PlainTemplate(thinking_open=True))
-    events = events_of(session, ask(stop=RequestedStop(max_tokens=8)))
+    events = events_of(session, ask(max_tokens=8))
     assert joined(events, Reasoning) == "thinking"
     assert joined(events, Text) == ""
     assert events[-1].reason is FinishReason.LENGTH
@@ -108,7 +106,7 @@ def test_events_and_counts_do_not_depend_on_how_steps_deliver_tokens(sizes: list
     while tokens:
         steps.append(tuple(tokens[: sizes[0]]))
         tokens = tokens[sizes.pop(0) :]
-    events = events_of(fake_session(FakeEngine(*steps)), ask(stop=RequestedStop(strings=("STOP",))))
+    events = events_of(fake_session(FakeEngine(*steps)), ask(stop_strings=("STOP",)))
     assert joined(events, Reasoning) == "höm"
     assert joined(events, Text) == "Grüße STO, not yet "
     assert events[-1].reason is FinishReason.STOP
@@ -117,7 +115,7 @@ def test_events_and_counts_do_not_depend_on_how_steps_deliver_tokens(sizes: list
 
 def test_a_stop_string_ends_the_work_in_the_engine() -> None:
     engine = FakeEngine("one two", " three", asyncio.Event())
-    events = events_of(fake_session(engine), ask(stop=RequestedStop(strings=("ten", "two"))))
+    events = events_of(fake_session(engine), ask(stop_strings=("ten", "two")))
     assert joined(events, Text) == "one "
     assert events[-1].stop_string == "two"
     assert (engine.finished, engine.aborted) == ([("request-1", FinishReason.STOP)], [])
@@ -200,14 +198,14 @@ def test_text_that_a_template_may_leave_out_refuses_nothing() -> None:
 
 def test_end_tokens_and_stop_tokens_both_end_an_answer() -> None:
     engine = FakeEngine("abc")
-    events = events_of(fake_session(engine), ask(stop=RequestedStop(token_ids=(ord("b"),))))
+    events = events_of(fake_session(engine), ask(stop_token_ids=(ord("b"),)))
     assert joined(events, Text) == "a"
     assert engine.requests[0].stop_token_ids == {END, ord("b")}
 
 
 def test_ignore_eos_takes_only_the_models_own_end_tokens_away() -> None:
     engine = FakeEngine("abc")
-    events_of(fake_session(engine), ask(stop=RequestedStop(token_ids=(ord("z"),), ignore_eos=True)))
+    events_of(fake_session(engine), ask(stop_token_ids=(ord("z"),), ignore_eos=True))
     assert engine.requests[0].stop_token_ids == {ord("z")}
 
 
@@ -215,21 +213,18 @@ def test_the_sampling_that_a_generation_config_asks_for_is_said_at_start_up_and_
     engine = FakeEngine("a", model=describe(generation_config={"repetition_penalty": 1.05, "presence_penalty": None}))
     session = fake_session(engine)
     assert session.notes[-1] == "sampling of generation_config.json: repetition_penalty 1.05"
-    events_of(session, ask())
+    events_of(session, ask(sampling=session.traits.defaults.sampling))
     assert engine.requests[0].sampling.repetition_penalty == 1.05
 
 
-@pytest.mark.parametrize(("asked", "given"), [(None, 7), (50, 50)])
-def test_a_generation_config_limits_answers_whose_requests_set_no_limit(asked: int | None, given: int) -> None:
-    engine = FakeEngine("a", model=describe(generation_config={"max_new_tokens": 7}))
-    events_of(fake_session(engine), ask(stop=RequestedStop(max_tokens=asked)))
-    assert engine.requests[0].max_tokens == given
+def test_a_generation_config_limits_answers_whose_requests_set_no_limit() -> None:
+    model = describe(generation_config={"max_new_tokens": 7})
+    assert fake_session(FakeEngine(model=model)).traits.defaults.max_tokens == 7
 
 
 def test_without_any_limit_an_answer_ends_after_a_quarter_of_a_long_context() -> None:
-    engine = FakeEngine("a", model=describe(max_model_len=100_000))
-    events_of(fake_session(engine), ask())
-    assert engine.requests[0].max_tokens == 25_000
+    session = fake_session(FakeEngine(model=describe(max_model_len=100_000)))
+    assert session.traits.defaults.max_tokens == 25_000
 
 
 def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
@@ -241,12 +236,12 @@ def test_how_the_models_family_is_served_is_said_at_start_up() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"sampling": RequestedSampling(temperature=2.5)}, "temperature"),
-        ({"sampling": RequestedSampling(temperature=float("nan"))}, "temperature"),
-        ({"sampling": RequestedSampling(top_p=0.0)}, "top_p"),
-        ({"sampling": RequestedSampling(top_k=-2)}, "top_k"),
-        ({"sampling": RequestedSampling(min_p=1.5)}, "min_p"),
-        ({"stop": RequestedStop(token_ids=(258,))}, "stop_token_ids"),
+        ({"sampling": SamplingParams(temperature=2.5)}, "temperature"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
+        ({"sampling": SamplingParams(top_k=-2)}, "top_k"),
+        ({"sampling": SamplingParams(min_p=1.5)}, "min_p"),
+        ({"stop_token_ids": (258,)}, "stop_token_ids"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(fields: dict[str, object], param: str) -> None:
@@ -259,7 +254,7 @@ def test_values_that_make_no_sense_are_refused_by_name(fields: dict[str, object]
 
 def test_a_chat_of_no_tokens_computes_its_prompt_and_answers_nothing() -> None:
     engine = FakeEngine("never")
-    events = events_of(fake_session(engine), ask("hello", stop=RequestedStop(max_tokens=0)))
+    events = events_of(fake_session(engine), ask("hello", max_tokens=0))
     assert engine.requests[0].max_tokens == 0
     assert events[1:] == [Finished(FinishReason.LENGTH, Usage(len("user: hello\n"), 0))]
 
@@ -323,7 +318,7 @@ def test_an_engine_that_ends_without_a_reason_is_a_failure_not_an_answer() -> No
 
 def test_answers_at_the_same_time_do_not_mix() -> None:
     engine = FakeEngine("<think>x</think>", "ab", "STOP", "cd")
-    requests = [ask(stop=RequestedStop(strings=("STOP",))) if index % 2 else ask() for index in range(8)]
+    requests = [ask(stop_strings=("STOP",)) if index % 2 else ask() for index in range(8)]
     random.Random(1).shuffle(requests)
 
     async def all_answers() -> list[list[Event]]:
@@ -335,12 +330,12 @@ def test_answers_at_the_same_time_do_not_mix() -> None:
         return await asyncio.gather(*map(one, requests))
 
     for request, events in zip(requests, asyncio.run(all_answers()), strict=True):
-        assert joined(events, Text) == ("ab" if request.stop.strings else "abSTOPcd")
+        assert joined(events, Text) == ("ab" if request.options.stop_strings else "abSTOPcd")
 
 
 def test_every_choice_says_its_text_and_finishes_once_and_the_last_tells_all_tokens() -> None:
     engine = FakeEngine("Grü", "ße", (END,), num_cached_tokens=3)
-    events = events_of(fake_session(engine), ask("hello", answers=RequestedAnswers(num_choices=3)))
+    events = events_of(fake_session(engine), ask("hello", num_choices=3))
     assert engine.requests[0].num_choices == 3
     for choice in range(3):
         own = [event for event in events[1:] if event.choice == choice]
@@ -360,7 +355,7 @@ def test_a_stop_string_ends_one_choice_and_the_others_go_on() -> None:
             await asyncio.Event().wait()
 
     engine = TwoVoices()
-    stopping = ask(answers=RequestedAnswers(num_choices=2), stop=RequestedStop(strings=("STOP",)))
+    stopping = ask(num_choices=2, stop_strings=("STOP",))
     events = events_of(fake_session(engine), stopping)
     assert [joined([event for event in events[1:] if event.choice == each], Text) for each in (0, 1)] == ["a ", "bcde"]
     finished = [event for event in events if isinstance(event, Finished)]
@@ -379,7 +374,7 @@ def test_choices_think_each_for_itself() -> None:
             for choice in (1, 0):
                 yield TokenOutput(request.request_id, (), FinishReason.STOP, choice=choice)
 
-    events = events_of(fake_session(TwoMinds()), ask(answers=RequestedAnswers(num_choices=2)))
+    events = events_of(fake_session(TwoMinds()), ask(num_choices=2))
     assert joined(events, Reasoning) == "x"
     assert {event.choice for event in events if isinstance(event, Reasoning)} == {0}
     assert joined([event for event in events[1:] if event.choice == 1], Text) == "plain text"
@@ -394,8 +389,7 @@ def test_every_token_has_its_score_exactly_once_in_order_however_steps_deliver_i
     while tokens:
         steps.append(tuple(tokens[: sizes[len(steps) % len(sizes)]]))
         tokens = tokens[len(steps[-1]) :]
-    wanted = RequestedAnswers(num_logprobs=2)
-    events = events_of(fake_session(FakeEngine(*steps)), ask(answers=wanted, stop=RequestedStop(strings=("STOP",))))
+    events = events_of(fake_session(FakeEngine(*steps)), ask(num_logprobs=2, stop_strings=("STOP",)))
     scores = [score for event in events[1:] for score in event.scores]
     assert b"".join(score.data for score in scores) == text.encode()
     assert [score.logprob for score in scores] == [fake_logprobs(byte, 0).logprob for byte in text.encode()]
@@ -404,13 +398,13 @@ def test_every_token_has_its_score_exactly_once_in_order_however_steps_deliver_i
 
 
 def test_scores_come_with_text_that_is_certain_and_wait_for_text_that_is_not() -> None:
-    events = events_of(fake_session(FakeEngine("a", b"\xc3", b"\xa9", "b")), ask(answers=RequestedAnswers(1, 0)))
+    events = events_of(fake_session(FakeEngine("a", b"\xc3", b"\xa9", "b")), ask(num_logprobs=0))
     told = [(event.text, b"".join(score.data for score in event.scores)) for event in events[1:-1]]
     assert told == [("a", b"a"), ("é", b"\xc3\xa9"), ("b", b"b")]
 
 
 def test_the_scores_of_a_stop_string_come_with_the_end() -> None:
-    wanted = ask(answers=RequestedAnswers(1, 0), stop=RequestedStop(strings=("STOP",)))
+    wanted = ask(num_logprobs=0, stop_strings=("STOP",))
     events = events_of(fake_session(FakeEngine("ab", "STOP", "never")), wanted)
     assert b"".join(score.data for score in events[-1].scores) == b"STOP"
     scored = [score for event in events[1:] for score in event.scores]
@@ -425,7 +419,7 @@ def test_nobody_is_told_scores_that_were_not_asked_for() -> None:
 
 
 def test_a_prompts_scores_come_before_any_text_and_its_first_token_has_none() -> None:
-    events = events_of(fake_session(FakeEngine("ab")), ask("x", answers=RequestedAnswers(num_prompt_logprobs=1)))
+    events = events_of(fake_session(FakeEngine("ab")), ask("x", num_prompt_logprobs=1))
     _, told, *rest = events
     assert isinstance(told, PromptScores)
     assert b"".join(score.data for score in told.scores) == b"user: x\n"

@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-from fakes import ByteTokenizer
+from fakes import describe
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.session.settings import (
     Defaults,
     automatic_max_tokens,
+    check_options,
     check_prompt_ids,
     check_sampling,
-    check_stop,
+    default_options,
     explain_defaults,
     fit_max_tokens,
-    merge_defaults,
     model_defaults,
-    resolve_sampling,
+    with_banned_words,
 )
-from headrace.types.chat import RequestedSampling, RequestedStop
+from headrace.types.chat import GenerationOptions
 from headrace.types.model import TokenIds
 from headrace.types.request import SamplingParams
 
+CONTEXT = 1000
 
-def resolve(requested: RequestedSampling, defaults: RequestedSampling | None = None) -> SamplingParams:
-    return resolve_sampling(requested, defaults or RequestedSampling(), ByteTokenizer().encode)
+
+def resolve(
+    given: dict[str, Any], config: dict[str, Any] | None = None, server: Defaults | None = None
+) -> SamplingParams:
+    """Of a request with the given values to a model with this generation_config.json."""
+    return default_options(model_defaults(config or {}), server or {}, CONTEXT).sampling.merged(given)
 
 
 def test_the_request_wins_over_the_model_and_the_model_over_neutral_values() -> None:
-    defaults = model_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20}).sampling
-    params = resolve(RequestedSampling(temperature=0.0, seed=3), defaults)
+    params = resolve({"temperature": 0.0, "seed": 3}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20})
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 0.95, 20, 0.0, 3)
 
 
 def test_without_any_word_sampling_is_plain_at_temperature_one() -> None:
-    params = resolve(RequestedSampling(), model_defaults({}).sampling)
+    params = resolve({})
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
 
 
 def test_a_model_that_does_not_sample_is_greedy_until_a_request_says_otherwise() -> None:
-    defaults = model_defaults({"do_sample": False, "temperature": 0.7, "top_p": 0.8}).sampling
-    assert resolve(RequestedSampling(), defaults).temperature == 0.0
-    warmed = resolve(RequestedSampling(temperature=0.7), defaults)
+    config = {"do_sample": False, "temperature": 0.7, "top_p": 0.8}
+    assert resolve({}, config).temperature == 0.0
+    warmed = resolve({"temperature": 0.7}, config)
     assert (warmed.temperature, warmed.top_p) == (0.7, 0.8)
 
 
-def test_top_k_of_minus_one_is_off() -> None:
-    assert resolve(RequestedSampling(top_k=-1), RequestedSampling()).top_k == 0
-
-
 def test_draws_without_a_seed_differ_and_negative_seeds_are_kept_apart() -> None:
-    unseeded = {resolve(RequestedSampling(), RequestedSampling()).seed for _ in range(20)}
+    unseeded = {resolve({}).seed for _ in range(20)}
     assert len(unseeded) == 20
     seeds = (-1, 1, 2**63 - 1, -(2**63), 0, -5, 5, 2**63 - 5)
-    assert len({resolve(RequestedSampling(seed=seed), RequestedSampling()).seed for seed in seeds}) == len(seeds)
+    assert len({resolve({"seed": seed}).seed for seed in seeds}) == len(seeds)
 
 
 NONSENSE = [
@@ -74,94 +77,93 @@ def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(asked: int | None
 
 
 def test_the_models_penalties_are_defaults_like_its_temperature() -> None:
-    defaults = model_defaults({"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": None}).sampling
-    params = resolve(RequestedSampling(), defaults)
+    config = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": None}
+    params = resolve({}, config)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.05, 0.5, 0.0)
-    assert resolve(RequestedSampling(repetition_penalty=1.0), defaults).repetition_penalty == 1.0
+    assert resolve({"repetition_penalty": 1.0}, config).repetition_penalty == 1.0
+
+
+def test_a_whole_number_of_a_file_is_one_however_it_is_written() -> None:
+    top_k = resolve({}, {"top_k": 50.0}).top_k
+    assert (top_k, type(top_k)) == (50, int)
 
 
 def test_defaults_are_explained_as_they_are_applied() -> None:
-    assert explain_defaults(model_defaults({}), Defaults()) == ()
-    (line,) = explain_defaults(model_defaults({"temperature": 0.7, "top_k": 20}), Defaults())
+    assert explain_defaults(model_defaults({}), {}) == ()
+    (line,) = explain_defaults(model_defaults({"temperature": 0.7, "top_k": 20}), {})
     assert line.endswith("temperature 0.7, top_k 20")
 
 
 def test_the_servers_defaults_win_over_the_models_and_the_request_over_both() -> None:
-    model = model_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "presence_penalty": 0.5})
-    merged = merge_defaults(model, Defaults(RequestedSampling(temperature=0.0, top_k=0, min_p=0.1)))
-    params = resolve(RequestedSampling(min_p=0.2), merged.sampling)
+    config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "presence_penalty": 0.5}
+    params = resolve({"min_p": 0.2}, config, {"temperature": 0.0, "top_k": 0, "min_p": 0.1})
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.95, 0, 0.2)
     assert params.presence_penalty == 0.5
-    assert merge_defaults(model, Defaults()) == model
 
 
 def test_a_model_that_does_not_sample_does_so_by_the_servers_temperature() -> None:
-    greedy = model_defaults({"do_sample": False, "top_p": 0.8})
-    params = resolve(RequestedSampling(), merge_defaults(greedy, Defaults(RequestedSampling(temperature=0.7))).sampling)
+    params = resolve({}, {"do_sample": False, "top_p": 0.8}, {"temperature": 0.7})
     assert (params.temperature, params.top_p) == (0.7, 0.8)
 
 
 def test_the_servers_defaults_are_explained_beside_the_models() -> None:
-    server = Defaults(RequestedSampling(temperature=0.0, top_k=5), max_tokens=99)
+    server = {"temperature": 0.0, "top_k": 5, "max_tokens": 99}
     model, flags = explain_defaults(model_defaults({"temperature": 0.7}), server)
     assert model.endswith("generation_config.json: temperature 0.7")
     assert flags.endswith("flags: temperature 0.0, top_k 5, max_tokens 99")
-    assert explain_defaults(Defaults(), Defaults()) == ()
+    assert explain_defaults({}, {}) == ()
 
 
 def test_the_models_limit_of_new_tokens_yields_to_the_servers() -> None:
     model = model_defaults({"max_new_tokens": 512})
-    assert merge_defaults(model, Defaults()).max_tokens == 512
-    assert merge_defaults(model, Defaults(max_tokens=2000)).max_tokens == 2000
-    assert merge_defaults(model_defaults({"max_new_tokens": None}), Defaults()).max_tokens is None
-    assert explain_defaults(model, Defaults()) == ("sampling of generation_config.json: max_tokens 512",)
-
-
-def test_controls_are_taken_over_as_they_are() -> None:
-    params = resolve(
-        RequestedSampling(
-            repetition_penalty=1.3, frequency_penalty=-0.5, presence_penalty=2.0, logit_bias=((5, -100.0), (6, 1.5)),
-            allowed_token_ids=(5, 6, 5), min_tokens=4,
-        )
-    )  # fmt: skip
-    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.3, -0.5, 2.0)
-    assert params.logit_bias == ((5, -100.0), (6, 1.5))
-    assert params.allowed_token_ids == {5, 6}
-    assert params.min_tokens == 4
+    assert default_options(model, {}, CONTEXT).max_tokens == 512
+    assert default_options(model, {"max_tokens": 2000}, CONTEXT).max_tokens == 2000
+    assert default_options(model_defaults({"max_new_tokens": None}), {}, CONTEXT).max_tokens == 4096
+    assert explain_defaults(model, {}) == ("sampling of generation_config.json: max_tokens 512",)
 
 
 def test_without_controls_every_one_is_off() -> None:
-    params = resolve(RequestedSampling(seed=1))
-    assert params == SamplingParams(1.0, 1.0, 0, 0.0, 1)
+    params = resolve({"seed": 1})
+    assert params == SamplingParams(1.0, 1.0, 0, 0.0, 1, 1.0, 0.0, 0.0, (), None, min_tokens=0)
 
 
 def test_bad_words_are_forbidden_at_the_start_and_after_a_space() -> None:
     vocabulary = {"no": (7,), " no": (8,), "never": (9, 10), " never": (11, 10)}
-    params = resolve_sampling(
-        RequestedSampling(bad_words=("no", " no", "never")), RequestedSampling(), vocabulary.__getitem__
-    )
+    params = with_banned_words(SamplingParams(bad_words=("no", " no", "never")), vocabulary.__getitem__)
     assert params.banned_token_ids == {7, 8}
-    assert set(params.bad_words) == {(9, 10), (11, 10)}
-    assert len(params.bad_words) == 2
+    assert sorted(params.banned_sequences) == [(9, 10), (11, 10)]
 
 
 @pytest.mark.parametrize(
     ("sampling", "param"),
     [
-        (RequestedSampling(repetition_penalty=0.0), "repetition_penalty"),
-        (RequestedSampling(repetition_penalty=1e-300), "repetition_penalty"),
-        (RequestedSampling(repetition_penalty=1e-40), "repetition_penalty"),
-        (RequestedSampling(repetition_penalty=float("inf")), "repetition_penalty"),
-        (RequestedSampling(frequency_penalty=2.1), "frequency_penalty"),
-        (RequestedSampling(presence_penalty=-2.1), "presence_penalty"),
-        (RequestedSampling(logit_bias=((100, 1.0),)), "logit_bias"),
-        (RequestedSampling(allowed_token_ids=(3, 100)), "allowed_token_ids"),
-        (RequestedSampling(allowed_token_ids=(-1,)), "allowed_token_ids"),
-        (RequestedSampling(bad_words=("ok", " ")), "bad_words"),
+        (SamplingParams(temperature=2.1), "temperature"),
+        (SamplingParams(temperature=-0.1), "temperature"),
+        (SamplingParams(temperature=float("nan")), "temperature"),
+        (SamplingParams(top_p=0.0), "top_p"),
+        (SamplingParams(top_p=1.1), "top_p"),
+        (SamplingParams(top_k=-2), "top_k"),
+        (SamplingParams(top_k=2**31), "top_k"),
+        (SamplingParams(min_p=-0.1), "min_p"),
+        (SamplingParams(min_p=1.1), "min_p"),
+        (SamplingParams(seed=2**63), "seed"),
+        (SamplingParams(seed=-(2**63) - 1), "seed"),
+        (SamplingParams(min_tokens=-1), "min_tokens"),
+        (SamplingParams(min_tokens=2**31), "min_tokens"),
+        (SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=1e-300), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=1e-40), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=float("inf")), "repetition_penalty"),
+        (SamplingParams(frequency_penalty=2.1), "frequency_penalty"),
+        (SamplingParams(presence_penalty=-2.1), "presence_penalty"),
+        (SamplingParams(logit_bias=((100, 1.0),)), "logit_bias"),
+        (SamplingParams(allowed_token_ids=frozenset({3, 100})), "allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=frozenset({-1})), "allowed_token_ids"),
+        (SamplingParams(bad_words=("ok", " ")), "bad_words"),
     ],
 )
 def test_a_control_out_of_its_range_or_outside_the_vocabulary_is_refused_by_name(
-    sampling: RequestedSampling, param: str
+    sampling: SamplingParams, param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_sampling(sampling, TokenIds(100))
@@ -171,21 +173,22 @@ def test_a_control_out_of_its_range_or_outside_the_vocabulary_is_refused_by_name
 
 def test_an_id_in_a_gap_between_tokens_is_refused_by_name() -> None:
     tokens = TokenIds(100, frozenset({7, 8}))
-    for sampling in (RequestedSampling(logit_bias=((7, 1.0),)), RequestedSampling(allowed_token_ids=(3, 8))):
+    for sampling in (SamplingParams(logit_bias=((7, 1.0),)), SamplingParams(allowed_token_ids=frozenset({3, 8}))):
         with pytest.raises(InvalidRequest, match="no token has the id [78]"):
             check_sampling(sampling, tokens)
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
-        check_stop(RequestedSampling(), RequestedStop(token_ids=(8,)), tokens)
+        check_options(GenerationOptions(stop_token_ids=(8,)), replace(describe(), tokens=tokens))
     with pytest.raises(InvalidRequest, match="prompt"):
         check_prompt_ids((1, 2, 7), tokens, "prompt")
     check_prompt_ids((1, 2, 9, 99), tokens, "prompt")
 
 
 def test_more_tokens_than_allowed_can_not_be_demanded() -> None:
-    check_stop(RequestedSampling(min_tokens=5), RequestedStop(max_tokens=5), TokenIds(100))
-    check_stop(RequestedSampling(min_tokens=5), RequestedStop(), TokenIds(100))
+    model = describe()
+    check_options(GenerationOptions(SamplingParams(min_tokens=5), max_tokens=5), model)
+    check_options(GenerationOptions(SamplingParams(min_tokens=5)), model)
     with pytest.raises(InvalidRequest) as caught:
-        check_stop(RequestedSampling(min_tokens=6), RequestedStop(max_tokens=5), TokenIds(100))
+        check_options(GenerationOptions(SamplingParams(min_tokens=6), max_tokens=5), model)
     assert caught.value.param == "min_tokens"
 
 

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
+from fakes import END, FakeEngine, PlainTemplate, describe, fake_session, in_options
 
 import headrace
 from headrace.errors import InvalidRequest
 from headrace.session import idle
 from headrace.session.session import Session
-from headrace.session.sparse import LONG_TURN, TURN_EDGE, chat_sparse_options, check_sparse, completion_sparse_options
+from headrace.session.settings import check_options
+from headrace.session.sparse import LONG_TURN, TURN_EDGE, chat_sparse_options, completion_sparse_options
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    RequestedSparse,
+    GenerationOptions,
     TextPart,
     ToolCall,
     ToolDefinition,
@@ -38,7 +39,7 @@ def said(role: str, text: str = "words", **fields: Any) -> ChatMessage:
 
 
 def chat(*roles: str, **fields: Any) -> ChatRequest:
-    return ChatRequest("chat", tuple(said(role) for role in roles), **fields)
+    return ChatRequest("chat", tuple(said(role) for role in roles), **in_options(fields))
 
 
 def bounds(*marks: tuple[int, BoundaryKind]) -> tuple[Boundary, ...]:
@@ -108,38 +109,42 @@ def test_a_chat_whose_system_prompt_cant_be_located_is_computed_whole(
 
 
 def test_a_completion_keeps_its_ends() -> None:
-    sparse_options = completion_sparse_options(RequestedSparse(keep=0.4), "draft", 5000)
+    sparse_options = completion_sparse_options(GenerationOptions(sparse_keep=0.4), "draft", 5000)
     assert sparse_options == SparseOptions(0.4, (range(TURN_EDGE), range(5000 - TURN_EDGE, 5000)))
-    assert completion_sparse_options(RequestedSparse(), "draft", 10) == SparseOptions(None, (range(10), range(10)))
+    assert completion_sparse_options(GenerationOptions(), "draft", 10) == SparseOptions(None, (range(10), range(10)))
 
 
-@pytest.mark.parametrize("sparse", [RequestedSparse(True), RequestedSparse(), RequestedSparse(True, 0.3)])
-def test_with_a_draft_model_it_is_on_unless_a_request_says_no(sparse: RequestedSparse) -> None:
-    request = chat("user", sparse=sparse)
+ON, DEFAULT, OFF = GenerationOptions(sparse_prefill=True), GenerationOptions(), GenerationOptions(sparse_prefill=False)
+SHARE = GenerationOptions(sparse_keep=0.3)
+
+
+@pytest.mark.parametrize("options", [ON, DEFAULT, SHARE])
+def test_with_a_draft_model_it_is_on_unless_a_request_says_no(options: GenerationOptions) -> None:
+    request = replace(chat("user"), options=options)
     sparse_options = chat_sparse_options(request, "draft", 100, ())
     assert sparse_options is not None
-    assert sparse_options.keep == sparse.keep
-    off = RequestedSparse(False)
-    assert chat_sparse_options(replace(request, sparse=off), "draft", 100, ()) is None
-    assert completion_sparse_options(off, "draft", 100) is None
+    assert sparse_options.keep == options.sparse_keep
+    assert chat_sparse_options(replace(request, options=OFF), "draft", 100, ()) is None
+    assert completion_sparse_options(OFF, "draft", 100) is None
 
 
 def test_without_a_draft_model_it_is_off_and_only_who_insists_is_refused() -> None:
-    for quiet in (RequestedSparse(), RequestedSparse(False)):
-        check_sparse(quiet, None)
-        assert chat_sparse_options(chat("user", sparse=quiet), None, 9000, ()) is None
+    dense, sparse = describe(), replace(describe(), sparse_draft="draft")
+    for quiet in (DEFAULT, OFF):
+        check_options(quiet, dense)
+        assert chat_sparse_options(replace(chat("user"), options=quiet), None, 9000, ()) is None
         assert completion_sparse_options(quiet, None, 9000) is None
-    for loud, param in ((RequestedSparse(True), "sparse_prefill"), (RequestedSparse(keep=0.3), "sparse_keep")):
+    for loud, param in ((ON, "sparse_prefill"), (SHARE, "sparse_keep")):
         with pytest.raises(InvalidRequest, match="--sparse-draft") as caught:
-            check_sparse(loud, None)
+            check_options(loud, dense)
         assert caught.value.param == param
-        check_sparse(loud, "draft")
+        check_options(loud, sparse)
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.01, -1.0, float("nan")])
 def test_a_share_that_makes_no_sense_is_refused(keep: float) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_sparse(RequestedSparse(keep=keep), "draft")
+        check_options(GenerationOptions(sparse_keep=keep), replace(describe(), sparse_draft="draft"))
     assert caught.value.param == "sparse_keep"
 
 
@@ -197,9 +202,9 @@ def test_usage_tells_what_became_of_all_prompts_of_a_request() -> None:
 
 def test_a_request_says_how_its_prompts_may_be_thinned() -> None:
     engine = SparseEngine("a", (END,), usages=())
-    run(fake_session(engine), chat("user", sparse=RequestedSparse(keep=0.5)))
-    run(fake_session(engine), chat("user", sparse=RequestedSparse(False)))
-    run(fake_session(engine), CompletionRequest("c", ("xyz",), sparse=RequestedSparse(keep=0.25)))
+    run(fake_session(engine), chat("user", sparse_keep=0.5))
+    run(fake_session(engine), chat("user", sparse_prefill=False))
+    run(fake_session(engine), CompletionRequest("c", ("xyz",), options=GenerationOptions(sparse_keep=0.25)))
     first, second, third = (request.sparse_options for request in engine.requests)
     assert first == SparseOptions(0.5, (range(0), range(len("user: words\n"))))
     assert second is None
@@ -208,7 +213,7 @@ def test_a_request_says_how_its_prompts_may_be_thinned() -> None:
 
 def test_a_wish_that_takes_a_draft_model_is_refused_without_one() -> None:
     with pytest.raises(InvalidRequest, match="--sparse-draft"):
-        run(fake_session(FakeEngine("a", (END,))), chat("user", sparse=RequestedSparse(True)))
+        run(fake_session(FakeEngine("a", (END,))), chat("user", sparse_prefill=True))
 
 
 @pytest.mark.parametrize(("usage", "is_prepared"), [(SparseUsage(3, 9), False), (SparseUsage(12, 0), True)])

@@ -8,15 +8,13 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from fakes import END, ByteTokenizer, FakeEngine, PlainTemplate, Step, describe
+from fakes import END, ByteTokenizer, FakeEngine, PlainTemplate, Step, describe, in_options
 
 from headrace.families.family import ModelFamily
 from headrace.session.session import Session
 from headrace.types.chat import (
     ChatMessage,
     ChatRequest,
-    RequestedAnswers,
-    RequestedStop,
     TextPart,
     ToolCall,
     ToolChoice,
@@ -35,7 +33,7 @@ def events_of(*script: Step, family: ModelFamily = HERMES, **fields: object) -> 
         engine = FakeEngine(*script, model=describe(max_model_len=10_000))
         session = Session(engine, ByteTokenizer(), PlainTemplate(), family)
         message = ChatMessage("user", (TextPart("hi"),))
-        request = ChatRequest("request-1", (message,), **{"tools": (ADD, WRITE), **fields})
+        request = ChatRequest("request-1", (message,), **in_options({"tools": (ADD, WRITE), **fields}))
         return [event async for event in session.chat(request)]
 
     return asyncio.run(collect())
@@ -62,7 +60,7 @@ def test_a_call_is_told_and_is_why_the_answer_ended() -> None:
 
 
 def test_every_choice_has_calls_of_its_own() -> None:
-    events = events_of(CALL, (END,), answers=RequestedAnswers(num_choices=2))
+    events = events_of(CALL, (END,), num_choices=2)
     assert [event.choice for event in events if isinstance(event, ToolCallStart)] == [0, 1]
     assert [json.loads(arguments(events, choice)) for choice in (0, 1)] == [{"a": 1}, {"a": 1}]
     ids = {event.id for event in events if isinstance(event, ToolCallStart)}
@@ -70,17 +68,17 @@ def test_every_choice_has_calls_of_its_own() -> None:
 
 
 def test_a_call_in_an_answer_that_was_cut_does_not_hide_that() -> None:
-    assert reasons(events_of(CALL + "tail", stop=RequestedStop(max_tokens=len(CALL)))) == [FinishReason.LENGTH]
+    assert reasons(events_of(CALL + "tail", max_tokens=len(CALL))) == [FinishReason.LENGTH]
 
 
 def test_a_stop_string_behind_a_call_ends_the_answer() -> None:
-    events = events_of(CALL + "\nDone. And", (END,), stop=RequestedStop(strings=(". And",)))
+    events = events_of(CALL + "\nDone. And", (END,), stop_strings=(". And",))
     assert (text(events), reasons(events)) == ("Done", [FinishReason.STOP])
-    assert events_of(CALL, (END,), stop=RequestedStop(strings=("arguments",)))[-1].reason is FinishReason.TOOL_CALLS
+    assert events_of(CALL, (END,), stop_strings=("arguments",))[-1].reason is FinishReason.TOOL_CALLS
 
 
 def test_white_space_before_a_stop_string_is_text() -> None:
-    assert text(events_of("Well, \nSTOP", (END,), stop=RequestedStop(strings=("STOP",)))) == "Well, \n"
+    assert text(events_of("Well, \nSTOP", (END,), stop_strings=("STOP",))) == "Well, \n"
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("none"), ToolChoice(names=("write",))])

@@ -41,8 +41,8 @@ SETTINGS = {
     "top_p": replace(PLAIN, temperature=1.2, top_p=0.75),
     "min_p and top_k": replace(PLAIN, temperature=1.5, min_p=0.2, top_k=4),
     "penalties": replace(PLAIN, repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.8),
-    "bans": replace(PLAIN, banned_token_ids=frozenset({2}), bad_words=((4, 0), (0, 1, 3)), min_tokens=2),
-    "greedy": replace(PLAIN, temperature=0, presence_penalty=0.9, bad_words=((3, 1),)),
+    "bans": replace(PLAIN, banned_token_ids=frozenset({2}), banned_sequences=((4, 0), (0, 1, 3)), min_tokens=2),
+    "greedy": replace(PLAIN, temperature=0, presence_penalty=0.9, banned_sequences=((3, 1),)),
 }
 
 
@@ -51,7 +51,7 @@ def probabilities(params: SamplingParams, output: Sequence[int]) -> Floats:
     text = [*PROMPT, *output]
     logits = TABLE[text[-1]].copy()
     for token_id in range(NUM_TOKENS):
-        ends_word = any([*text, token_id][-len(word) :] == list(word) for word in params.bad_words)
+        ends_word = any([*text, token_id][-len(word) :] == list(word) for word in params.banned_sequences)
         too_early = token_id in STOP and len(output) < params.min_tokens
         if token_id in params.banned_token_ids or ends_word or too_early:
             logits[token_id] = -np.inf

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text.test_tool_turns import CALLS, called, render, said, template
 
-from headrace.api.anthropic_request import ReasoningSettings, read_messages
+from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.responses_body import read_response
 from headrace.errors import InvalidRequest
 from headrace.text.tool_results import in_call_order, paired_results
 from headrace.types.chat import ChatMessage, ChatRequest
+from headrace.types.model import ModelTraits
 
 WITHOUT_IDS = f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"
 ONE_CALL = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
@@ -131,20 +132,20 @@ NULL = {"role": "tool", "content": "1", "tool_call_id": None}
 
 
 def chat(*messages: dict[str, Any]) -> ChatRequest:
-    return read_chat_completion(json.dumps({"messages": messages}).encode()).request
+    return read_chat_completion(json.dumps({"messages": messages}).encode(), ModelTraits()).request
 
 
 def anthropic(*results: str) -> ChatRequest:
     uses = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]
     told = [{"type": "tool_result", "tool_use_id": each, "content": "1"} for each in results]
     body = {"messages": [{"role": "assistant", "content": uses}, {"role": "user", "content": told}]}
-    return read_messages(json.dumps(body).encode(), ReasoningSettings(thinks=False, is_switchable=False)).request
+    return read_messages(json.dumps(body).encode(), ModelTraits()).request
 
 
 def responses(*results: str) -> ChatRequest:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     told = [{"type": "function_call_output", "call_id": each, "output": "1"} for each in results]
-    return read_response(json.dumps({"input": [call, *told]}).encode(), None).request
+    return read_response(json.dumps({"input": [call, *told]}).encode(), None, ModelTraits()).request
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from headrace.api.json_body import StrictBody
 from headrace.api.openai_fields import FieldRules, unknown_inner_fields
-from headrace.api.openai_sampling import CacheSalt, SparseBody, StopText
+from headrace.api.openai_sampling import GenerationBody, ShortText
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -95,25 +95,19 @@ class MetadataBody(StrictBody):
     user_id: str | None = None
 
 
-class MessagesBody(SparseBody):
+class MessagesBody(GenerationBody):
     """The supported fields."""
 
-    model: str | None = None
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
     system: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
-    stop_sequences: Annotated[list[StopText], Field(fail_fast=True, max_length=64)] | None = None
-    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
-    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    stop_sequences: Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputBody | None = None
     output_format: FormatBody | None = None
     metadata: MetadataBody | None = None
-    cache_salt: CacheSalt | None = None
-    stream: bool | None = None
 
 
 MESSAGES_FIELDS = FieldRules(

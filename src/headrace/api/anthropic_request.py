@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from headrace.api.anthropic_body import (
@@ -19,36 +19,29 @@ from headrace.api.anthropic_tools import added_tools, callable_tools, foreign_ty
 from headrace.api.json_body import check, read_object
 from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
-from headrace.api.openai_sampling import Call, requested_sparse
+from headrace.api.openai_sampling import Call, generation_options
 from headrace.api.openai_structure import agreed_form
 from headrace.api.openai_tools import refuse_large_arguments, unknown_tool_fields
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSampling, RequestedStop, Structure
+from headrace.types.chat import ChatMessage, ChatRequest, Structure
+from headrace.types.model import ModelTraits
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningSettings:
-    """The model's abilities. thinks: by default. is_switchable: a request can turn thinking on or off."""
-
-    thinks: bool
-    is_switchable: bool
-
-
-def read_messages(body: bytes, reasoning: ReasoningSettings, max_model_len: int | None = None) -> Call[ChatRequest]:
+def read_messages(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
 
-    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before validation.
+    A chat of more messages than the context has tokens raises ContextTooLong before validation.
     """
     value = read_object(body)
-    refuse_too_many(value.get("messages"), max_model_len)
+    refuse_too_many(value.get("messages"), model.max_model_len)
     refuse_unbuilt(value, MESSAGES_FIELDS)
     parsed = check(MessagesBody, value)
     return Call(
-        request=_request(parsed, reasoning),
+        request=_request(parsed, model),
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=True,
-        ignored=_ignored(value, parsed, reasoning),
+        ignored=_ignored(value, parsed, model),
     )
 
 
@@ -56,7 +49,7 @@ def count_answer(num_tokens: int) -> dict[str, Any]:
     return {"input_tokens": num_tokens}
 
 
-def _request(parsed: MessagesBody, reasoning: ReasoningSettings) -> ChatRequest:
+def _request(parsed: MessagesBody, model: ModelTraits) -> ChatRequest:
     tools = own_tools(parsed.tools or ())
     tools += added_tools(parsed.messages, tools)
     callable_ones = callable_tools(tools, parsed.messages)
@@ -67,12 +60,12 @@ def _request(parsed: MessagesBody, reasoning: ReasoningSettings) -> ChatRequest:
         tools=callable_ones,
         tool_choice=tool_choice(parsed.tool_choice, callable_ones),
         structure=_structure(parsed),
-        sampling=RequestedSampling(temperature=parsed.temperature, top_p=parsed.top_p, top_k=parsed.top_k),
-        stop=RequestedStop(max_tokens=parsed.max_tokens, strings=tuple(parsed.stop_sequences or ())),
-        sparse=requested_sparse(parsed),
-        session=(parsed.metadata.user_id if parsed.metadata is not None else None) or "",
-        cache_salt=parsed.cache_salt or "",
-        enable_thinking=thinks if reasoning.is_switchable else None,
+        options=replace(
+            generation_options(parsed, model.defaults, parsed.max_tokens),
+            stop_strings=tuple(parsed.stop_sequences or ()),
+            session=(parsed.metadata.user_id if parsed.metadata is not None else None) or "",
+        ),
+        enable_thinking=thinks if model.switches_thinking else None,
         reasoning_effort=None if parsed.output_config is None else parsed.output_config.effort,
         thinking_budget=parsed.thinking.budget_tokens if parsed.thinking is not None and thinks else None,
         # The model continues an assistant turn that the client began.
@@ -106,17 +99,13 @@ def _json_structure(form: FormatBody, path: str) -> Structure:
     return Structure("json_schema", form.schema_, path)
 
 
-def _ignored(value: dict[str, Any], parsed: MessagesBody, reasoning: ReasoningSettings) -> tuple[str, ...]:
+def _ignored(value: dict[str, Any], parsed: MessagesBody, model: ModelTraits) -> tuple[str, ...]:
     """Names of accepted fields without effect."""
     names = unknown_fields(value, MessagesBody.model_fields, MESSAGES_FIELDS) + unknown_nested_fields(value)
     tools = [tool for tool in value.get("tools") or () if tool.get("type") in (None, "custom")]
     names += unknown_tool_fields(tools, ToolBody.model_fields) + foreign_types(parsed.tools or ())
     # Agents stop working if their thinking setting is refused.
     asked = parsed.thinking
-    if (
-        asked is not None
-        and not reasoning.is_switchable
-        and asked.type == ("disabled" if reasoning.thinks else "enabled")
-    ):
+    if asked is not None and not model.switches_thinking and asked.type == ("disabled" if model.thinks else "enabled"):
         names += ("thinking",)
     return names

@@ -21,12 +21,8 @@ from headrace.api.openai_sampling import (
     SamplingBody,
     StreamOptionsBody,
     check_stream,
-    counts_progress,
     includes_usage,
-    requested_sampling,
-    requested_session,
-    requested_sparse,
-    requested_stop,
+    sampling_options,
 )
 from headrace.api.openai_structure import ResponseFormatBody, StructureBody, StructuredOutputsBody, answer_structure
 from headrace.api.openai_tools import (
@@ -38,7 +34,8 @@ from headrace.api.openai_tools import (
     unknown_tool_fields,
 )
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import ChatRequest, RequestedAnswers
+from headrace.types.chat import ChatRequest
+from headrace.types.model import ModelTraits
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -71,13 +68,13 @@ class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
     thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
 
 
-def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[ChatRequest]:
+def read_chat_completion(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
 
-    max_model_len: context in tokens; a chat of more messages raises ContextTooLong before validation.
+    A chat of more messages than the context has tokens raises ContextTooLong before validation.
     """
     value = read_object(body)
-    refuse_too_many(value.get("messages"), max_model_len)
+    refuse_too_many(value.get("messages"), model.max_model_len)
     refuse_unbuilt(value, CHAT_FIELDS)
     parsed = check(ChatCompletionBody, value)
     check_stream(parsed)
@@ -87,15 +84,7 @@ def read_chat_completion(body: bytes, max_model_len: int | None = None) -> Call[
         tool_choice=tool_choice(parsed, prompt.tools),
         structure=answer_structure(parsed),
         thinking_budget=parsed.thinking_token_budget,
-        sampling=requested_sampling(parsed),
-        stop=requested_stop(parsed, _max_tokens(parsed)),
-        answers=RequestedAnswers(
-            parsed.n or 1, _num_logprobs(parsed), parsed.prompt_logprobs, parsed.draft_tokens, counts_progress(parsed)
-        ),
-        sparse=requested_sparse(parsed),
-        session=requested_session(parsed),
-        priority=parsed.priority or 0,
-        cache_salt=parsed.cache_salt or "",
+        options=sampling_options(parsed, model.defaults, _max_tokens(parsed), _num_logprobs(parsed)),
     )
     ignored = unknown_fields(value, ChatCompletionBody.model_fields, CHAT_FIELDS)
     ignored += unknown_inner_fields(value, _OBJECTS)

@@ -14,15 +14,12 @@ from headrace.api.openai_sampling import (
     Call,
     SamplingBody,
     check_stream,
-    counts_progress,
     includes_usage,
-    requested_sampling,
-    requested_session,
-    requested_sparse,
-    requested_stop,
+    sampling_options,
 )
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import CompletionRequest, RequestedAnswers
+from headrace.types.chat import CompletionRequest
+from headrace.types.model import ModelTraits
 
 Prompt = str | tuple[int, ...]
 
@@ -45,7 +42,7 @@ class CompletionBody(SamplingBody):
     best_of: Annotated[int | None, Field(ge=1)] = None
 
 
-def read_completion(body: bytes) -> Call[CompletionRequest]:
+def read_completion(body: bytes, model: ModelTraits) -> Call[CompletionRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
     refuse_unbuilt(value, COMPLETION_FIELDS)
@@ -63,15 +60,7 @@ def read_completion(body: bytes) -> Call[CompletionRequest]:
     request = CompletionRequest(
         request_id=f"cmpl-{secrets.token_hex(16)}",
         prompts=prompts,
-        sampling=requested_sampling(parsed),
-        stop=requested_stop(parsed, max_tokens),
-        answers=RequestedAnswers(
-            num_choices, parsed.logprobs, parsed.prompt_logprobs, parsed.draft_tokens, counts_progress(parsed)
-        ),
-        sparse=requested_sparse(parsed),
-        session=requested_session(parsed),
-        priority=parsed.priority or 0,
-        cache_salt=parsed.cache_salt or "",
+        options=sampling_options(parsed, model.defaults, max_tokens, parsed.logprobs),
         echo=bool(parsed.echo),
     )
     return Call(

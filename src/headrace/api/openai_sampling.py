@@ -1,34 +1,54 @@
-"""Fields that chats and completions share.
+"""Fields that several routes share, and the options that they become.
 
-Types are strict (true is no number, "1" is not 1). Ranges are OpenAI's where it has the field, else vLLM's. The session
-checks what depends on the model (token ids, context).
+Types are strict (true is no number, "1" is not 1). The session checks the ranges of SamplingParams and what depends on
+the model (token ids, context).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, PlainValidator
 
 from headrace.api.json_body import StrictBody
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.types.chat import RequestedSampling, RequestedSparse, RequestedStop
+from headrace.types.chat import GenerationOptions
+from headrace.types.request import SamplingParams
 
 Asked = TypeVar("Asked")
 
 MAX_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 16
 
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+ShortText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 _MAX_BIAS = 100
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
+
+
+def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...] | None:
+    """Parsed by hand: pydantic would report an error per entry. Raises InvalidRequest."""
+    if biases is None:
+        return None
+    if not isinstance(biases, dict):
+        raise InvalidRequest("logit_bias: input should be an object", param="logit_bias")
+    added: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest("logit_bias: a key must be a token id", param="logit_bias")
+        if int(key) in added:
+            raise InvalidRequest(f"logit_bias: token {int(key)} is given twice", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            path = f"logit_bias.{key}"
+            raise InvalidRequest(f"{path}: input should be a number from -{_MAX_BIAS} to {_MAX_BIAS}", param=path)
+        added[int(key)] = float(bias)
+    return tuple(added.items())
 
 
 class StreamOptionsBody(StrictBody):
@@ -38,43 +58,48 @@ class StreamOptionsBody(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
-class SparseBody(StrictBody):
-    """Whether sparse prefill may be used."""
-
-    sparse_prefill: bool | Literal["auto"] | None = None
-    sparse_keep: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
-
-
-class SamplingBody(SparseBody):
-    """Fields for sampling, stopping, streaming and the session."""
+class GenerationBody(StrictBody):
+    """Fields of every generating route."""
 
     model: str | None = None
-    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
-    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, allow_inf_nan=False)] = None
-    frequency_penalty: Penalty = None
-    presence_penalty: Penalty = None
-    # Parsed by hand: pydantic would report an error per entry.
-    logit_bias: Any = None
-    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: ShortText | None = None
+    sparse_prefill: bool | Literal["auto"] | None = None
+    sparse_keep: float | None = None
+    stream: bool | None = None
+
+
+class SamplingBody(GenerationBody):
+    """Fields of OpenAI's routes. Those for sampling are named as in SamplingParams."""
+
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...] | None, PlainValidator(_logit_bias)] = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, min_length=1), AfterValidator(frozenset[int])] | None
+    ) = None
     bad_words: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(fail_fast=True, max_length=1024)]
+        Annotated[
+            list[ShortText],
+            Field(fail_fast=True, max_length=1024),
+            AfterValidator(tuple[str, ...]),
+        ]
         | None
     ) = None
-    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=64)] | None = None
+    min_tokens: int | None = None
+    stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     draft_tokens: Annotated[int | None, Field(ge=0, le=MAX_DRAFT_TOKENS)] = None
-    stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = None
-    cache_salt: CacheSalt | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
 
@@ -93,51 +118,43 @@ class Call(Generic[Asked]):
     ignored: tuple[str, ...]
 
 
-def requested_sampling(parsed: SamplingBody) -> RequestedSampling:
-    """The sampling fields. Raises InvalidRequest for invalid biases."""
-    return RequestedSampling(
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        min_p=parsed.min_p,
-        seed=parsed.seed,
-        repetition_penalty=parsed.repetition_penalty,
-        frequency_penalty=parsed.frequency_penalty,
-        presence_penalty=parsed.presence_penalty,
-        logit_bias=_logit_bias(parsed.logit_bias),
-        allowed_token_ids=None if parsed.allowed_token_ids is None else tuple(parsed.allowed_token_ids),
-        bad_words=tuple(parsed.bad_words or ()),
-        min_tokens=parsed.min_tokens,
+def generation_options(
+    parsed: GenerationBody, defaults: GenerationOptions, max_tokens: int | None
+) -> GenerationOptions:
+    """The options that a body of any dialect sets, else the defaults. max_tokens: None for the default."""
+    given = {name: value for name, value in parsed if name in _SAMPLING and value is not None}
+    return GenerationOptions(
+        sampling=defaults.sampling.merged(given),
+        max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
+        sparse_prefill=None if parsed.sparse_prefill == "auto" else parsed.sparse_prefill,
+        sparse_keep=parsed.sparse_keep,
+        cache_salt=parsed.cache_salt or "",
     )
 
 
-def requested_stop(parsed: SamplingBody, max_tokens: int | None) -> RequestedStop:
+def sampling_options(
+    parsed: SamplingBody, defaults: GenerationOptions, max_tokens: int | None, num_logprobs: int | None
+) -> GenerationOptions:
+    """The options that a body of one of OpenAI's dialects sets, else the defaults."""
     stop = parsed.stop or ()
-    return RequestedStop(
-        max_tokens=max_tokens,
-        strings=(stop,) if isinstance(stop, str) else tuple(stop),
-        token_ids=tuple(parsed.stop_token_ids or ()),
+    return replace(
+        generation_options(parsed, defaults, max_tokens),
+        stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(parsed.stop_token_ids or ()),
         ignore_eos=bool(parsed.ignore_eos),
+        num_choices=parsed.n or 1,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=parsed.prompt_logprobs,
+        max_draft_tokens=parsed.draft_tokens,
+        session=parsed.prompt_cache_key or parsed.user or "",
+        priority=parsed.priority or 0,
+        counts_progress=bool(parsed.stream_options and parsed.stream_options.continuous_usage_stats),
     )
-
-
-def requested_sparse(parsed: SparseBody) -> RequestedSparse:
-    return RequestedSparse(None if parsed.sparse_prefill == "auto" else parsed.sparse_prefill, parsed.sparse_keep)
-
-
-def requested_session(parsed: SamplingBody) -> str:
-    """The session named in the body, for fair scheduling."""
-    return parsed.prompt_cache_key or parsed.user or ""
 
 
 def includes_usage(parsed: SamplingBody) -> bool:
     """Whether a stream ends with a usage chunk."""
     return bool(parsed.stream_options and parsed.stream_options.include_usage)
-
-
-def counts_progress(parsed: SamplingBody) -> bool:
-    """Whether each chunk has token counts."""
-    return bool(parsed.stream_options and parsed.stream_options.continuous_usage_stats)
 
 
 def check_stream(parsed: SamplingBody) -> None:
@@ -147,21 +164,3 @@ def check_stream(parsed: SamplingBody) -> None:
         raise UnsupportedField(message, param="prompt_logprobs")
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
-
-
-def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...]:
-    if biases is None:
-        return ()
-    if not isinstance(biases, dict):
-        raise InvalidRequest("logit_bias: input should be an object", param="logit_bias")
-    added: dict[int, float] = {}
-    for key, bias in biases.items():
-        if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest("logit_bias: a key must be a token id", param="logit_bias")
-        if int(key) in added:
-            raise InvalidRequest(f"logit_bias: token {int(key)} is given twice", param="logit_bias")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            path = f"logit_bias.{key}"
-            raise InvalidRequest(f"{path}: input should be a number from -{_MAX_BIAS} to {_MAX_BIAS}", param=path)
-        added[int(key)] = float(bias)
-    return tuple(added.items())

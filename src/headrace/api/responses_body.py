@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
@@ -18,10 +18,7 @@ from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     Call,
     SamplingBody,
-    requested_sampling,
-    requested_session,
-    requested_sparse,
-    requested_stop,
+    sampling_options,
 )
 from headrace.api.openai_tools import refuse_large_arguments
 from headrace.api.responses_fields import RESPONSES_FIELDS
@@ -30,7 +27,8 @@ from headrace.api.responses_text import ReasoningBody, TextBody, requested_struc
 from headrace.api.responses_tools import DeclaredTools, declared_tools, tool_choice
 from headrace.api.responses_turns import chat_turns
 from headrace.errors import ContextTooLong, InvalidRequest
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedAnswers, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.model import ModelTraits
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -98,21 +96,27 @@ class ResponseCall(Call[ChatRequest]):
     includes_summary: bool
 
 
-def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = None) -> ResponseCall:
+def read_response(body: bytes, earlier: Earlier, model: ModelTraits) -> ResponseCall:
     """Parse and validate a body.
 
-    max_model_len: context in tokens; an input of more items raises ContextTooLong before validation. Raises
-    InvalidRequest, UnsupportedField with the field's path as its param, and what `earlier` raises.
+    An input of more items than the context has tokens raises ContextTooLong before validation. Raises InvalidRequest,
+    UnsupportedField with the field's path as its param, and what `earlier` raises.
     """
     value = read_object(body)
     refuse_unbuilt(value, RESPONSES_FIELDS)
     parsed = check(ResponsesBody, value)
     before = earlier.conversation(parsed.previous_response_id) if parsed.previous_response_id is not None else ()
-    items = _own_items(parsed, earlier, max_model_len)
+    items = _own_items(parsed, earlier, model.max_model_len)
     tools = declared_tools(parsed.tools or ())
     num_logprobs = _num_logprobs(parsed)
     return ResponseCall(
-        request=_request(parsed, (*before, *items), len(before), tools, num_logprobs),
+        request=replace(
+            _request(parsed, (*before, *items), len(before), tools),
+            options=replace(
+                sampling_options(parsed, model.defaults, parsed.max_output_tokens, num_logprobs),
+                counts_progress=False,  # the events of this API have no token counts
+            ),
+        ),
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=False,
@@ -128,9 +132,7 @@ def read_response(body: bytes, earlier: Earlier, max_model_len: int | None = Non
     )
 
 
-def _request(
-    parsed: ResponsesBody, items: Sequence[Item], first_own: int, tools: DeclaredTools, num_logprobs: int | None
-) -> ChatRequest:
+def _request(parsed: ResponsesBody, items: Sequence[Item], first_own: int, tools: DeclaredTools) -> ChatRequest:
     instructions = (ChatMessage("system", (TextPart(parsed.instructions),)),) if parsed.instructions else ()
     turns = chat_turns(items, first_own)
     refuse_large_arguments(turns, "input")
@@ -140,13 +142,6 @@ def _request(
         tools=tools.definitions,
         tool_choice=tool_choice(parsed.tool_choice, tools, is_parallel=parsed.parallel_tool_calls is not False),
         structure=requested_structure(parsed.text),
-        sampling=requested_sampling(parsed),
-        stop=requested_stop(parsed, parsed.max_output_tokens),
-        answers=RequestedAnswers(1, num_logprobs, max_draft_tokens=parsed.draft_tokens),
-        sparse=requested_sparse(parsed),
-        session=requested_session(parsed),
-        priority=parsed.priority or 0,
-        cache_salt=parsed.cache_salt or "",
         reasoning_effort=parsed.reasoning.effort if parsed.reasoning is not None else None,
         thinking_budget=parsed.thinking_token_budget,
     )

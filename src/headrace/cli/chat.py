@@ -6,10 +6,11 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.cli.chat_commands import ChatCommands
 from headrace.cli.chat_display import Display, PlainDisplay, TerminalDisplay
@@ -36,8 +37,8 @@ _POLL_S = 0.25
 class ChatSource(Protocol):
     """What answers: a session, or a server."""
 
-    def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
-        """Events of the answer. Raises HeadraceError."""
+    def chat(self, request: ChatRequest, settings: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
+        """Events of the answer. settings: those of ChatState. Raises HeadraceError."""
 
     async def requests(self) -> Sequence[RequestStatus]:
         """The requests in progress; empty if unknown."""
@@ -49,8 +50,11 @@ class LocalChat:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
-        return self._session.chat(request)
+    def chat(self, request: ChatRequest, settings: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
+        defaults, given = self._session.traits.defaults, dict(settings)
+        max_tokens = given.pop("max_tokens", defaults.max_tokens)
+        options = replace(defaults, max_tokens=max_tokens, sampling=defaults.sampling.merged(given))
+        return self._session.chat(replace(request, options=options))
 
     async def requests(self) -> Sequence[RequestStatus]:
         return (await self._session.status()).requests
@@ -122,7 +126,7 @@ class Conversation:
         turn = _Turn(self._clock)
         watch = asyncio.create_task(self._watch()) if self._display.shows_progress else None
         try:
-            async with aclosing(self._source.chat(request)) as events:
+            async with aclosing(self._source.chat(request, self.state.settings)) as events:
                 async for event in events:
                     turn.take(event)
                     if watch is not None and isinstance(event, Text | Reasoning):

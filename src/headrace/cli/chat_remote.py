@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -16,10 +16,6 @@ from headrace.types.events import Event, Finished, FinishReason, Reasoning, Text
 from headrace.types.status import RequestStatus
 
 _CONNECT_S = 10.0
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
 
 
 class RemoteChat:
@@ -56,12 +52,14 @@ class RemoteChat:
         """Other servers don't tell."""
         return ()
 
-    async def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+    async def chat(self, request: ChatRequest, settings: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
         """Events of the answer. Raises GenerationFailed."""
         reader = EventStreamReader()
         end = _End()
         try:
-            async with self._http.stream("POST", "/v1/chat/completions", json=self._body(request)) as response:
+            async with self._http.stream(
+                "POST", "/v1/chat/completions", json=self._body(request, settings)
+            ) as response:
                 if response.status_code != httpx.codes.OK:
                     raise GenerationFailed(_error_text((await response.aread()).decode("utf-8", "replace")))
                 async for piece in response.aiter_bytes():
@@ -72,10 +70,8 @@ class RemoteChat:
             raise GenerationFailed(f"the connection broke ({type(error).__name__})") from error
         yield Finished(end.reason, end.usage)
 
-    def _body(self, request: ChatRequest) -> dict[str, Any]:
-        given = {name: value for name in _SAMPLING if (value := getattr(request.sampling, name)) is not None}
-        if request.stop.max_tokens is not None:
-            given["max_tokens"] = request.stop.max_tokens
+    def _body(self, request: ChatRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(settings)
         if request.enable_thinking is not None:
             given["chat_template_kwargs"] = {"enable_thinking": request.enable_thinking}
         return {

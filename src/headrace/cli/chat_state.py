@@ -6,20 +6,12 @@ import base64
 import json
 import mimetypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ConfigError
-from headrace.types.chat import (
-    ChatMessage,
-    ChatRequest,
-    ContentPart,
-    MediaPart,
-    RequestedSampling,
-    RequestedStop,
-    TextPart,
-)
+from headrace.types.chat import ChatMessage, ChatRequest, ContentPart, MediaPart, TextPart
 
 _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
@@ -30,13 +22,15 @@ _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
 
 @dataclass
 class ChatState:
-    """system: the system message, empty for none. pending: images and videos for the next question."""
+    """system: the system message, empty for none. pending: images and videos for the next question.
+
+    settings: values by their names in OpenAI's chat API; the model has its defaults for all others.
+    """
 
     system: str = ""
     messages: list[ChatMessage] = field(default_factory=list)
     pending: list[MediaPart] = field(default_factory=list)
-    sampling: RequestedSampling = RequestedSampling()
-    max_tokens: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     enable_thinking: bool | None = None
 
     def reset(self) -> None:
@@ -51,8 +45,6 @@ class ChatState:
         return ChatRequest(
             request_id,
             (*head, *self.messages, question),
-            sampling=self.sampling,
-            stop=RequestedStop(max_tokens=self.max_tokens),
             enable_thinking=self.enable_thinking,
         )
 
@@ -71,11 +63,10 @@ class ChatState:
             raise ConfigError(f"{name} can't be {value!r}") from error
         if name == "thinking":
             self.enable_thinking = parsed
-        elif name == "max_tokens":
-            self.max_tokens = parsed
+        elif parsed is None:
+            self.settings.pop(name, None)
         else:
-            changes: dict[str, Any] = {name: parsed}
-            self.sampling = replace(self.sampling, **changes)
+            self.settings[name] = parsed
 
     def attach(self, kind: Literal["image", "video"], path: str) -> None:
         """Adds a file to the next question. Raises ConfigError."""

@@ -27,7 +27,7 @@ def summary(config: Config, session: Session) -> tuple[str, ...]:
 
 def _abilities(config: Config, session: Session) -> Iterator[str]:
     yield "chats and completions" if session.takes_chats else "completions"
-    if session.thinks:
+    if session.traits.thinks:
         yield "thinking"
     if session.takes_tools:
         yield "tool calls"

@@ -70,8 +70,8 @@ def plan_adjustment(
     history: may be None for settings that don't need one, see `needs_history`. mask: what a grammar allows.
     """
     banned = [_inside(params.banned_token_ids, num_tokens)] if params.banned_token_ids else []
-    if history and params.bad_words:
-        banned.append(_word_ends(params.bad_words, history, num_tokens))
+    if history and params.banned_sequences:
+        banned.append(_word_ends(params.banned_sequences, history, num_tokens))
     if output_index < params.min_tokens and not (mask is not None and _must_end(mask, stop_token_ids)):
         banned.append(_inside(stop_token_ids, num_tokens))
     return Adjustment(
@@ -99,9 +99,9 @@ def _inside(token_ids: frozenset[int], num_tokens: int) -> Ids:
     return np.array([token_id for token_id in token_ids if 0 <= token_id < num_tokens], dtype=np.int32)
 
 
-def _word_ends(bad_words: Sequence[Sequence[int]], history: Text, num_tokens: int) -> Ids:
+def _word_ends(banned_sequences: Sequence[Sequence[int]], history: Text, num_tokens: int) -> Ids:
     """Last ids of the words whose other ids end the text."""
-    ends = [word[-1] for word in bad_words if history.ends_with(word[:-1])]
+    ends = [word[-1] for word in banned_sequences if history.ends_with(word[:-1])]
     return np.array([token_id for token_id in ends if 0 <= token_id < num_tokens], dtype=np.int32)
 
 

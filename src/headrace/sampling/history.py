@@ -17,7 +17,7 @@ _FIRST_CAPACITY = 64
 
 def needs_history(params: SamplingParams) -> bool:
     """Whether sampling with these settings needs a History."""
-    return params.repetition_penalty != 1 or counts_output(params) or bool(params.bad_words)
+    return params.repetition_penalty != 1 or counts_output(params) or bool(params.banned_sequences)
 
 
 def counts_output(params: SamplingParams) -> bool:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.api.answer_encoder import AnswerEncoder, AnswerHeading
 from headrace.api.anthropic_answer import MessagesAnswer
-from headrace.api.anthropic_request import ReasoningSettings, read_messages
+from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_answer import ChunkedAnswer
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_chat_answer import ChatAnswer
@@ -57,36 +57,35 @@ class Dialect(Generic[Asked]):
 
 def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
     def form(call: Call[ChatRequest], heading: AnswerHeading) -> ChunkedAnswer:
-        asked = call.request.answers
+        options = call.request.options
         writer = ChatAnswer(
             heading,
-            asked.num_choices,
-            includes_logprobs=asked.num_logprobs is not None,
+            options.num_choices,
+            includes_logprobs=options.num_logprobs is not None,
             reasoning_field=config.reasoning_field,
         )
-        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=asked.counts_progress)
+        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=options.counts_progress)
 
-    read = partial(read_chat_completion, max_model_len=session.model.max_model_len)
-    return Dialect(read, session.chat, form)
+    return Dialect(partial(read_chat_completion, model=session.traits), session.chat, form)
 
 
 def messages_dialect(session: Session) -> Dialect[ChatRequest]:
-    reasoning = ReasoningSettings(session.thinks, session.switches_thinking)
-    read = partial(read_messages, reasoning=reasoning, max_model_len=session.model.max_model_len)
+    read = partial(read_messages, model=session.traits)
     return Dialect(read, session.chat, lambda call, heading: MessagesAnswer(heading))
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
     def form(call: Call[CompletionRequest], heading: AnswerHeading) -> ChunkedAnswer:
-        request = call.request
-        includes_logprobs = request.answers.num_logprobs is not None
+        options = call.request.options
         writer = CompletionAnswer(
-            heading, len(request.prompts), request.answers.num_choices, includes_logprobs=includes_logprobs
+            heading,
+            len(call.request.prompts),
+            options.num_choices,
+            includes_logprobs=options.num_logprobs is not None,
         )
-        counts_progress = request.answers.counts_progress
-        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=counts_progress)
+        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=options.counts_progress)
 
-    return Dialect(read_completion, session.complete, form)
+    return Dialect(partial(read_completion, model=session.traits), session.complete, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,10 @@ class AnswerRoute(Generic[Asked]):
     async def _read(self, request: Request) -> Call[Asked]:
         call = await read_call(request, self._dialect.read, self._config.max_body_bytes)
         self._ignored.add(call.ignored)
-        whose = _session_header(request) or call.request.session or _address(request)
-        return replace(call, request=replace(call.request, session=whose[:_MAX_SESSION_LENGTH]))
+        options = call.request.options
+        name = _session_header(request) or options.session or _address(request)
+        options = replace(options, session=name[:_MAX_SESSION_LENGTH])
+        return replace(call, request=replace(call.request, options=options))
 
     def _begin(self, request: Request, call: Call[Asked], record: RequestRecord) -> _Answer:
         asked = call.request

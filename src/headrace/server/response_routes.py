@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -53,7 +54,8 @@ class ResponseRoutes:
 
     async def count_input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
-        read = partial(read_response, earlier=self._store)
+        # A prompt may be longer than the context.
+        read = partial(read_response, earlier=self._store, model=replace(self._session.traits, max_model_len=None))
         call = await read_call(request, read, self._config.max_body_bytes)
         answer_name(call.model, self._names, strict=self._config.strict_model_name)
         self._ignored.add(call.ignored)
@@ -96,7 +98,7 @@ class ResponseRoutes:
         return JSONResponse(answer.so_far("cancelled"))
 
     def _read(self, body: bytes) -> ResponseCall:
-        return read_response(body, self._store, self._session.model.max_model_len)
+        return read_response(body, self._store, self._session.traits)
 
     def _form(self, call: Call[ChatRequest], heading: AnswerHeading) -> ResponsesAnswer:
         assert isinstance(call, ResponseCall), "what _read gives"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api.anthropic_request import ReasoningSettings, count_answer, read_messages
+from headrace.api.anthropic_request import count_answer, read_messages
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_tokenize import (
     detokenize_answer,
@@ -64,8 +65,9 @@ class TokenRoutes:
         return JSONResponse(answer)
 
     async def count_message_tokens(self, request: Request) -> Response:
-        reasoning = ReasoningSettings(self._session.thinks, self._session.switches_thinking)
-        call = await self._read(request, partial(read_messages, reasoning=reasoning))
+        # A prompt may be longer than the context.
+        model = replace(self._session.traits, max_model_len=None)
+        call = await self._read(request, partial(read_messages, model=model))
         self._check(call.model, call.ignored)
         token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
         return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))

@@ -29,7 +29,7 @@ class CompletionPrompts:
     def make(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
         """Its prompts, each with its choices' output processors. Raises RequestError."""
         request_ids = generation_ids(request.request_id, len(request.prompts))
-        num_choices = request.answers.num_choices
+        num_choices = request.options.num_choices
         return tuple(
             self._one(request, request_id, prompt, first_choice=index * num_choices)
             for index, (request_id, prompt) in enumerate(zip(request_ids, request.prompts, strict=True))
@@ -42,22 +42,22 @@ class CompletionPrompts:
         echo = None
         if request.echo:
             echo = prompt if isinstance(prompt, str) else self._tokenizer.decode_all(prompt)
-        scorer = None if request.answers.num_logprobs is None else self._scorer
+        scorer = None if request.options.num_logprobs is None else self._scorer
         choices = []
-        for choice in range(first_choice, first_choice + request.answers.num_choices):
+        for choice in range(first_choice, first_choice + request.options.num_choices):
             detokenizer = self._tokenizer.detokenizer()
             detokenizer.follow(token_ids)
-            parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.stop.strings)
+            parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.options.stop_strings)
             choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
         generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
         draft = self._generations.model.sparse_draft
         return PromptOutputProcessor(
-            replace(generation, sparse_options=completion_sparse_options(request.sparse, draft, len(token_ids))),
+            replace(generation, sparse_options=completion_sparse_options(request.options, draft, len(token_ids))),
             choices,
             self._scorer,
-            num_prompt_logprobs=request.answers.num_prompt_logprobs,
+            num_prompt_logprobs=request.options.num_prompt_logprobs,
             echo=echo,
-            num_echo_logprobs=request.answers.num_logprobs,
+            num_echo_logprobs=request.options.num_logprobs,
         )
 
     def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

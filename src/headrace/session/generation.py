@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.session.settings import (
-    Defaults,
-    automatic_max_tokens,
+    check_options,
     check_prompt_ids,
-    check_sampling,
-    check_stop,
     fit_max_tokens,
     refuse_oversized,
     refuse_too_long,
-    resolve_sampling,
+    with_banned_words,
 )
-from headrace.session.sparse import check_sparse
 from headrace.text.template import RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatRequest, CompletionRequest
@@ -27,17 +23,13 @@ from headrace.types.request import GenerationRequest
 class Generations:
     """Builds requests for one engine."""
 
-    def __init__(self, model: ModelDescription, tokenizer: Tokenizer, defaults: Defaults) -> None:
-        """defaults: the model's and the server's, merged."""
+    def __init__(self, model: ModelDescription, tokenizer: Tokenizer) -> None:
         self.model = model
         self._tokenizer = tokenizer
-        self._defaults = defaults
 
     def check(self, request: ChatRequest | CompletionRequest) -> None:
         """Check what does not need the prompt. Raises InvalidRequest, naming the field."""
-        check_sampling(request.sampling, self.model.tokens)
-        check_stop(request.sampling, request.stop, self.model.tokens)
-        check_sparse(request.sparse, self.model.sparse_draft)
+        check_options(request.options, self.model)
 
     def refuse_oversized(self, texts: Sequence[str], param: str) -> None:
         """Raise ContextTooLong for texts that are never encoded."""
@@ -62,28 +54,26 @@ class Generations:
         if self._tokenizer.token_ids.end > self.model.tokens.end:
             # a text may contain tokens that the weights have no rows for
             check_prompt_ids(prompt.token_ids, self.model.tokens, param)
-        stop_token_ids = frozenset(request.stop.token_ids)
-        if not request.stop.ignore_eos:
+        options = request.options
+        stop_token_ids = frozenset(options.stop_token_ids)
+        if not options.ignore_eos:
             # config.json often lists only the end of a document, and the tokenizer the end of a turn.
             end = self._tokenizer.eos_token_id
             stop_token_ids |= frozenset(self.model.eos_token_ids) | ({end} if end is not None else set())
-        asked = request.stop.max_tokens
-        if asked is None:
-            asked = self._defaults.max_tokens or automatic_max_tokens(self.model.max_model_len)
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt.token_ids,
-            sampling=resolve_sampling(request.sampling, self._defaults.sampling, self._tokenizer.encode),
-            max_tokens=fit_max_tokens(len(prompt.token_ids), asked, self.model.max_model_len, param),
+            sampling=with_banned_words(options.sampling, self._tokenizer.encode),
+            max_tokens=fit_max_tokens(len(prompt.token_ids), options.max_tokens, self.model.max_model_len, param),
             stop_token_ids=stop_token_ids,
             boundaries=prompt.boundaries,
-            num_choices=request.answers.num_choices,
-            num_logprobs=request.answers.num_logprobs,
+            num_choices=options.num_choices,
+            num_logprobs=options.num_logprobs,
             num_prompt_logprobs=_num_prompt_logprobs(request),
-            session=request.session,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            max_draft_tokens=request.answers.max_draft_tokens,
+            session=options.session,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            max_draft_tokens=options.max_draft_tokens,
             media=media,
         )
 
@@ -97,7 +87,7 @@ def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
 
 def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     """The larger of what is requested directly and with an echo."""
-    wanted = [request.answers.num_prompt_logprobs]
+    wanted = [request.options.num_prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo:
-        wanted.append(request.answers.num_logprobs)
+        wanted.append(request.options.num_logprobs)
     return max((number for number in wanted if number is not None), default=None)

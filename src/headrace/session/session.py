@@ -35,11 +35,10 @@ from headrace.session.media_processor import find_media_processor
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor, usage_of
 from headrace.session.scores import Scorer
 from headrace.session.settings import (
-    NO_DEFAULTS,
     Defaults,
     check_prompt_ids,
+    default_options,
     explain_defaults,
-    merge_defaults,
     model_defaults,
     naming,
 )
@@ -57,7 +56,7 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Finished, Progress, Started, TokenOutput
 from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
-from headrace.types.model import ModelDescription
+from headrace.types.model import ModelDescription, ModelTraits
 from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.status import EngineStatus, WarmUpStatus
 
@@ -91,17 +90,17 @@ class Session:
         constraints: ConstraintFactory | None = None,
         prepares_turns: bool = False,
         media: MediaReader | None = None,
-        defaults: Defaults = NO_DEFAULTS,
+        defaults: Defaults | None = None,
     ) -> None:
-        """media: None for a text model."""
+        """media: None for a text model. defaults: the server's, which win over the model's."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._family = family
         self._scorer = Scorer(tokenizer)
         self._model_defaults = model_defaults(engine.model.generation_config)
-        self._server_defaults = defaults
-        self._generations = Generations(engine.model, tokenizer, merge_defaults(self._model_defaults, defaults))
+        self._server_defaults = defaults or {}
+        self._generations = Generations(engine.model, tokenizer)
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_malformed_calls = 0
         self._long_prompts = HelperGate(_NUM_LONG_PROMPTS, "long-prompt")
@@ -120,7 +119,7 @@ class Session:
         *,
         prepares_turns: bool = False,
         media: tuple[MediaPolicy, MediaLimits] = (MediaPolicy(), MediaLimits()),
-        defaults: Defaults = NO_DEFAULTS,
+        defaults: Defaults | None = None,
     ) -> Session:
         """A session with the tokenizer and the template in the model's folder.
 
@@ -166,19 +165,19 @@ class Session:
         return self._tokenizer.template_variables
 
     @property
-    def thinks(self) -> bool:
-        """Whether the model thinks by default."""
-        return self._family.think_close is not None
+    def traits(self) -> ModelTraits:
+        max_model_len = self.model.max_model_len
+        return ModelTraits(
+            max_model_len=max_model_len,
+            defaults=default_options(self._model_defaults, self._server_defaults, max_model_len),
+            thinks=self._family.think_close is not None,
+            switches_thinking=self._family.switches_thinking,
+        )
 
     @property
     def takes_tools(self) -> bool:
         """Whether calls of tools are read from the model's answers."""
         return self.takes_chats and self._family.tool_format is not None
-
-    @property
-    def switches_thinking(self) -> bool:
-        """Whether a request can turn thinking on or off."""
-        return self._family.switches_thinking
 
     def warm(self) -> None:
         """Start in the background what the first requests would wait for."""
@@ -229,6 +228,7 @@ class Session:
 
         It may be longer than the context, but texts that are too long to be encoded raise ContextTooLong.
         """
+        self._generations.check(request)
         prompt, _ = await self._prompt(request, None)
         return prompt.token_ids
 
@@ -267,7 +267,7 @@ class Session:
                     # Events of several prompts are interleaved: counts go up to the event being sent.
                     if isinstance(event, Finished):
                         event = replace(event, usage=usage_of(prompts))
-                    elif request.answers.counts_progress:
+                    elif request.options.counts_progress:
                         yield Progress(usage_of(prompts))
                     yield event
             note(prompts)
@@ -396,10 +396,10 @@ class Session:
         constraint, guarantees = await self._constraints.spec(request, prompt)
         # In a thread: there may be many bad words to encode.
         make = partial(self._generations.make, request, request.request_id, prompt, "messages", media)
-        generation = await run_in_thread(make) if request.sampling.bad_words else make()
+        generation = await run_in_thread(make) if request.options.sampling.bad_words else make()
         sparse_options = chat_sparse_options(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
         generation = replace(generation, constraint=constraint, sparse_options=sparse_options)
-        scorer = None if request.answers.num_logprobs is None else self._scorer
+        scorer = None if request.options.num_logprobs is None else self._scorer
         choices = [
             ChoiceOutputProcessor(
                 choice,
@@ -407,9 +407,9 @@ class Session:
                 self._parser(request, prompt, guarantees),
                 scorer,
             )
-            for choice in range(request.answers.num_choices)
+            for choice in range(request.options.num_choices)
         ]
-        num_prompt_logprobs = request.answers.num_prompt_logprobs
+        num_prompt_logprobs = request.options.num_prompt_logprobs
         return (PromptOutputProcessor(generation, choices, self._scorer, num_prompt_logprobs=num_prompt_logprobs),)
 
     def _detokenizer(self, request: ChatRequest, prompt: RenderedPrompt) -> Detokenizer:
@@ -426,7 +426,7 @@ class Session:
         return StreamParser(
             self._family,
             thinking_open=prompt.thinking_open,
-            stop_strings=request.stop.strings,
+            stop_strings=request.options.stop_strings,
             tools=callable_tools(request),
             num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
             guarantees=guarantees,

@@ -1,4 +1,4 @@
-"""Checks and completes a client's settings: merges defaults, encodes words.
+"""Completes a client's options with defaults, and checks them.
 
 Defaults are merged in this order, the later one winning: neutral values, the model's generation_config.json, the
 server's flags, the request.
@@ -6,163 +6,113 @@ server's flags, the request.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any
 
 from headrace.errors import ContextTooLong, InvalidRequest, ModelError
-from headrace.types.chat import RequestedSampling, RequestedStop
-from headrace.types.model import TokenIds
+from headrace.types.chat import GenerationOptions
+from headrace.types.model import ModelDescription, TokenIds
 from headrace.types.request import SamplingParams
 
-Number = TypeVar("Number", int, float)
+Defaults = Mapping[str, Any]
+"""Values of SamplingParams by name, and `max_tokens`."""
 
 _DEFAULTED = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
-# Bounds beyond any use of the penalty: a logit divided by less could become infinite, and 0 times more NaN.
-_REPETITION_PENALTIES = (0.01, 100.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Defaults of requests, from the model's files or the server's flags, which win.
-
-    sampling: `None` leaves a value open. max_tokens: of a chat's answer; None for an automatic limit.
-    """
-
-    sampling: RequestedSampling = RequestedSampling()
-    max_tokens: int | None = None
-
-
-NO_DEFAULTS = Defaults()
-
 
 def model_defaults(generation_config: Mapping[str, Any]) -> Defaults:
     """Defaults from a generation_config.json. Raises ModelError for an invalid value."""
-    given: dict[str, Any] = {name: generation_config.get(name) for name in _DEFAULTED}
-    sampling = replace(RequestedSampling(), **given)
+    given = {name: value for name in _DEFAULTED if (value := generation_config.get(name)) is not None}
     try:
-        check_sampling(sampling, TokenIds(0))
+        check_sampling(replace(SamplingParams(), **given), TokenIds(0))
     except (InvalidRequest, TypeError) as error:
         raise ModelError(f"generation_config.json: {error}") from error
+    if "top_k" in given:  # some files have 50.0
+        given["top_k"] = int(given["top_k"])
     if generation_config.get("do_sample") is False:
         # Greedy until a request sets a temperature; the other values then apply.
-        sampling = replace(sampling, temperature=0.0)
-    return Defaults(sampling, _max_new_tokens(generation_config))
+        given["temperature"] = 0.0
+    max_tokens = generation_config.get("max_new_tokens")
+    if max_tokens is None:
+        return given
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise ModelError(f"generation_config.json: max_new_tokens must be a whole number from 1, not {max_tokens!r}")
+    return {**given, "max_tokens": max_tokens}
 
 
-def _max_new_tokens(generation_config: Mapping[str, Any]) -> int | None:
-    value = generation_config.get("max_new_tokens")
-    if value is not None and (type(value) is not int or value < 1):
-        raise ModelError(f"generation_config.json: max_new_tokens must be a whole number from 1, not {value!r}")
-    return value
-
-
-def merge_defaults(model: Defaults, server: Defaults) -> Defaults:
-    """The model's defaults where the server's flags set none."""
-    max_tokens = model.max_tokens if server.max_tokens is None else server.max_tokens
-    return Defaults(replace(model.sampling, **_given(server.sampling)), max_tokens)
+def default_options(model: Defaults, server: Defaults, max_model_len: int) -> GenerationOptions:
+    """The options of a request that sets none. max_model_len: context in tokens."""
+    given = {"max_tokens": automatic_max_tokens(max_model_len), **model, **server}
+    max_tokens = given.pop("max_tokens")
+    return GenerationOptions(replace(SamplingParams(), **given), max_tokens)
 
 
 def explain_defaults(model: Defaults, server: Defaults) -> tuple[str, ...]:
     """Lines for start-up that name the model's defaults and what the server's flags set."""
-    lines = []
-    for source, defaults in (("generation_config.json", model), ("the --default flags", server)):
-        given = _given(defaults.sampling)
-        if defaults.max_tokens is not None:
-            given["max_tokens"] = defaults.max_tokens
-        if given:
-            lines.append(f"sampling of {source}: {', '.join(f'{name} {value}' for name, value in given.items())}")
-    return tuple(lines)
-
-
-def _given(sampling: RequestedSampling) -> dict[str, Any]:
-    """The given values among those that can have a default."""
-    return {name: value for name in _DEFAULTED if (value := getattr(sampling, name)) is not None}
-
-
-def resolve_sampling(
-    requested: RequestedSampling, defaults: RequestedSampling, encode: Callable[[str], Sequence[int]]
-) -> SamplingParams:
-    """The request's values, else the defaults, else the neutral ones; without a seed, draws differ each time.
-
-    encode: the tokenizer's, for bad words.
-    """
-    forbidden = _forbidden(requested.bad_words, encode)
-    allowed = requested.allowed_token_ids
-    return SamplingParams(
-        temperature=_first(requested.temperature, defaults.temperature, 1.0),
-        top_p=_first(requested.top_p, defaults.top_p, 1.0),
-        # Clients of other servers use -1 for "off".
-        top_k=int(max(0, _first(requested.top_k, defaults.top_k, 0))),
-        min_p=_first(requested.min_p, defaults.min_p, 0.0),
-        seed=secrets.randbits(63) if requested.seed is None else requested.seed,
-        repetition_penalty=_first(requested.repetition_penalty, defaults.repetition_penalty, 1.0),
-        frequency_penalty=_first(requested.frequency_penalty, defaults.frequency_penalty, 0.0),
-        presence_penalty=_first(requested.presence_penalty, defaults.presence_penalty, 0.0),
-        logit_bias=requested.logit_bias,
-        allowed_token_ids=None if allowed is None else frozenset(allowed),
-        banned_token_ids=forbidden.token_ids,
-        bad_words=forbidden.sequences,
-        min_tokens=requested.min_tokens or 0,
+    return tuple(
+        f"sampling of {source}: {', '.join(f'{name} {given[name]}' for name in _shown(given))}"
+        for source, given in (("generation_config.json", model), ("the --default flags", server))
+        if given
     )
 
 
-def _first(requested: Number | None, default: Number | None, neutral: Number) -> Number:
-    if requested is not None:
-        return requested
-    return neutral if default is None else default
+def _shown(given: Defaults) -> list[str]:
+    return [name for name in (*_DEFAULTED, "max_tokens") if name in given]
 
 
-@dataclass(frozen=True, slots=True)
-class _Forbidden:
-    """Banned single tokens, and sequences whose last token is banned after the others."""
-
-    token_ids: frozenset[int]
-    sequences: tuple[tuple[int, ...], ...]
-
-
-def _forbidden(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> _Forbidden:
-    """The tokens of each word, at a text's start and after a space."""
-    spelled = {tuple(encode(space + word.lstrip(" "))): None for word in words for space in ("", " ")}
-    return _Forbidden(
-        frozenset(token_ids[0] for token_ids in spelled if len(token_ids) == 1),
-        tuple(token_ids for token_ids in spelled if len(token_ids) > 1),
+def with_banned_words(sampling: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
+    """Encodes bad words, at a text's start and after a space. encode: the tokenizer's."""
+    spellings = (space + word.lstrip(" ") for word in sampling.bad_words for space in ("", " "))
+    encoded = tuple(dict.fromkeys(tuple(encode(spelling)) for spelling in spellings))
+    return replace(
+        sampling,
+        banned_token_ids=frozenset(token_ids[0] for token_ids in encoded if len(token_ids) == 1),
+        banned_sequences=tuple(token_ids for token_ids in encoded if len(token_ids) > 1),
     )
 
 
-def check_sampling(sampling: RequestedSampling, tokens: TokenIds) -> None:
-    """Raise InvalidRequest for the first value that is invalid in itself or for the model."""
-    _check("temperature", sampling.temperature, 0.0, 2.0)
-    _check("top_p", sampling.top_p, 0.0, 1.0)
+def check_options(options: GenerationOptions, model: ModelDescription) -> None:
+    """Raise InvalidRequest for the first option that is invalid in itself or for the model."""
+    check_sampling(options.sampling, model.tokens)
+    _check_token_ids("stop_token_ids", options.stop_token_ids, model.tokens)
+    min_tokens, max_tokens = options.sampling.min_tokens, options.max_tokens
+    if min_tokens and max_tokens is not None and min_tokens > max_tokens:
+        message = f"min_tokens must be at most max_tokens ({max_tokens}), not {min_tokens}"
+        raise InvalidRequest(message, param="min_tokens")
+    _check_sparse(options, model.sparse_draft)
+
+
+def check_sampling(sampling: SamplingParams, tokens: TokenIds) -> None:
+    """Raise InvalidRequest for the first value out of its range, and for tokens that the model doesn't have."""
+    for each in fields(sampling):
+        if "range" in each.metadata:
+            _check_range(each.name, getattr(sampling, each.name), *each.metadata["range"])
     if sampling.top_p == 0:
         raise InvalidRequest("top_p must be in (0, 1], not 0; a temperature of 0 is greedy", param="top_p")
-    _check("top_k", sampling.top_k, -1, 2**31 - 1)
-    _check("min_p", sampling.min_p, 0.0, 1.0)
-    _check("repetition_penalty", sampling.repetition_penalty, *_REPETITION_PENALTIES)
-    _check("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
-    _check("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _check_token_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias), tokens)
     _check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), tokens)
     if not all(word.strip(" ") for word in sampling.bad_words):
         raise InvalidRequest("bad_words must not hold an empty word", param="bad_words")
 
 
-def check_stop(sampling: RequestedSampling, stop: RequestedStop, tokens: TokenIds) -> None:
-    """Raise InvalidRequest for tokens that the model doesn't have, and for a minimum above the maximum."""
-    _check_token_ids("stop_token_ids", stop.token_ids, tokens)
-    if sampling.min_tokens and stop.max_tokens is not None and sampling.min_tokens > stop.max_tokens:
-        message = f"min_tokens must be at most max_tokens ({stop.max_tokens}), not {sampling.min_tokens}"
-        raise InvalidRequest(message, param="min_tokens")
+def _check_sparse(options: GenerationOptions, draft: str | None) -> None:
+    if options.sparse_keep is not None and not 0 < options.sparse_keep <= 1:
+        raise InvalidRequest(f"sparse_keep must be in (0, 1], not {options.sparse_keep}", param="sparse_keep")
+    if draft is not None:
+        return
+    for name, is_set in (("sparse_prefill", options.sparse_prefill), ("sparse_keep", options.sparse_keep is not None)):
+        if is_set:
+            message = f"{name} needs a draft model, and the server was started without one (--sparse-draft)"
+            raise InvalidRequest(message, param=name)
 
 
-def _check(name: str, value: float | None, low: float, high: float) -> None:
+def _check_range(name: str, value: float, low: float, high: float) -> None:
     # The comparison is false for NaN, which is refused like any value out of range.
-    if value is not None and not low <= value <= high:
+    if not low <= value <= high:
         raise InvalidRequest(f"{name} must be in [{low}, {high}], not {value}", param=name)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.errors import InvalidRequest
-from headrace.types.chat import ChatMessage, ChatRequest, RequestedSparse
+from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions
 from headrace.types.request import Boundary, BoundaryKind, Bypass, SparseOptions
 
 LONG_TURN = 1024
@@ -14,24 +13,11 @@ TURN_EDGE = 128
 """Tokens kept at either end of a longer last turn: the question about the document is usually there."""
 
 
-def check_sparse(sparse: RequestedSparse, draft: str | None) -> None:
-    """Raises InvalidRequest for an invalid share, and for options that need a draft model if there is none."""
-    if sparse.keep is not None and not 0 < sparse.keep <= 1:
-        raise InvalidRequest(f"sparse_keep must be in (0, 1], not {sparse.keep}", param="sparse_keep")
-    if draft is not None:
-        return
-    for name, is_asked in (("sparse_prefill", sparse.prefill is True), ("sparse_keep", sparse.keep is not None)):
-        if is_asked:
-            raise InvalidRequest(
-                f"{name} needs a draft model, and the server was started without one (--sparse-draft)", param=name
-            )
-
-
-def completion_sparse_options(sparse: RequestedSparse, draft: str | None, num_tokens: int) -> SparseOptions | None:
+def completion_sparse_options(options: GenerationOptions, draft: str | None, num_tokens: int) -> SparseOptions | None:
     """Sparse prefill's options for a prompt without messages, whose ends are kept; None where it is off."""
-    if draft is None or sparse.prefill is False:
+    if draft is None or options.sparse_prefill is False:
         return None
-    return SparseOptions(sparse.keep, _edges(0, num_tokens))
+    return SparseOptions(options.sparse_keep, _edges(0, num_tokens))
 
 
 def chat_sparse_options(
@@ -42,18 +28,18 @@ def chat_sparse_options(
     The head of the prompt up to the end of the system prompt is kept, and the user's last turn with everything after
     it. A conversation with tools or tool results is computed whole.
     """
-    sparse = request.sparse
-    if draft is None or sparse.prefill is False:
+    keep = request.options.sparse_keep
+    if draft is None or request.options.sparse_prefill is False:
         return None
     if request.tools or any(message.tool_calls or message.role == "tool" for message in request.messages):
-        return SparseOptions(sparse.keep, bypass=Bypass.TOOLS)
+        return SparseOptions(keep, bypass=Bypass.TOOLS)
     head = _head(request.messages, boundaries)
     if head is None:
-        return SparseOptions(sparse.keep, bypass=Bypass.UNLOCATED)
+        return SparseOptions(keep, bypass=Bypass.UNLOCATED)
     start = _last_turn(request.messages, boundaries)
     is_long = num_tokens - start > LONG_TURN
     turn = _edges(start, num_tokens) if is_long else (range(start, num_tokens),)
-    return SparseOptions(sparse.keep, (range(head), *turn))
+    return SparseOptions(keep, (range(head), *turn))
 
 
 def _head(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int | None:

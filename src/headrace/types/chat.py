@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.types.media import AS_MADE, MediaOptions
+from headrace.types.request import SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -101,75 +102,43 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedSampling:
-    """Sampling as the client requested it; `None` leaves a value to the server."""
+class GenerationOptions:
+    """What a request sets beside its prompt and its answer's form. Names as in GenerationRequest.
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    min_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedStop:
-    """When to stop, as the client requested it; `max_tokens=None` means up to the context's end."""
-
-    max_tokens: int | None = None
-    strings: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedAnswers:
-    """Number of answers, log-probabilities and draft tokens; see GenerationRequest.
-
+    max_tokens: None for all that the context leaves. A completion's 0 requests only the prompt's scores.
+    stop_strings, stop_token_ids: end an answer, beside the model's own end tokens, which ignore_eos drops.
     counts_progress: every event has token counts, not only the last.
+    sparse_prefill: True, False, or None to leave it to the server. sparse_keep: share of the uncached tokens to
+    compute; None is the server's.
     """
 
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     num_choices: int = 1
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None
     counts_progress: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedSparse:
-    """Sparse prefill as the client requested it.
-
-    prefill: True, False, or None to leave it to the server.
-    keep: share of the uncached tokens to compute; None is the server's.
-    """
-
-    prefill: bool | None = None
-    keep: float | None = None
+    sparse_prefill: bool | None = None
+    sparse_keep: float | None = None
+    session: str = ""
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A whole chat request. `session`, `priority`, `cache_salt` as in GenerationRequest."""
+    """A whole chat request."""
 
     request_id: str
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolDefinition, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     structure: Structure | None = None
-    sampling: RequestedSampling = RequestedSampling()
-    stop: RequestedStop = RequestedStop()
-    answers: RequestedAnswers = RequestedAnswers()
-    sparse: RequestedSparse = RequestedSparse()
-    session: str = ""
-    priority: int = 0
-    cache_salt: str = ""
+    options: GenerationOptions = GenerationOptions()
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     thinking_budget: int | None = None
@@ -184,18 +153,11 @@ class ChatRequest:
 class CompletionRequest:
     """Prompts to continue without a chat template, each a text or token ids.
 
-    Choices are numbered across prompts: prompt p has those from p * num_choices. stop.max_tokens: 0 requests only the
-    prompt's scores.
+    Choices are numbered across prompts: prompt p has those from p * num_choices.
     echo: each answer begins with its prompt.
     """
 
     request_id: str
     prompts: tuple[str | tuple[int, ...], ...]
-    sampling: RequestedSampling = RequestedSampling()
-    stop: RequestedStop = RequestedStop()
-    answers: RequestedAnswers = RequestedAnswers()
-    sparse: RequestedSparse = RequestedSparse()
-    session: str = ""
-    priority: int = 0
-    cache_salt: str = ""
+    options: GenerationOptions = GenerationOptions()
     echo: bool = False

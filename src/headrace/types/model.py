@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.types.chat import GenerationOptions
+
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
@@ -56,3 +58,18 @@ class ModelDescription:
     takes_media: bool = False
     sparse_draft: str | None = None
     report: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What reading a request's body depends on.
+
+    max_model_len: context in tokens, None for a body that is only read to count its tokens.
+    defaults: options of a request that sets none.
+    thinks: by default. switches_thinking: a request can turn thinking on or off.
+    """
+
+    max_model_len: int | None = None
+    defaults: GenerationOptions = GenerationOptions()
+    thinks: bool = False
+    switches_thinking: bool = False

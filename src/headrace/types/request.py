@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from headrace.types.media import PromptMedia, Route
 
@@ -30,40 +33,52 @@ class Boundary:
     kind: BoundaryKind
 
 
+def _ranged(default: Any, low: float, high: float) -> Any:
+    """A field of numbers from low to high, which `session.settings.check_sampling` checks."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. All values are resolved; the fields with a value here are off by it.
+    """How the next token is drawn. The defaults are neutral: they change no logits.
 
     They take effect in this order: allowed_token_ids and banned_token_ids, bad_words; min_tokens, logit_bias;
     the request's constraint; repetition_penalty; frequency_penalty, presence_penalty; temperature, min_p, top_k, top_p.
 
     temperature: under 1e-5 the most likely token is taken.
-    top_p: in (0, 1], 1 is off. top_k: 0 is off. min_p: in [0, 1], 0 is off.
+    top_p: over 0; 1 is off. top_k: 0 and -1 are off. min_p: 0 is off.
     seed: the draw at output index i depends on (seed, i) and on nothing else but the logits.
-    repetition_penalty: over 0; divides positive and multiplies negative logits of tokens in prompt or output.
-    frequency_penalty, presence_penalty: in [-2, 2]; subtracted per occurrence, and once, for tokens in the output.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
+    frequency_penalty, presence_penalty: subtracted per occurrence, and once, for tokens in the output.
     logit_bias: (token id, amount added to its logit).
-    allowed_token_ids: the only ids that may come; None is all. banned_token_ids: ids that may not.
-    bad_words: sequences of two or more ids whose last may not come after the others.
+    allowed_token_ids: the only ids that may come; None is all.
+    bad_words: texts that may not come. The session encodes them: banned_token_ids may not come, and of each of
+    banned_sequences, of two or more ids, the last may not come after the others.
     min_tokens: output tokens before a stop token may come; but where the constraint allows nothing else, it comes.
     """
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: float = _ranged(1.0, 0.0, 2.0)
+    top_p: float = _ranged(1.0, 0.0, 1.0)
+    top_k: int = _ranged(0, -1, 2**31 - 1)
+    min_p: float = _ranged(0.0, 0.0, 1.0)
+    seed: int = _ranged(0, -(2**63), 2**63 - 1)
+    # Bounds beyond any use of the penalty: a logit divided by less could become infinite, and 0 times more NaN.
+    repetition_penalty: float = _ranged(1.0, 0.01, 100.0)
+    frequency_penalty: float = _ranged(0.0, -2.0, 2.0)
+    presence_penalty: float = _ranged(0.0, -2.0, 2.0)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: frozenset[int] | None = None
+    bad_words: tuple[str, ...] = ()
     banned_token_ids: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = _ranged(0, 0, 2**31 - 1)
+
+    def merged(self, given: Mapping[str, Any]) -> SamplingParams:
+        """These values, but the given ones by name. Without a given seed a new one is drawn."""
+        return replace(self, **{"seed": secrets.randbits(63), **given})
 
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
