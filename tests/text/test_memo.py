@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.memo import PrefixDigests, chain, digest_of_variables
+from headrace.text.boundaries import PrefixDigests, chain, digest_of_variables
 from headrace.types.chat import ChatMessage, MediaPart, TextPart
 
 TEXTS = st.text(st.sampled_from("ab\udc80é"), max_size=6)

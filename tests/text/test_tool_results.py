@@ -14,7 +14,7 @@ from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.responses_body import read_response
 from headrace.errors import InvalidRequest
-from headrace.text.tool_results import in_call_order, paired_results
+from headrace.text.tool_turns import in_call_order, paired_results
 from headrace.types.chat import ChatMessage, ChatRequest
 from headrace.types.model import ModelTraits
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from headrace.errors import HeadraceError
 from headrace.session.source import TokenSource
-from headrace.text.boundaries import common_length
 from headrace.text.template import PromptHead
+from headrace.text.template_probe import common_length
 from headrace.types.chat import ChatMessage, ChatRequest
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 

@@ -2,14 +2,14 @@
 
 Some templates show a turn's thinking until the next question comes and drop it then; everything after that turn would
 have to be computed again. The forms of a turn are found by rendering it in conversations of a few words: with nothing
-after it (the new form) and with a question after it (the old form). In the rendered conversation, whichever of the two
-occurs is replaced by the wanted one:
+after it (as the last turn) and with a question after it (as an earlier turn). In the rendered conversation, the one of
+the two that occurs is replaced by the wanted one:
 
-- with its thinking available: the new form, thinking word for word, as the model wrote it;
+- with its thinking available: as the last turn, thinking word for word, as the model wrote it;
 
-- without, where prompts close thinking: the old form after the generation prompt, as the model read and wrote it;
+- without, where prompts close thinking: as an earlier turn after the generation prompt, as the model read and wrote it;
 
-- without, otherwise: the old form.
+- without, otherwise: as an earlier turn.
 
 That choice depends on nothing but the turn, so a longer conversation begins like the shorter one.
 """
@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 from headrace.families.family import ModelFamily
 from headrace.lru_cache import LruCache
-from headrace.text.boundaries import common_length
-from headrace.text.memo import chain, digest_of, digest_of_variables
+from headrace.text.boundaries import chain, digest_of, digest_of_variables
 from headrace.text.normalise import content_text
+from headrace.text.template_probe import QUESTION, TurnTraits, common_length, probe_turns
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.types.chat import ChatMessage, TextPart
 
@@ -44,27 +43,34 @@ Group = tuple[ChatMessage, ...]
 """An assistant's turn and the results of its calls."""
 
 _MAX_VARIABLES = 32
-"""Sets of template variables whose turns are cached."""
+"""Sets of template variables that are cached."""
 _MAX_CHARS = 16_000_000
 """Of all cached turns together, in all their forms."""
-
-_QUESTION = ChatMessage("user", (TextPart("?"),))
-_THOUGHT = "So."
-
-# Two that begin and end differently: what they share at both ends is the template's.
-_ANSWERS = (ChatMessage("assistant", (TextPart("Yes."),)), ChatMessage("assistant", (TextPart("No!"),)))
 
 
 class StableRenderer:
     """Renders like a RequestRenderer, with the assistant's finished turns in their fixed form.
 
     From a turn that is found in neither form on, the text is the template's own.
+
+    alone: renders a turn in a conversation of a few words. cache: forms of turns under any variables. salt: digest of
+    the variables and of whatever else decides a rendering.
     """
 
-    def __init__(self, renderer: RequestRenderer, forms: TurnForms) -> None:
+    def __init__(
+        self,
+        renderer: RequestRenderer,
+        alone: RequestRenderer,
+        traits: TurnTraits,
+        cache: LruCache[bytes, TurnForms],
+        salt: bytes,
+    ) -> None:
         self._renderer = renderer
-        self._forms = forms
-        self._found: dict[Group, TurnForm] = {}
+        self._alone = alone
+        self._traits = traits
+        self._cache = cache
+        self._salt = salt
+        self._found: dict[Group, TurnForms] = {}
 
     def render(self, messages: tuple[ChatMessage, ...]) -> str:
         return self._fixed(self._renderer.render(messages), messages)
@@ -79,25 +85,47 @@ class StableRenderer:
     def _fixed(self, rendered: str, messages: tuple[ChatMessage, ...]) -> str:
         parts, end = [], 0
         for group in assistant_groups(messages):
-            form = self._found.get(group)
-            if form is None:
-                form = self._found[group] = self._forms.of(group)
-            found = form.find(rendered, end)
+            forms = self._found.get(group)
+            if forms is None:
+                forms = self._found[group] = self._forms_of(group)
+            found = forms.find(rendered, end)
             if found is None:
                 break
-            parts += [rendered[end : found.start], form.wanted]
+            parts += [rendered[end : found.start], forms.wanted]
             end = found.stop
         return "".join([*parts, rendered[end:]])
+
+    def _forms_of(self, group: Group) -> TurnForms:
+        key = chain(group, self._salt)[-1]
+        forms = self._cache.get(key)
+        if forms is None:
+            followed = self._alone.try_render((QUESTION, *group, QUESTION))
+            pair = self._traits.cut(self._alone.try_render((QUESTION, *group)), followed)
+            forms = _NOT_DELIMITED if pair is None else self._forms(group, *pair)
+            self._cache.put(key, forms, max(1, forms.num_chars))
+        return forms
+
+    def _forms(self, group: Group, last: str, earlier: str) -> TurnForms:
+        longer, shorter = (last, earlier) if len(last) > len(earlier) else (earlier, last)
+        return TurnForms((longer, shorter), last[: common_length(last, earlier)], self._wanted(group, last, earlier))
+
+    def _wanted(self, group: Group, last: str, earlier: str) -> str:
+        if group[0].reasoning:
+            return last
+        opening = self._traits.closed_opening
+        if opening is not None and earlier.startswith(opening[0]):
+            return opening[1] + earlier[len(opening[0]) :]
+        return earlier
 
 
 Renderer = RequestRenderer | StableRenderer
 
 
 @dataclass(frozen=True, slots=True)
-class TurnForm:
-    """known: the new and the old form, the longer one first. opening: their common beginning.
+class TurnForms:
+    """One turn as a template writes it last and as an earlier one; all empty if the template does not delimit it.
 
-    wanted: the form to show.
+    known: the two forms, the longer one first. opening: their common beginning. wanted: the form to show.
     """
 
     known: tuple[str, str]
@@ -119,119 +147,33 @@ class TurnForm:
         return None
 
 
-_NO_FORM = TurnForm(("", ""), "", "")
-"""For a turn that the template does not delimit; it is found nowhere."""
+_NOT_DELIMITED = TurnForms(("", ""), "", "")
 
 
 class TurnCache:
-    """Caches forms of turns across requests. Thread-safe."""
+    """Caches how a template writes turns, across requests. Thread-safe."""
 
     def __init__(self, source: TemplateSource, family: ModelFamily) -> None:
         self._source = source
-        self._family = family
-        self._forms: LruCache[bytes, TurnForms] = LruCache(_MAX_VARIABLES)
-        self._turns: LruCache[bytes, TurnForm] = LruCache(_MAX_CHARS)
-
-    def under(self, variables: Mapping[str, Any]) -> TurnForms:
-        """The forms under a template's variables."""
-        # Tools are written before the first question; the short conversations do without them.
-        variables = {name: value for name, value in variables.items() if name != "tools"}
-        # Some templates write the date: the rendering of one question tells whether anything has changed.
-        shown = RequestRenderer(self._source, variables).try_render((_QUESTION,))
-        salt = digest_of(repr(shown), digest_of_variables(variables))
-        forms = self._forms.get(salt)
-        if forms is None:
-            forms = TurnForms(self._source, variables, self._family, self._turns, salt)
-            self._forms.put(salt, forms)
-        return forms
-
-
-class TurnForms:
-    """Forms of an assistant's turns under one set of template variables, each computed once.
-
-    cache: forms under any variables. salt: digest of the variables and of whatever else decides a rendering.
-    """
-
-    def __init__(
-        self,
-        source: TemplateSource,
-        variables: Mapping[str, Any],
-        family: ModelFamily,
-        cache: LruCache[bytes, TurnForm],
-        salt: bytes,
-    ) -> None:
-        self._source = source
-        self._variables = variables
         self._think_close = family.think_close
-        self._cache = cache
-        self._salt = salt
+        self._traits: LruCache[bytes, TurnTraits] = LruCache(_MAX_VARIABLES)
+        self._turns: LruCache[bytes, TurnForms] = LruCache(_MAX_CHARS)
 
-    @property
-    def _renderer(self) -> RequestRenderer:
-        """A new one each time, because it caches its renderings."""
-        return RequestRenderer(self._source, self._variables, keeps_edges=True)
-
-    @cached_property
-    def change(self) -> bool:
-        """Whether the template changes a turn when a question follows."""
-        thoughtful = replace(_ANSWERS[0], reasoning=_THOUGHT)
-        return any((pair := self._pair((answer,))) and pair[0] != pair[1] for answer in (_ANSWERS[0], thoughtful))
-
-    def of(self, group: Group) -> TurnForm:
-        key = chain(group, self._salt)[-1]
-        form = self._cache.get(key)
-        if form is None:
-            pair = self._pair(group)
-            form = _NO_FORM if pair is None else self._form(group, *pair)
-            self._cache.put(key, form, max(1, form.num_chars))
-        return form
-
-    def _form(self, group: Group, new: str, old: str) -> TurnForm:
-        longer, shorter = (new, old) if len(new) > len(old) else (old, new)
-        return TurnForm((longer, shorter), new[: common_length(new, old)], self._wanted(group, new, old))
-
-    def _wanted(self, group: Group, new: str, old: str) -> str:
-        if group[0].reasoning:
-            return new
-        opening = self._closed_opening
-        if opening is not None and old.startswith(opening[0]):
-            return opening[1] + old[len(opening[0]) :]
-        return old
-
-    def _pair(self, group: Group) -> tuple[str, str] | None:
-        """The turn in its new and its old form."""
-        before, after = self._surroundings
-        alone = self._renderer.try_render((_QUESTION, *group))
-        followed = self._renderer.try_render((_QUESTION, *group, _QUESTION))
-        if not before or not after or alone is None or followed is None:
+    def stable_renderer(self, variables: Mapping[str, Any]) -> StableRenderer | None:
+        """A renderer under a template's variables; None if the template writes turns in one form anyway."""
+        # Tools are written before the first question; the short conversations do without them.
+        short = {name: value for name, value in variables.items() if name != "tools"}
+        # Some templates write the date: the rendering of one question tells whether anything has changed.
+        shown = RequestRenderer(self._source, short).try_render((QUESTION,))
+        salt = digest_of(repr(shown), digest_of_variables(short))
+        alone = RequestRenderer(self._source, short, keeps_edges=True)
+        traits = self._traits.find(
+            salt, lambda: probe_turns(alone.try_render, lambda: alone.render((QUESTION,)), self._think_close)
+        )
+        if not traits.is_changed:
             return None
-        if not (alone.startswith(before) and followed.startswith(before) and followed.endswith(after)):
-            return None
-        return alone[len(before) :], followed[len(before) : -len(after)]
-
-    @cached_property
-    def _surroundings(self) -> tuple[str, str]:
-        """The text before a turn in the short conversations, and the question after it; empty if unknown."""
-        before = self._renderer.try_render((_QUESTION,))
-        alone = [self._renderer.try_render((_QUESTION, answer)) for answer in _ANSWERS]
-        followed = [self._renderer.try_render((_QUESTION, answer, _QUESTION)) for answer in _ANSWERS]
-        end, end_and_question = _common_end(alone), _common_end(followed)
-        if not before or end is None or end_and_question is None:
-            return "", ""
-        return before, end_and_question[len(end) :]
-
-    @cached_property
-    def _closed_opening(self) -> tuple[str, str] | None:
-        """The beginning of an old turn, and the generation prompt for it, if that leaves no thinking to be done."""
-        before, _ = self._surroundings
-        pair = self._pair((_ANSWERS[0],))
-        prompted = self._renderer.render((_QUESTION,))
-        if pair is None or not prompted.startswith(before):
-            return None
-        prompt = prompted[len(before) :]
-        if self._think_close is None or self._think_close not in prompt:
-            return None
-        return prompt[: common_length(prompt, pair[1])], prompt
+        renderer = RequestRenderer(self._source, variables, keeps_edges=True)
+        return StableRenderer(renderer, alone, traits, self._turns, salt)
 
 
 def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
@@ -263,11 +205,3 @@ def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessag
     answer = answer.removeprefix("\n").removeprefix("\n")
     content = (TextPart(answer),) if answer else ()
     return replace(message, content=content, reasoning=inner.removeprefix("\n").removesuffix("\n"))
-
-
-def _common_end(texts: list[str | None]) -> str | None:
-    """The common suffix of two texts; None if one is missing."""
-    first, second = texts
-    if first is None or second is None:
-        return None
-    return first[len(first) - common_length(first[::-1], second[::-1]) :]

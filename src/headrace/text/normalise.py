@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
 
 from headrace.errors import InvalidRequest, UnsupportedField
-from headrace.text.tool_turns import ToolTraits, call_arguments, fit_tool_turns
+from headrace.text.template_probe import TemplateTraits
+from headrace.text.tool_turns import call_arguments, fit_tool_turns
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
 SystemNotes = Literal["stable", "hoist"]
@@ -17,24 +18,6 @@ _VOLATILE_LINE = "x-anthropic-billing-header:"
 
 # How a system message is shown on the user's side if it can't be a system message.
 _NOTE = "<system-note>\n{text}\n</system-note>"
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    """What a chat template accepts.
-
-    takes_system: a system message at the top is rendered.
-    single_system: one there and none later.
-    alternates_roles: user and assistant must take turns.
-    tools: how it accepts calls.
-    reasoning_keys: the names under which it looks for thinking.
-    """
-
-    takes_system: bool = True
-    single_system: bool = False
-    alternates_roles: bool = False
-    tools: ToolTraits = ToolTraits()
-    reasoning_keys: tuple[str, ...] = ("reasoning_content",)
 
 
 def normalise(
@@ -48,7 +31,7 @@ def normalise(
     without_volatile = _without_volatile_line(joined)
     if not without_volatile:
         raise InvalidRequest("messages must not be empty", param="messages")
-    placed = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits.tools)
+    placed = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
     return _merge_turns(placed) if traits.alternates_roles else placed
 
 
@@ -107,7 +90,7 @@ def _template_content(message: ChatMessage) -> str | list[dict[str, str]]:
 
 
 def _template_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call_arguments(call.arguments, traits.tools)}
+    function = {"name": call.name, "arguments": call_arguments(call.arguments, traits)}
     return {"id": call.id, "type": "function", "function": function}
 
 

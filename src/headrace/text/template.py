@@ -15,15 +15,16 @@ from headrace.lru_cache import LruCache
 from headrace.text.boundaries import (
     RenderedPrefixes,
     TextBoundary,
-    common_length,
+    TextDigest,
+    digest_of_variables,
     find_boundaries,
     shared_length,
 )
 from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
 from headrace.text.encoder import EncodedIds
-from headrace.text.history import HistoryPolicy, Renderer, StableRenderer, TurnCache, with_thinking_apart
-from headrace.text.memo import TextDigest, digest_of_variables
+from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
 from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
+from headrace.text.template_probe import common_length
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.text.tool_turns import matched_results, tools_note
@@ -106,7 +107,7 @@ class ChatTemplate:
         self._source = (
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
         )
-        self._forms = None if self._source is None else TurnCache(self._source, family)
+        self._turns = None if self._source is None else TurnCache(self._source, family)
         self._prefixes: LruCache[bytes, TextDigest] = LruCache(_MAX_PREFIXES)
 
     @property
@@ -151,7 +152,7 @@ class ChatTemplate:
         """The request with its tool results in the order in which the prompt renders them. Raises InvalidRequest."""
         if self._source is None:
             return request
-        return replace(request, messages=matched_results(request.messages, self._source.traits.tools))
+        return replace(request, messages=matched_results(request.messages, self._source.traits))
 
     def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
         """How a request and its answer will begin the next prompt; empty if unknown.
@@ -175,7 +176,7 @@ class ChatTemplate:
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
         said = request.messages
-        if said and not source.traits.tools.shows_tools and (tools := _shown_tools(request)):
+        if said and not source.traits.shows_tools and (tools := _shown_tools(request)):
             said = (tools_note(tools, self._family.call_syntax), *said)
         words, thinking = self._family.thinking_words, self._thinking_switch(request)
         if said and words is not None and thinking is not None:
@@ -183,11 +184,9 @@ class ChatTemplate:
         messages = normalise(said, source.traits, self._system_notes)
         variables = self._variables(request)
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
-            assert self._forms is not None
-            forms = self._forms.under(variables)
-            if forms.change:
-                apart = tuple(with_thinking_apart(message, self._family) for message in messages)
-                return apart, StableRenderer(RequestRenderer(source, variables, keeps_edges=True), forms)
+            assert self._turns is not None
+            if (stable := self._turns.stable_renderer(variables)) is not None:
+                return tuple(with_thinking_apart(message, self._family) for message in messages), stable
         return messages, RequestRenderer(source, variables)
 
     def _prefixes_of(

@@ -1,4 +1,4 @@
-"""Runs a model's chat template and probes what it accepts."""
+"""Runs a model's chat template."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest, ModelError
-from headrace.families.detect import REASONING_KEYS, detect_reasoning_keys
+from headrace.families.detect import REASONING_KEYS
 from headrace.families.family import ModelFamily
 from headrace.text.control_text import EDGE, ControlText
-from headrace.text.normalise import TemplateTraits, template_message
-from headrace.text.tool_turns import PROBE_TOOLS, find_tool_traits, with_results_joined
+from headrace.text.normalise import template_message
+from headrace.text.template_probe import probe_template
+from headrace.text.tool_turns import with_results_joined
 from headrace.text.written_numbers import as_written
-from headrace.types.chat import ChatMessage, Role, TextPart
+from headrace.types.chat import ChatMessage
 
 PROBE_S = 30.0
 """Time limit of a template for the shortest conversation: a thousand times the slowest known."""
-
-_PROBE_NOTE = "probe of a system message"
 
 
 class TemplateSource:
@@ -40,8 +39,7 @@ class TemplateSource:
         self._control_text = control_text
         self._think_markers = frozenset(marker for marker in (family.think_open, family.think_close) if marker)
         self._refuse_broken()
-        self.traits = TemplateTraits()
-        self.traits = self._find_traits(family)
+        self.traits = probe_template(source, self._attempt, family)
 
     def prepare(self, message: ChatMessage, *, keeps_edges: bool = False) -> dict[str, Any]:
         """A message for the template, with typed control tokens wrapped.
@@ -97,35 +95,11 @@ class TemplateSource:
             message = f"the model's chat template is broken in line {broken.lineno}: {broken.message}"
             raise ModelError(message) from broken
 
-    def _find_traits(self, family: ModelFamily) -> TemplateTraits:
-        """Probe with short conversations what the family's record leaves open."""
-        takes_system = self._shows_note(("system", "user"))
-        single_system = family.single_system
-        if single_system is None:
-            single_system = not self._shows_note(("user", "assistant", "system", "user"))
-        alternates_roles = self._takes(("user",)) and not self._takes(("user", "user"))
-        reasoning_keys = detect_reasoning_keys(self._source)
-        tools = find_tool_traits(
-            self._try_with_tools,
-            source=self._source,
-            counts_ids=family.call_syntax is not None and family.call_syntax.ids == "counted",
-            reasoning_keys=reasoning_keys,
-        )
-        return TemplateTraits(takes_system, single_system, alternates_roles, tools, reasoning_keys)
-
-    def _try_with_tools(self, messages: list[dict[str, Any]]) -> str | None:
+    def _attempt(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str | None:
         try:
-            return self.run(messages, {"tools": list(PROBE_TOOLS)}, add_generation_prompt=False)
+            return self.run(messages, variables, add_generation_prompt=False)
         except InvalidRequest:
             return None
-
-    def _takes(self, roles: tuple[Role, ...]) -> bool:
-        return RequestRenderer(self, {}).try_render(_probes(roles)) is not None
-
-    def _shows_note(self, roles: tuple[Role, ...]) -> bool:
-        """Whether a system message among these roles is rendered, not refused or dropped."""
-        rendered = RequestRenderer(self, {}).try_render(_probes(roles))
-        return rendered is not None and _PROBE_NOTE in rendered
 
 
 class RequestRenderer:
@@ -160,7 +134,7 @@ class RequestRenderer:
 
     def _run(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool) -> str:
         prepared = [self._prepare(message) for message in messages]
-        if self._source.traits.tools.joins_results:
+        if self._source.traits.joins_results:
             prepared = with_results_joined(prepared)
         return self._source.run(prepared, self._variables, add_generation_prompt=add_generation_prompt)
 
@@ -178,9 +152,3 @@ def _with_edges(fields: Mapping[str, Any]) -> dict[str, str]:
     names = [*REASONING_KEYS] if fields.get("tool_calls") else [*REASONING_KEYS, "content"]
     texts = {name: fields[name] for name in names if fields.get(name)}
     return {name: f"{EDGE}{text}{EDGE}" for name, text in texts.items() if text.strip() not in ("", text)}
-
-
-def _probes(roles: tuple[Role, ...]) -> tuple[ChatMessage, ...]:
-    return tuple(
-        ChatMessage(role=role, content=(TextPart(_PROBE_NOTE if role == "system" else "?"),)) for role in roles
-    )

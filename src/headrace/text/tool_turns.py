@@ -1,32 +1,28 @@
 """Adapts tool calls and their results to a chat template.
 
 Clients send calls in one form, templates differ: some concatenate arguments as text, some accept one call per turn,
-some require ids in a certain form, some know no calls or no tools at all. Probing finds what a template accepts; what
-it doesn't render is written into the text of messages.
+some require ids in a certain form, some know no calls or no tools at all. What a template doesn't render is written
+into the text of messages. Results are matched with their calls first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from headrace.text.tool_results import in_call_order, paired_results
+from headrace.errors import InvalidRequest
+from headrace.text.template_probe import IdForm, TemplateTraits
 from headrace.text.written_numbers import parse_written
 from headrace.tool_calls.syntaxes import CallSyntax
 from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
-IdForm = Literal["any", "short", "counted"]
-
 _MAX_DEPTH = 200
 """Nesting of arguments; deeper ones are shown as text. Request bodies have the same limit."""
-
-Try = Callable[[list[dict[str, Any]]], str | None]
-"""Renders messages of the template's form with a tool declared; None if the template refuses."""
 
 _TOOLS = "You may call these tools:\n{tools}\n\nTo call some, write nothing but {form}"
 _LIST = "a list of calls on one line: [name(argument='value'), other_name()]"
@@ -36,87 +32,10 @@ _ELEMENTS = """this, once for each call:
 </tool_call>"""
 _CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 _SHORT_LENGTH = 9
-_TOOL_ROLE = re.compile(r"==\s*['\"]tool['\"]")
 _ALPHANUMERICS = string.digits + string.ascii_letters
 
-_QUESTION = {"role": "user", "content": "?"}
-_VALUES = ("probe of a value", "probe of another")
-_MAPPINGS = tuple({"probe_key": value} for value in _VALUES)
-_BROKEN = "probe that is no JSON"
-_TEXTS = tuple(map(json.dumps, _MAPPINGS))
-_IDS: tuple[tuple[IdForm, tuple[str, str]], ...] = (
-    ("any", ("call_0123456789abcdef01234567", "call_123456789abcdef012345678")),
-    ("short", ("abcdefgh1", "abcdefgh2")),
-)
-_NAMES = ("probe_tool", "other_tool")
-_ANSWER = "probe of a result"
 
-PROBE_TOOLS = tuple(
-    {"type": "function", "function": {"name": name, "description": "?", "parameters": {"type": "object"}}}
-    for name in _NAMES
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolTraits:
-    """How a chat template accepts calls.
-
-    shows_tools, shows_calls, shows_results: it renders them at all.
-    arguments: the form that it expects.
-    takes_broken: arguments that are no JSON object are shown as text.
-    takes_several: several calls per turn.
-    takes_lone_results: a result without a call.
-    ids: the required form of ids.
-    shows_ids: calls and results have their ids in the prompt.
-    takes_thoughts: a call may have thinking and content.
-    joins_results: results must be in the turn of their calls, as `tool_responses`.
-    """
-
-    shows_tools: bool = True
-    shows_calls: bool = True
-    shows_results: bool = True
-    arguments: Literal["mapping", "text"] = "mapping"
-    takes_broken: bool = True
-    takes_several: bool = True
-    takes_lone_results: bool = True
-    ids: IdForm = "any"
-    shows_ids: bool = False
-    takes_thoughts: bool = True
-    joins_results: bool = False
-
-
-def find_tool_traits(attempt: Try, *, source: str, counts_ids: bool, reasoning_keys: Sequence[str]) -> ToolTraits:
-    """Probe a template with short conversations. counts_ids: the family's ids count its calls."""
-    shows_tools = _NAMES[0] in (attempt([_QUESTION]) or "")
-    shows_lone_results = any(_ANSWER in (attempt(_lone_result(ids)) or "") for _, ids in _IDS)
-    for form, ids in _IDS:
-        mapping, text = (attempt(_conversation(ids, arguments)) for arguments in (_MAPPINGS[:1], _TEXTS[:1]))
-        if not any(_VALUES[0] in (rendered or "") for rendered in (mapping, text)):
-            continue
-        wants_text = mapping is None or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in (text or ""))
-        arguments = _TEXTS if wants_text else _MAPPINGS
-        return ToolTraits(
-            shows_tools=shows_tools,
-            shows_results=_ANSWER in (mapping or "") + (text or ""),
-            arguments="text" if wants_text else "mapping",
-            takes_broken=_BROKEN in (attempt(_conversation(ids, (_BROKEN,))) or ""),
-            takes_several=_VALUES[1] in (attempt(_conversation(ids, arguments)) or ""),
-            takes_lone_results=shows_lone_results,
-            ids="counted" if counts_ids else form,
-            # Once for the call and once for its result.
-            shows_ids=((mapping or text or "").count(ids[0])) > 1,
-            joins_results="tool_responses" in source and _TOOL_ROLE.search(source) is None,
-            takes_thoughts=attempt(_conversation(ids, arguments[:1], reasoning_keys)) is not None,
-        )
-    return ToolTraits(
-        shows_tools=shows_tools,
-        shows_calls=False,
-        shows_results=shows_lone_results,
-        takes_lone_results=shows_lone_results,
-    )
-
-
-def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tuple[ChatMessage, ...]:
+def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
     """The conversation with its calls and results as the template accepts them. Every content is one text or empty."""
     fitted = _with_ids(matched_results(messages, traits), traits.ids)
     if not traits.takes_thoughts:
@@ -124,14 +43,14 @@ def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tup
     if not traits.shows_calls:
         fitted = tuple(_with_calls_as_text(message) for message in fitted)
     fitted = _with_results_as_text(fitted, traits)
-    return fitted if traits.takes_several else tuple(_one_call_a_turn(fitted))
+    return fitted if traits.takes_several_calls else tuple(_one_call_a_turn(fitted))
 
 
-def matched_results(messages: Sequence[ChatMessage], traits: ToolTraits) -> tuple[ChatMessage, ...]:
+def matched_results(messages: Sequence[ChatMessage], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
     """The conversation with results that have the ids and names of their calls, in the order of the calls unless the
     prompt shows ids. Raises InvalidRequest."""
     paired = paired_results(messages)
-    return paired if traits.shows_ids and traits.takes_several else in_call_order(paired)
+    return paired if traits.shows_ids and traits.takes_several_calls else in_call_order(paired)
 
 
 def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,7 +73,7 @@ def tools_note(tools: Sequence[dict[str, Any]], syntax: CallSyntax | None) -> Ch
     return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=form)),))
 
 
-def call_arguments(text: str, traits: ToolTraits) -> Any:
+def call_arguments(text: str, traits: TemplateTraits) -> Any:
     """A call's arguments as the template expects them; no text means no arguments. For numbers see `parse_written`."""
     text = text if text.strip() else "{}"
     try:
@@ -163,7 +82,7 @@ def call_arguments(text: str, traits: ToolTraits) -> Any:
         parsed = None
     if isinstance(parsed, dict) and not _is_deep(parsed):
         return parsed if traits.arguments == "mapping" else text
-    return text if traits.takes_broken or traits.arguments == "text" else {"arguments": text}
+    return text if traits.takes_broken_arguments or traits.arguments == "text" else {"arguments": text}
 
 
 def _is_deep(value: Any) -> bool:
@@ -174,21 +93,6 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _conversation(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A question, one call per arguments, and their results. thoughts: fields with thinking."""
-    content: dict[str, Any] = {"content": "?", **dict.fromkeys(thoughts, "So.")} if thoughts else {"content": ""}
-    calls, results = [], []
-    for call_id, name, each in zip(ids, _NAMES, arguments, strict=False):
-        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": each}})
-        results.append({"role": "tool", "content": _ANSWER, "tool_call_id": call_id, "name": name})
-    return [_QUESTION, {"role": "assistant", **content, "tool_calls": calls}, *results]
-
-
-def _lone_result(ids: Sequence[str]) -> list[dict[str, Any]]:
-    result = {"role": "tool", "content": _ANSWER, "tool_call_id": ids[0], "name": _NAMES[0]}
-    return [_QUESTION, {"role": "assistant", "content": "?"}, result]
 
 
 def _with_ids(messages: tuple[ChatMessage, ...], form: IdForm) -> tuple[ChatMessage, ...]:
@@ -246,7 +150,7 @@ def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
     return replace(message, content=(TextPart(text),), tool_calls=())
 
 
-def _with_results_as_text(messages: tuple[ChatMessage, ...], traits: ToolTraits) -> tuple[ChatMessage, ...]:
+def _with_results_as_text(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
     called = {call.id for message in messages for call in message.tool_calls}
     changed = []
     for message in messages:
@@ -280,3 +184,94 @@ def _one_call_a_turn(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
 
 def _text(message: ChatMessage) -> str:
     return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call: the client's id, its new id, and whether its result has been found."""
+
+    sent_id: str
+    call: ToolCall
+    is_answered: bool = False
+
+
+def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """The conversation with a unique id on every call of a turn, and each result with its call's id and name.
+
+    Missing and repeated ids are replaced. A result without an id, or with an ambiguous one, answers the first
+    unanswered call of the latest turn. A result with an unknown id stays unchanged. Raises InvalidRequest, naming the
+    field, for a second result of one call and if no call is left.
+    """
+    paired = list(messages)
+    open_calls: dict[str, deque[_Call]] = {}
+    starts = [index for index, message in enumerate(messages) if message.tool_calls]
+    num_calls = 0
+    for start, end in zip((-1, *starts), (*starts, len(messages)), strict=True):
+        turn: list[_Call] = []
+        if start >= 0:
+            turn = _with_unique_ids(messages[start].tool_calls, num_calls)
+            num_calls += len(turn)
+            paired[start] = replace(messages[start], tool_calls=tuple(each.call for each in turn))
+        for each in reversed(turn):
+            open_calls.setdefault(each.sent_id, deque()).appendleft(each)
+        left = deque(turn)
+        results = [index for index in range(start + 1, end) if messages[index].role == "tool"]
+        # Those that name their call come first, so that none without an id takes it.
+        for index in sorted(results, key=lambda index: not messages[index].tool_call_id):
+            sent_id = messages[index].tool_call_id
+            if not sent_id:
+                paired[index] = _answering(messages[index], left)
+            elif sent_id in open_calls:
+                paired[index] = _answering(messages[index], open_calls[sent_id])
+    return tuple(paired)
+
+
+def in_call_order(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Results that directly follow a turn of several calls in the order of these; others after them."""
+    return tuple(_ordered(messages))
+
+
+def _ordered(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    places: dict[str | None, int] = {}
+    results: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "tool":
+            results.append(message)
+            continue
+        yield from _sorted(results, places)
+        results = []
+        places = {call.id: place for place, call in enumerate(message.tool_calls)}
+        yield message
+    yield from _sorted(results, places)
+
+
+def _sorted(results: Iterable[ChatMessage], places: dict[str | None, int]) -> list[ChatMessage]:
+    return sorted(results, key=lambda result: places.get(result.tool_call_id, len(places)))
+
+
+def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_Call]:
+    """num_earlier: calls earlier in the conversation, from which generated ids count on."""
+    taken = {call.id for call in calls}
+    seen: set[str] = set()
+    unique: list[_Call] = []
+    for number, call in enumerate(calls, start=num_earlier):
+        call_id = call.id
+        if not call_id or call_id in seen:
+            call_id = f"call_{number}"
+            while call_id in taken:
+                call_id += "_"
+            taken.add(call_id)
+        seen.add(call_id)
+        unique.append(_Call(call.id, call if call_id == call.id else replace(call, id=call_id)))
+    return unique
+
+
+def _answering(result: ChatMessage, candidates: deque[_Call]) -> ChatMessage:
+    """The result with the id and name of the first of these calls without one; removes those that have one."""
+    while candidates:
+        found = candidates.popleft()
+        if not found.is_answered:
+            found.is_answered = True
+            return replace(result, tool_call_id=found.call.id, name=found.call.name)
+    fault = "the call already has a result" if result.tool_call_id else "there is no call without a result"
+    raise InvalidRequest(f"{result.param}: {fault}", param=result.param)
