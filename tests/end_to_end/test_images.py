@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.models.chunked import ChunkedEncoding
-from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.session.session import Session
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.types.chat import (

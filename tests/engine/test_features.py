@@ -9,7 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from headrace.engine.features import IDLE_SLICE_S, SLICE_SHARE, FeatureCache
-from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.scheduler.prefixes import NoPrefixes
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from headrace.models.vision import MediaEmbeddings, VisionTower
+from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.types.media import MediaInput
 
 

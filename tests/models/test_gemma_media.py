@@ -18,12 +18,13 @@ from models.tiny_gemma4 import TinyGemma4
 
 from headrace.backend import blas, device
 from headrace.errors import ModelError
+from headrace.models.gemma_vision import square_order
 from headrace.models.load import load
 from headrace.models.media import row_media
 from headrace.models.packed import PackedModel, Row
-from headrace.models.siglip import square_order
 from headrace.models.source import read_files
-from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
+from headrace.models.vision import load_tower
+from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.media import Bidirectional, PromptMedia

@@ -24,7 +24,8 @@ from headrace.models.media import inputs_within, row_media
 from headrace.models.mrope import MropeSections, find_sections
 from headrace.models.packed import PackedModel, Row
 from headrace.models.source import read_files
-from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
+from headrace.models.vision import load_tower
+from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.media import MediaInput, PromptMedia

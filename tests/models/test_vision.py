@@ -17,11 +17,11 @@ from models.embedding import embed
 
 from headrace.backend import device
 from headrace.errors import ModelError
-from headrace.models import vision, vision_attention
+from headrace.models import vision, vision_tower
 from headrace.models.chunked import LEAST_ROWS
 from headrace.models.source import read_files
-from headrace.models.vision import MediaEmbeddings, VisionTower, load_tower
-from headrace.models.vision_attention import SCORE_WORK
+from headrace.models.vision import load_tower
+from headrace.models.vision_tower import SCORE_WORK, MediaEmbeddings, VisionTower
 from headrace.types.media import MediaInput
 
 DATA = Path(__file__).parent.parent / "data"
@@ -89,7 +89,7 @@ def test_blocks_of_scores_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch) ->
         made = inputs(data["video/pixel_values_videos_u8"], data["video/video_grid_thw"])
         expected = data["video/video_features"]
     for elements in (1, 4 * 24, 4 * 24 * 7, 4 * 24 * 24 * 2):
-        monkeypatch.setattr(vision_attention, "SCORE_ELEMENTS", elements)
+        monkeypatch.setattr(vision_tower, "SCORE_ELEMENTS", elements)
         assert np.abs(rows(embed(tower(DATA / FOLDERS[0]), made)) - expected).max() <= TOLERANCE
 
 

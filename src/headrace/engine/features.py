@@ -12,7 +12,7 @@ from statistics import median_low
 from headrace.errors import GenerationFailed
 from headrace.models.chunked import ChunkedEncoding
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
-from headrace.models.vision import MediaEmbeddings
+from headrace.models.vision_tower import MediaEmbeddings
 from headrace.models.vlm import Tower
 from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
 from headrace.types.media import MediaInput, PromptMedia

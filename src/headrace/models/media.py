@@ -14,7 +14,7 @@ import numpy.typing as npt
 from headrace.models.adapters import Restore, override_forward
 from headrace.models.positions import TokenPositions
 from headrace.models.step import NO_SPANS, BidirectionalSpans
-from headrace.models.vision import MediaEmbeddings
+from headrace.models.vision_tower import MediaEmbeddings
 from headrace.types.media import Bidirectional, MediaInput, PromptMedia
 
 

@@ -19,7 +19,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from headrace.errors import ModelError
 from headrace.models.chunked import ChunkedEncoding, ChunkRecorder, Stages
 from headrace.models.source import ModelFiles
-from headrace.models.vision import MediaEmbeddings, VisionTower, knows_tower
+from headrace.models.vision import knows_tower
+from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.models.weights import Loaded, has_text_model
 from headrace.types.media import MediaInput
 
