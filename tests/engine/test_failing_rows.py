@@ -21,7 +21,7 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
-from headrace.grammar.constraint import Window
+from headrace.grammar.constraint import DraftMasks
 from headrace.models.install import Level, choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.reservations import MemoryBudget
@@ -81,10 +81,10 @@ class Failing:
     def num_legal(self, drafts: Sequence[int]) -> int:
         return len(drafts)
 
-    def window(self, drafts: Sequence[int]) -> Window:
+    def window(self, drafts: Sequence[int]) -> DraftMasks:
         if self.name == "masks" and self.num_tokens == NUM_GOOD:
             raise GenerationFailed("no masks")
-        return Window((None,) * (len(drafts) + 1), len(drafts))
+        return DraftMasks((None,) * (len(drafts) + 1), len(drafts))
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self.num_tokens += len(token_ids)

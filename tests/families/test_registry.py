@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.families.detect import THINK_MARKERS, detect_reasoning_keys
-from headrace.families.registry import FAMILIES, explain, find_family
+from headrace.families.registry import FAMILIES, THINK_MARKERS, detect_reasoning_keys, explain, find_family
 from headrace.tool_calls.syntaxes import SYNTAXES
 
 

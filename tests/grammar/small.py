@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import MappingProxyType
 
-from headrace.grammar.constraint import Window
+from headrace.grammar.constraint import DraftMasks
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
@@ -50,7 +50,7 @@ def matcher(grammar: str, stops: Iterable[int] = (END,)) -> Matcher:
     return constraint
 
 
-def allowed(window: Window, place: int = 0) -> set[int]:
+def allowed(window: DraftMasks, place: int = 0) -> set[int]:
     """Ids that may come at a place."""
     mask = window.masks[place]
     assert mask is not None

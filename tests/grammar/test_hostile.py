@@ -15,8 +15,7 @@ from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
 from headrace.grammar import compiler
 from headrace.grammar.compile import CallsForm, OutputForm
 from headrace.grammar.factory import MAX_CHARACTERS, ConstraintFactory
-from headrace.grammar.patterns import is_found
-from headrace.grammar.schema import check_schema, schema_violation
+from headrace.grammar.schema import check_schema, is_found, schema_violation
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.sandbox import Sandbox
 from headrace.text.fences import LineTracker

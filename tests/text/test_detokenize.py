@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from headrace.text.decoding import MAX_HELD_BYTES, WindowDecoder
+from headrace.text.detokenize import MAX_HELD_BYTES, WindowDecoder
 from headrace.text.tokenizer import Tokenizer
 
 BACKENDS = {

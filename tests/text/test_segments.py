@@ -18,9 +18,9 @@ import headrace
 from headrace.lru_cache import LruCache
 from headrace.models.smollm2 import FOLDER
 from headrace.text import encoder, segments
+from headrace.text.control_text import any_of
 from headrace.text.encoder import TextEncoder
 from headrace.text.segments import Cuts, find_cuts
-from headrace.text.spellings import any_of
 from headrace.text.tokenizer import Tokenizer
 
 ODD_TOKENS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.stop_strings import StopCutter, overlap
+from headrace.text.emitter import StopCutter, overlap
 
 LETTERS = st.text("ab<", max_size=12)
 

@@ -8,7 +8,7 @@ from functools import reduce
 from itertools import islice
 from typing import Any
 
-from headrace.grammar.patterns import is_found
+from headrace.grammar.schema import is_found
 from headrace.tool_calls.schema import ALL_TYPES, COMBINING, MAX_DEPTH, resolved, types_of_part, well_formed_keywords
 
 Alternative = tuple[Mapping[str, Any], ...]

@@ -14,7 +14,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DraftMasks:
     """The tokens allowed after 0, 1, … n drafts.
 
     masks: n + 1 of them, number i given the first i drafts; None where any token is allowed, and after a forbidden
@@ -39,7 +39,7 @@ class Constraint(Protocol):
         Cheap, because no masks are made. The masks may still forbid a draft that spells its text in unusual tokens.
         """
 
-    def window(self, drafts: Sequence[int]) -> Window:
+    def window(self, drafts: Sequence[int]) -> DraftMasks:
         """The tokens allowed next and after each of the drafts; no visible change."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -64,3 +64,43 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
         if 0 <= token_id < vocab_size:
             mask[token_id // 32] |= np.uint32(1 << token_id % 32)
     return mask
+
+
+class AllOf:
+    """A Constraint that allows what all of its parts allow."""
+
+    def __init__(self, parts: Sequence[Constraint]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def is_over(self) -> bool:
+        return any(part.is_over for part in self._parts)
+
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        return min(part.num_legal(drafts) for part in self._parts)
+
+    def window(self, drafts: Sequence[int]) -> DraftMasks:
+        windows = [part.window(drafts) for part in self._parts]
+        num_legal = min(window.num_legal for window in windows)
+        masks = [_both([window.masks[place] for window in windows]) for place in range(num_legal + 1)]
+        return DraftMasks((*masks, *[None] * (len(drafts) - num_legal)), num_legal)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for part in self._parts:
+            part.accept(token_ids)
+
+    def forced_tokens(self, limit: int) -> tuple[int, ...]:
+        """See Constraint: from the first part that forces anything."""
+        return next((forced for part in self._parts if (forced := part.forced_tokens(limit))), ())
+
+    def copy(self) -> AllOf:
+        return AllOf([part.copy() for part in self._parts])
+
+
+def _both(masks: Sequence[Mask | None]) -> Mask | None:
+    """Combine masks of one width."""
+    joined: Mask | None = None
+    for mask in masks:
+        if mask is not None:
+            joined = mask if joined is None else joined & mask
+    return joined

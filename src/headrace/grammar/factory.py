@@ -10,10 +10,9 @@ from typing import Any
 from llguidance import LLMatcher
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.all_of import AllOf
 from headrace.grammar.compile import CompiledOutput, OutputForm
 from headrace.grammar.compiler import Compiler
-from headrace.grammar.constraint import Constraint
+from headrace.grammar.constraint import AllOf, Constraint
 from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.thinking import Lines, ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary

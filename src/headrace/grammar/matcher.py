@@ -9,9 +9,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
-from headrace.grammar.border import LIMITS, translated
-from headrace.grammar.constraint import Mask, Window, mask_of, num_words
-from headrace.grammar.faults import describe_fault
+from headrace.grammar.constraint import DraftMasks, Mask, mask_of, num_words
+from headrace.grammar.faults import LIMITS, describe_fault, translated
 from headrace.grammar.vocabulary import Vocabulary
 
 _FAILURES = (
@@ -87,7 +86,7 @@ class Matcher:
         return may_end
 
     @translated
-    def window(self, drafts: Sequence[int]) -> Window:
+    def window(self, drafts: Sequence[int]) -> DraftMasks:
         masks: list[Mask | None] = []
         num_legal = num_consumed = 0
         for draft in drafts:
@@ -104,7 +103,7 @@ class Matcher:
         if num_consumed and not self._grammar.rollback(num_consumed):
             raise self._failure()
         masks += [None] * (len(drafts) + 1 - len(masks))
-        return Window(tuple(masks), num_legal)
+        return DraftMasks(tuple(masks), num_legal)
 
     @translated
     def accept(self, token_ids: Sequence[int]) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jsonschema
 from jsonschema_specifications import REGISTRY
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.faults import describe_fault
-from headrace.grammar.patterns import is_found
+from headrace.grammar.vocabulary import TokenTable, Vocabulary
 
 WHITE_SPACE = r" |\r?\n[ \t]{0,20}"
 """Between the parts of a JSON text: a space, or a new line and its indentation.
@@ -204,3 +204,25 @@ def _parts(schema: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 def _pointer(path: Any) -> str:
     """A path in a schema as a JSON pointer, `/` for the whole."""
     return "/" + "/".join(str(each).replace("~", "~0").replace("/", "~1") for each in path)
+
+
+def is_found(pattern: str, text: str) -> bool | None:
+    """Whether a schema's `pattern` is found in a text; None for a pattern that grammars don't support."""
+    compiled = _compiled(pattern)
+    if compiled.is_error():
+        return None
+    matcher = compiled.deep_copy()
+    quoted = json.dumps(text, ensure_ascii=False).encode()
+    return matcher.try_consume_tokens(list(quoted)) == len(quoted) and bool(matcher.is_accepting())
+
+
+@lru_cache(128)
+def _compiled(pattern: str) -> LLMatcher:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    return LLMatcher(_bytes(), grammar, log_level=0)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary with a token for each byte."""
+    return Vocabulary(TokenTable(tuple(bytes([byte]) for byte in range(256)), frozenset(), {})).compiled

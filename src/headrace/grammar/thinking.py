@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from headrace.errors import GenerationFailed
-from headrace.grammar.constraint import Mask, Window, mask_of
+from headrace.grammar.constraint import DraftMasks, Mask, mask_of
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.request import LateThinking, ThinkingLimit
 
@@ -84,7 +84,7 @@ class ThinkingBudget:
     def num_legal(self, drafts: Sequence[int]) -> int:
         return self.window(drafts).num_legal
 
-    def window(self, drafts: Sequence[int]) -> Window:
+    def window(self, drafts: Sequence[int]) -> DraftMasks:
         masks: list[Mask | None] = []
         state = self._place
         for num_legal, draft in enumerate(drafts):
@@ -92,10 +92,10 @@ class ThinkingBudget:
             masks.append(self._only(wanted))
             if wanted is not None and draft != wanted:
                 masks += [None] * (len(drafts) + 1 - len(masks))
-                return Window(tuple(masks), num_legal)
+                return DraftMasks(tuple(masks), num_legal)
             state = self._after(state, draft)
         masks.append(self._only(self._wanted(state)))
-        return Window(tuple(masks), len(drafts))
+        return DraftMasks(tuple(masks), len(drafts))
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See Constraint. Raises GenerationFailed for a forbidden token."""

@@ -7,12 +7,12 @@ from its token; a lone one is dropped.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
-
-from headrace.text.spellings import any_of
 
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
@@ -103,3 +103,22 @@ def find_control_tokens(
         for text, token_id in added_tokens.items()
         if token_id in special_ids or (len(text.strip()) > 2 and text in chat_template)
     }
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A pattern that matches the longest of the texts at a position; of no texts, one that never matches.
+
+    Python tries alternatives one by one, so what they share is written once: `<(?:a|b(?:c)?)` for <a, <b and <bc.
+    """
+    found = sorted({text for text in texts if text})
+    return _branches(found) if found else "(?!)"
+
+
+def _branches(texts: list[str]) -> str:
+    """The pattern of sorted texts, all different."""
+    shared = os.path.commonprefix(texts)
+    rests = [rest for text in texts if (rest := text[len(shared) :])]
+    if not rests:
+        return re.escape(shared)
+    branches = "|".join(_branches(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
+    return f"{re.escape(shared)}(?:{branches}){'?' if len(rests) < len(texts) else ''}"

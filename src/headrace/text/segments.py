@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers.models import BPE, Model, Unigram
 
-from headrace.text.spellings import any_of
+from headrace.text.control_text import any_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -1,18 +1,17 @@
 """Parses an answer's text into events incrementally: answer, thinking, tool calls.
 
-The text lies in a `Reader`. A parser over it finds thinking and calls (`plain_output.py`, `constrained_output.py`, or
-`harmony.py` where outputs are messages), hands calls to their syntax's parser (`call_reader.py`, `tool_calls/`), and
-passes results to an `Emitter`, which makes events of them.
+The text lies in a `Reader`. A parser over it finds thinking and calls (`plain_output.py`, or `harmony.py` where outputs
+are messages), hands calls to their syntax's parser (`call_reader.py`, `tool_calls/`), and passes results to an
+`Emitter`, which makes events of them.
 """
 
 from __future__ import annotations
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
-from headrace.text.constrained_output import ConstrainedOutput
 from headrace.text.emitter import Emitter, ParsedEvent
 from headrace.text.harmony import HarmonyOutput
-from headrace.text.plain_output import PlainOutput
+from headrace.text.plain_output import ConstrainedOutput, PlainOutput
 from headrace.tool_calls.calls import CallFault, CallIds, Tools
 from headrace.tool_calls.reader import Reader
 from headrace.types.chat import ToolDefinition

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.families.detect import detect_reasoning_keys
 from headrace.families.family import ModelFamily
+from headrace.families.registry import detect_reasoning_keys
 from headrace.types.chat import ChatMessage, TextPart
 
 IdForm = Literal["any", "short", "counted"]

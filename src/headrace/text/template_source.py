@@ -11,8 +11,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest, ModelError
-from headrace.families.detect import REASONING_KEYS
 from headrace.families.family import ModelFamily
+from headrace.families.registry import REASONING_KEYS
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import template_message
 from headrace.text.template_probe import probe_template

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.text.decoding import BYTE_OF, parts_of
+from headrace.text.detokenize import BYTE_OF, parts_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

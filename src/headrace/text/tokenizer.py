@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace.errors import ModelError
-from headrace.text.decoding import TokenPieces
-from headrace.text.detokenize import Detokenizer
-from headrace.text.encoder import EncodedIds, TextEncoder
-from headrace.text.plain import PlainTextEncoder
+from headrace.text.detokenize import Detokenizer, TokenPieces
+from headrace.text.encoder import EncodedIds, PlainTextEncoder, TextEncoder
 from headrace.text.token_bound import TokenBound, find_token_bound
 from headrace.types.model import TokenIds
 

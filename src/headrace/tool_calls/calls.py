@@ -36,7 +36,7 @@ class CallFault:
 
 
 @dataclass(slots=True)
-class Call:
+class ParsedCall:
     """A call as far as it has been read.
 
     is_declared: its name is one of the request's tools.
@@ -110,8 +110,8 @@ class CallSink:
     """
 
     def __init__(self, tools: Tools, reader: Reader) -> None:
-        self.calls: list[Call] = []
-        self.current: Call | None = None
+        self.calls: list[ParsedCall] = []
+        self.current: ParsedCall | None = None
         self.done = self.written = reader.pos
         self.has_undeclared = False
         self.is_unit = False
@@ -153,7 +153,7 @@ class CallSink:
         self.has_undeclared = self.has_undeclared or not is_declared
         if self.is_text is False and not is_declared:
             raise NotACall
-        self.current = Call(name, is_declared, written_id, [])
+        self.current = ParsedCall(name, is_declared, written_id, [])
         self.calls.append(self.current)
         self.written = self._reader.pos
         return self._tools.schema(name)
@@ -181,7 +181,7 @@ class CallSink:
         self.decide()
         self.is_committed = self.current is not None
 
-    def take_certain(self) -> list[Call]:
+    def take_certain(self) -> list[ParsedCall]:
         """The calls to pass on: complete ones, once, and what there is of a committed one."""
         num_complete = len(self.calls) - (self.current is not None)
         certain = self.calls if self.is_committed else self.calls[:num_complete]
