@@ -28,12 +28,12 @@ def test_an_unknown_type_gets_the_generic_family() -> None:
     assert family.keep_special_tokens == frozenset()
 
 
-@pytest.mark.parametrize(("opener", "closer"), THINK_MARKERS)
-def test_think_markers_are_read_from_the_template(opener: str, closer: str) -> None:
-    template = "{{- '<turn>' }}{% if '" + closer + "' in content %}{{ '" + opener + "' }}{% endif %}"
+@pytest.mark.parametrize(("start_marker", "end_marker"), THINK_MARKERS)
+def test_think_markers_are_read_from_the_template(start_marker: str, end_marker: str) -> None:
+    template = "{{- '<turn>' }}{% if '" + end_marker + "' in content %}{{ '" + start_marker + "' }}{% endif %}"
     family = find_family("qwen2", template)
-    assert (family.think_open, family.think_close) == (opener, closer)
-    assert family.keep_special_tokens == {opener, closer}
+    assert (family.think_open, family.think_close) == (start_marker, end_marker)
+    assert family.keep_special_tokens == {start_marker, end_marker}
     assert family.why["think_open"]
 
 

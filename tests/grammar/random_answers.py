@@ -10,9 +10,9 @@ from headrace.grammar.constraint import Constraint, Mask
 from headrace.text.tokenizer import Tokenizer
 
 PATIENCE = 60
-"""Tokens after which the answer is led to its end: by a closer where one may come, else by single characters."""
+"""Tokens after which the answer is led to its end: by an end marker where one may come, else by single characters."""
 
-CLOSERS = (b'"', b"}", b"]", b"]}", b'"}')
+ENDS = (b'"', b"}", b"]", b"]}", b'"}')
 CHARACTERS = tuple(bytes([byte]) for byte in range(0x21, 0x7F))
 
 MOST_TOKENS = 3000
@@ -26,7 +26,7 @@ def legal_ids(mask: Mask) -> list[int]:
 def random_answer(constraint: Constraint, tokenizer: Tokenizer, stop: int, seed: int) -> list[int]:
     """Token ids of an answer, without the stop token, which always comes."""
     rng = np.random.default_rng(seed)
-    closers, characters = _ids_of(tokenizer, CLOSERS), _ids_of(tokenizer, CHARACTERS)
+    end_markers, characters = _ids_of(tokenizer, ENDS), _ids_of(tokenizer, CHARACTERS)
     answer: list[int] = []
     while len(answer) < MOST_TOKENS:
         (mask,) = constraint.window(()).masks
@@ -36,7 +36,7 @@ def random_answer(constraint: Constraint, tokenizer: Tokenizer, stop: int, seed:
         token = legal[int(np.argmax(rng.normal(size=len(legal)) + rng.gumbel(size=len(legal))))]
         if len(answer) > PATIENCE:
             allowed = set(legal)
-            ways_out = closers if rng.random() < 0.5 else rng.permutation(characters).tolist()
+            ways_out = end_markers if rng.random() < 0.5 else rng.permutation(characters).tolist()
             token = next((each for each in (stop, *ways_out) if each in allowed), token)
         constraint.accept((token,))
         if token == stop:

@@ -88,7 +88,7 @@ XML_CALL = "<tool_call>\n<function=search>\n<parameter=query>\n{}\n</parameter>\
 XML_END = "</function>\n</tool_call>"
 
 
-def test_texts_between_tags_are_bare_and_may_be_anything_but_the_closer() -> None:
+def test_texts_between_tags_are_bare_and_may_be_anything_but_the_end_marker() -> None:
     constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
     for query in ("", "two\nlines", '<a href="x">', "</param>", "null", "0042", "</function>", "日本"):
         call = XML_CALL.format(query) + XML_END

@@ -51,7 +51,7 @@ def test_an_open_block_is_closed_before_the_answer(texts: tuple[str, ...], is_wh
     assert takes(ANSWER, OPEN, *texts) == is_whole
 
 
-def test_a_window_may_cross_the_closer() -> None:
+def test_a_window_may_cross_the_end_marker() -> None:
     drafts = [TEXTS.index(text) for text in ("b", "x</think>\n", "\n", "a", "b")]
     window = begun(ANSWER, OPEN).window(drafts)
     assert window.num_legal == len(drafts)

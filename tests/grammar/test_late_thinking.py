@@ -82,7 +82,7 @@ def test_no_client_gets_more_thinking_than_the_budget(budget: int, wishes: list[
 
 @given(st.lists(st.sampled_from(range(len(TEXTS))), max_size=24))
 def test_what_is_forced_never_shows_in_an_answer(wishes: list[int]) -> None:
-    """Every closer that the model did not write is taken as one."""
+    """Every end marker that the model did not write is taken as one."""
     wishes = [wish for wish in wishes if TEXTS[wish] not in ("</t>", "t>", "<")]
     text, _ = written(replace(LIMIT, num_tokens=1), wishes)
     assert "</t>" not in read(text)[1]
@@ -103,7 +103,7 @@ def test_what_is_quoted_is_no_thinking_and_stays_whole(texts: tuple[str, ...]) -
         assert read(text) == ("", "".join(texts))
 
 
-def test_an_opener_that_is_a_mention_is_text_and_what_follows_it_goes_on() -> None:
+def test_a_start_marker_that_is_a_mention_is_text_and_what_follows_it_goes_on() -> None:
     long = ids(*"ab" * (MAX_BLOCK // 2))
     text, num_forced = written(replace(LIMIT, num_tokens=10**6), [*ids("a", "<t>"), *long, *ids("\n", "<t>", "a")])
     assert num_forced == 0
@@ -118,7 +118,7 @@ def test_an_opener_that_is_a_mention_is_text_and_what_follows_it_goes_on() -> No
     assert len(read(text)[0]) == MAX_BLOCK + 100
 
 
-def test_openers_in_pieces_and_blocks_one_after_the_other_count_on() -> None:
+def test_start_markers_in_pieces_and_blocks_one_after_the_other_count_on() -> None:
     text, _ = written(LIMIT, ids("a", " ", "<", "t>", "b", "</t>", "a", "\n", "<t>", "a", "b", "b", "b"))
     thinking, answer = read(text)
     assert thinking == "bab"

@@ -54,13 +54,13 @@ def pattern(marker: str) -> str:
 
 
 def calls_of(output: str, forms: tuple[CallForm, ...]) -> list[tuple[str, dict[str, str]]]:
-    """The calls behind an opener, by a reading that ends each value at the first closer outside of JSON's brackets."""
+    """The calls of an output, by a reading that ends each value at the first end marker outside of JSON's brackets."""
     for form in forms:
         body = form.body
-        if not isinstance(body, TagBody) or not output.startswith(form.opener):
+        if not isinstance(body, TagBody) or not output.startswith(form.start_marker):
             continue
         name_end = pattern(body.tags.name_end + body.tags.newline)
-        head = rf"\s*(?:{pattern(form.opener)}|{pattern(form.join)})?\s*{pattern(body.before.lstrip())}"
+        head = rf"\s*(?:{pattern(form.start_marker)}|{pattern(form.join)})?\s*{pattern(body.before.lstrip())}"
         found, rest = [], output
         while (opened := re.match(rf"{head}(?P<name>send|note){name_end}", rest)) is not None:
             arguments, rest = arguments_of(body, opened["name"], rest[opened.end() :])
@@ -87,9 +87,9 @@ def arguments_of(body: TagBody, tool: str, rest: str) -> tuple[dict[str, Any], s
         behind = re.match(pattern(tags.newline), rest)
         assert behind is not None, rest
         rest = rest[behind.end() :]
-    closer = re.match(pattern(body.after), rest)
-    assert closer is not None, (tool, rest)
-    return arguments, rest[closer.end() :]
+    end_marker = re.match(pattern(body.after), rest)
+    assert end_marker is not None, (tool, rest)
+    return arguments, rest[end_marker.end() :]
 
 
 def nasty_pieces(forms: tuple[CallForm, ...]) -> list[str]:
@@ -97,13 +97,13 @@ def nasty_pieces(forms: tuple[CallForm, ...]) -> list[str]:
     pieces = ["`", "```\n", "\n\n", "[", '["', '"]', "\\", *THINK, '{"name": "note", "arguments": {}}', "Send it. "]
     for form in forms:
         body = form.body
-        pieces.append(form.opener)
+        pieces.append(form.start_marker)
         if isinstance(body, TagBody):
             tags, after_key = body.tags, body.tags.after_key(is_text=True)
             head = body.before + "note" + tags.name_end + tags.newline
             value = tags.key_open + "label" + after_key + "x" + tags.value_close + tags.newline
             whole = [head, value, tags.value_close + tags.newline, body.after, tags.value_close + body.after]
-            whole += [form.opener + head + value, form.opener + head, tags.key_open + "limit" + after_key]
+            whole += [form.start_marker + head + value, form.start_marker + head, tags.key_open + "limit" + after_key]
             pieces += [each.replace(MAYBE_NEWLINE, "") for each in whole]
     return pieces
 
@@ -119,7 +119,7 @@ def test_arguments_are_read_as_the_grammar_took_them(name: str, has_special: boo
     num_quoting = 0
     for seed in range(4):
         output = random_output(constraint.copy(), tokenizer, ways_out_of(name), seed, pieces=nasty_pieces(TAGGED[name]))
-        if not any(isinstance(each.body, TagBody) and output.startswith(each.opener) for each in TAGGED[name]):
+        if not any(isinstance(each.body, TagBody) and output.startswith(each.start_marker) for each in TAGGED[name]):
             continue  # Hunyuan's older syntax is JSON
         expected = calls_of(output, TAGGED[name])
         num_quoting += any("note" in str(value) for _, arguments in expected for value in arguments.values())
@@ -136,7 +136,7 @@ QWEN_END = "</function>\n</tool_call>"
 QUOTED = "<tool_call>\n<function=note>\n<parameter=text>\nx"
 
 
-def test_a_value_that_quotes_the_opening_of_a_call_ends_at_the_first_closer() -> None:
+def test_a_value_that_quotes_the_opening_of_a_call_ends_at_the_first_end_marker() -> None:
     form = OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None)
     output = QWEN_CALL.format(QUOTED, "low") + QWEN_END
     assert takes_whole(begun(form), output)
@@ -152,13 +152,15 @@ def test_a_model_that_writes_freely_may_quote_whole_calls() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, syntax in SYNTAXES.items() if syntax.forms])
-def test_the_grammar_knows_every_opener_that_a_call_is_read_from(name: str) -> None:
+def test_the_grammar_knows_every_start_marker_that_a_call_is_read_from(name: str) -> None:
     """Else a call could come that nothing holds. Tokens of older versions, which a model does not write, are left."""
     form = OutputForm(None, CallsForm(TOOLS, False, True), name, None)
-    for opener in SYNTAXES[name].parser.openers:
-        output = f"So: {opener}"
+    for start_marker in SYNTAXES[name].parser.start_markers:
+        output = f"So: {start_marker}"
         text, calls = parsed(name, output, TOOLS, guarantees_of(form))
-        assert takes_whole(begun(form), output) == (not any(opener == each.opener for each in SYNTAXES[name].forms))
+        assert takes_whole(begun(form), output) == (
+            not any(start_marker == each.start_marker for each in SYNTAXES[name].forms)
+        )
         assert (text, calls) == (output, [])
 
 
@@ -167,7 +169,7 @@ NOTE = QWEN_CALL.format("a", "b") + QWEN_END
 
 
 @pytest.mark.parametrize("before", ["Look: `", "```\n", "", "<think>\nI <tool_call> it\n</think>\n\n", "</think>"])
-def test_where_text_may_come_the_first_opener_begins_a_call_also_in_quotes(before: str) -> None:
+def test_where_text_may_come_the_first_start_marker_begins_a_call_also_in_quotes(before: str) -> None:
     assert takes_whole(begun(FREE), before + NOTE)
     assert not takes(begun(FREE), before + NOTE.replace("note", "nota"))
     _, calls = parsed("qwen_xml", before + NOTE, TOOLS, guarantees_of(FREE), think=THINK)

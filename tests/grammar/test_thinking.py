@@ -18,7 +18,7 @@ TOKEN = {text: token_id for token_id, text in enumerate(TEXTS)} | {"[MARK]": MAR
 CLOSING = (TOKEN["\n"], TOKEN["</think>"], TOKEN["\n\n"])
 OPEN = ThinkingLimit(2, "<", "</think>", CLOSING, is_open=True)
 UNOPENED = replace(OPEN, is_open=False)
-LATE = replace(OPEN, late=LateThinking(call_openers=("[MARK]",), bare_call_openers=("1",)))
+LATE = replace(OPEN, late=LateThinking(call_starts=("[MARK]",), bare_call_starts=("1",)))
 
 
 def begun(limit: ThinkingLimit, grammar: str | None = None) -> Constraint:
@@ -58,7 +58,7 @@ def wanted(limit: ThinkingLimit, said: Sequence[int]) -> int | None:
 
 
 @given(st.booleans(), st.integers(0, 4), st.lists(st.integers(0, len(TEXTS) + 2), max_size=14))
-def test_the_closer_is_forced_exactly_when_all_is_used_up(is_open: bool, budget: int, wishes: list[int]) -> None:
+def test_the_end_marker_is_forced_exactly_when_all_is_used_up(is_open: bool, budget: int, wishes: list[int]) -> None:
     limit = replace(OPEN, is_open=is_open, num_tokens=budget)
     constraint, said = begun(limit), list[int]()
     for wish in wishes:

@@ -76,7 +76,7 @@ def test_an_answer_starts_once_says_its_text_and_finishes_once() -> None:
 def test_thinking_is_told_apart_and_its_tokens_are_counted_as_part_of_the_output() -> None:
     finished = events_of(fake_session(FakeEngine("<think>abc</think>de", (END,))), ask())[-1]
     assert isinstance(finished, Finished)
-    # Seven tokens of opener and three of thinking; the closer belongs to what follows it, as does the end token.
+    # Seven tokens of the start marker, three of thinking; the end marker belongs to what follows, like the end token.
     assert finished.usage.num_reasoning_tokens == 10
     assert finished.usage.num_output_tokens == 21
 

@@ -87,9 +87,11 @@ def hy3(calls: Sequence[Call]) -> str:
     return f"<tool_calls:opensource>\n{written}</tool_calls:opensource>"
 
 
-def json_list(opener: str, closer: str = "") -> Callable[[Sequence[Call]], str]:
+def json_list(start_marker: str, end_marker: str = "") -> Callable[[Sequence[Call]], str]:
     def write(calls: Sequence[Call]) -> str:
-        return opener + as_json([{"name": name, "arguments": arguments} for name, arguments in calls]) + closer
+        return (
+            start_marker + as_json([{"name": name, "arguments": arguments} for name, arguments in calls]) + end_marker
+        )
 
     return write
 
@@ -125,12 +127,12 @@ def mistral_args(calls: Sequence[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{as_json(arguments)}" for name, arguments in calls)
 
 
-def pythonic(opener: str = "", closer: str = "") -> Callable[[Sequence[Call]], str]:
+def pythonic(start_marker: str = "", end_marker: str = "") -> Callable[[Sequence[Call]], str]:
     def write(calls: Sequence[Call]) -> str:
         written = (
             f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
         )
-        return f"{opener}[{', '.join(written)}]{closer}"
+        return f"{start_marker}[{', '.join(written)}]{end_marker}"
 
     return write
 

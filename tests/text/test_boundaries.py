@@ -116,7 +116,7 @@ def test_boundaries_stand_where_turns_end() -> None:
     assert [boundary.num_tokens for boundary in prompt.boundaries] == ends
 
 
-def test_the_opener_of_thinking_is_not_in_the_prompts_boundary() -> None:
+def test_the_start_marker_of_thinking_is_not_in_the_prompts_boundary() -> None:
     for enable_thinking in (True, False):
         prompt = render("thinking", (said("user", "a"),), enable_thinking=enable_thinking)
         (boundary,) = prompt.boundaries

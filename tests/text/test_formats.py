@@ -41,7 +41,7 @@ SCHEMA = {
 }
 TOOLS = (ToolDefinition("store", None, SCHEMA), ToolDefinition("now", None, {"type": "object", "properties": {}}))
 MARKERS = sorted(
-    {marker for syntax in SYNTAXES.values() for marker in (*syntax.parser.openers, *syntax.parser.markers)}
+    {marker for syntax in SYNTAXES.values() for marker in (*syntax.parser.start_markers, *syntax.parser.markers)}
     | {
         "<think>",
         "</think>",
@@ -92,7 +92,7 @@ def calls_with(strings: st.SearchStrategy[str]) -> st.SearchStrategy[list[Call]]
 
 
 def without_tags(text: str) -> str:
-    """Strings between tags can't hold every run of closers: nothing would mark the end."""
+    """Strings between tags can't hold every run of end markers: nothing would mark the end."""
     return re.sub(r"</?[^<>]*>?", "", text)
 
 
@@ -128,11 +128,11 @@ def check(name: str, calls: list[Call], data: st.DataObject) -> None:
 def test_a_value_between_tags_may_hold_its_own_syntax(name: str, order: tuple[str, ...]) -> None:
     tool_format, encode = ENCODERS[name]
     example = encode([("store", {"text": "one\ntwo", "count": 1})])
-    closers = example[example.index("two") + 3 :]
+    end_markers = example[example.index("two") + 3 :]
     for value in (
         f"# An example\n{example}\nThat is all.\n",
         f"two of them\n{example}\n{example}\nend",
-        closers.split(">")[0] + "> by itself, with text behind it",
+        end_markers.split(">")[0] + "> by itself, with text behind it",
         example[:10],
         "a < b, </b>, <parameter, </param",
     ):
@@ -150,8 +150,8 @@ def test_a_closing_sequence_within_a_value_is_told_from_the_last_one(name: str) 
     tool_format, encode = ENCODERS[name]
     call = ("store", {"text": "every call ends with"})
     text = encode([call])
-    closers = text[text.index("ends with") + len("ends with") :]
-    longer = ("store", {"text": f"every call ends with{closers}\nRemember that."})
+    end_markers = text[text.index("ends with") + len("ends with") :]
+    longer = ("store", {"text": f"every call ends with{end_markers}\nRemember that."})
     for pieces in ([encode([longer])], list(encode([longer]))):
         got = parse(pieces, family(tool_format), TOOLS)
         assert [(tool, json.loads(told)) for tool, told in got.calls] == [longer]
@@ -207,7 +207,7 @@ def test_a_call_that_is_quoted_is_prose(name: str, quote: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ENCODERS))
-def test_a_call_that_breaks_off_is_text_and_a_missing_closer_is_none(name: str) -> None:
+def test_a_call_that_breaks_off_is_text_and_a_missing_end_marker_is_none(name: str) -> None:
     tool_format, encode = ENCODERS[name]
     text = encode([("store", {"text": "some words"})])
     cut = text[: text.index("words")]
@@ -234,7 +234,7 @@ def fragments(tool_format: str) -> st.SearchStrategy[str]:
     written += [text.replace("{}", nothing) for text in written for nothing in ("null", "") if "{}" in text]
     pieces = [piece for text in written for piece in re.findall(r"<[^<>]*>|\w+|\s+|[^\w\s]", text)]
     parser = SYNTAXES[tool_format].parser
-    markers = [*parser.openers, *parser.markers, "<think>", "</think>"]
+    markers = [*parser.start_markers, *parser.markers, "<think>", "</think>"]
     others = ["`", "```\n", "\n\n", "\n", "\n</think>\n\n", " ", "word", "x" * (MAX_HELD - 20), '"', "{", "}", "[", "]"]
     whole = st.sampled_from(written)
     cut = st.tuples(whole, st.integers(0, 80)).map(lambda pair: pair[0][: pair[1]])

@@ -1,6 +1,6 @@
 """Thinking comes to the same text however the output was split, also where it holds calls.
 
-Chat templates write a newline behind an opener of thinking and one before a closer (Qwen3's: '<think>\\n' +
+Chat templates write a newline behind a start marker of thinking and one before an end marker (Qwen3's: '<think>\\n' +
 reasoning.strip('\\n') + '\\n</think>\\n\\n'): these belong to the markers, everything else is what the model thought.
 """
 
@@ -59,7 +59,9 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", THINKING)
 @pytest.mark.parametrize("before", ["x\n", "x", "x\n\n", ""])
 @pytest.mark.parametrize("behind", ["\n", "", "\n\n", " \n", "\nso\n"])
-def test_the_newline_before_a_closer_is_no_thought_behind_a_call_either(name: str, before: str, behind: str) -> None:
+def test_the_newline_before_a_end_marker_is_no_thought_behind_a_call_either(
+    name: str, before: str, behind: str
+) -> None:
     family, calls = family_and_calls(name)
     for call in calls:
         text = f"{before}{call}{behind}{family.think_close}\n\ny"

@@ -107,7 +107,7 @@ def test_closed_blocks_are_thinking(text: str, expected: list[tuple[str, str]]) 
     "text",
     [
         "no marker at all",
-        "Well.\n</think>\n\na closer by itself",
+        "Well.\n</think>\n\na end marker by itself",
         "put it in `<think>` and `</think>`",
         "the <think> tag",
         "```\n<think>\nplan\n</think>\n```\n",
@@ -123,7 +123,7 @@ def test_what_is_not_a_block_is_text_to_the_byte(text: str) -> None:
     assert parse(text) == [("text", text)]
 
 
-def test_a_closer_with_nothing_before_it_is_dropped() -> None:
+def test_an_end_marker_with_nothing_before_it_is_dropped() -> None:
     assert parse("</think>\n\nyes") == [("text", "yes")]
 
 
@@ -170,13 +170,13 @@ def test_thinking_cut_short_stays_thinking(cut: str) -> None:
     assert parse(f"so far{cut}", thinking_open=True) == [("thought", f"so far{cut}")]
 
 
-def test_thinking_opened_by_the_prompt_ends_at_the_closer() -> None:
+def test_thinking_opened_by_the_prompt_ends_at_the_end_marker() -> None:
     assert parse("hm\n</think>\n\nyes", thinking_open=True) == [("thought", "hm"), ("text", "yes")]
     assert parse("\n</think>\n\nyes", thinking_open=True) == [("text", "yes")]
     assert parse("</think>yes", thinking_open=True) == [("text", "yes")]
 
 
-def test_an_opener_that_the_prompt_had_written_already_is_dropped() -> None:
+def test_a_start_marker_that_the_prompt_had_written_already_is_dropped() -> None:
     assert parse(list("<think>hm</think>yes"), thinking_open=True) == [("thought", "hm"), ("text", "yes")]
     assert parse(list("<thin air"), thinking_open=True) == [("thought", "<thin air")]
 

@@ -57,8 +57,8 @@ class ModelFamily:
     def think_blocks(self) -> dict[str, tuple[str, ...]]:
         """Start markers of thinking, each with its end markers."""
         blocks: dict[str, tuple[str, ...]] = {}
-        variant_closers = tuple(dict.fromkeys(closer for _, closer in self.think_variants))
-        blocks.update((opener, variant_closers) for opener, _ in self.think_variants)
+        variant_end_markers = tuple(dict.fromkeys(end_marker for _, end_marker in self.think_variants))
+        blocks.update((start_marker, variant_end_markers) for start_marker, _ in self.think_variants)
         if self.think_open is not None and self.think_close is not None:
             blocks[self.think_open] = (self.think_close,)
         return blocks

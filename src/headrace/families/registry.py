@@ -202,13 +202,13 @@ def explain(family: ModelFamily) -> list[str]:
     else:
         lines.append(f"  thinking: {family.think_open!r} to {family.think_close!r}{_because(family, 'think_open')}")
         lines.append(f"  thinking switch: {_switch(family)}")
-    for opener, closer in family.think_variants:
-        lines.append(f"  thinking also: {opener!r} to {closer!r}{_because(family, 'think_variants')}")
+    for start_marker, end_marker in family.think_variants:
+        lines.append(f"  thinking also: {start_marker!r} to {end_marker!r}{_because(family, 'think_variants')}")
     lines.append(f"  tool calls: {family.tool_format or 'text, no syntax is known'}{_because(family, 'tool_format')}")
     lines.append("  roles alternate: probed in the chat template")
     lines.append(f"  one system message: {_answer(family.single_system)}{_because(family, 'single_system')}")
-    for opener, closer in family.answer_frames:
-        lines.append(f"  answer: {opener!r} to {closer!r}{_because(family, 'answer_frames')}")
+    for start_marker, end_marker in family.answer_frames:
+        lines.append(f"  answer: {start_marker!r} to {end_marker!r}{_because(family, 'answer_frames')}")
     return lines
 
 

@@ -17,8 +17,8 @@ _PYTHON_NAME = re.compile(r"[^\W\d][\w.-]*")
 _KEY = re.compile(r"[^\s<>\"]([^\n<>\"]{,254}[^\s<>\"])?")
 
 
-def after_opener(rules: Rules, form: CallForm, tools: Sequence[Arguments], *, is_parallel: bool) -> str:
-    """Add the rule for what follows the opener: a call of one of the tools and, if they are parallel, more of them.
+def calls_after_start(rules: Rules, form: CallForm, tools: Sequence[Arguments], *, is_parallel: bool) -> str:
+    """Add the rule for what follows the start marker: a call of a tool and, if they are parallel, more of them.
 
     Returns the rule's name. Raises InvalidRequest for a tool that can't be called in this form.
     """

@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments
-from headrace.grammar.call_bodies import after_opener, body_rule
+from headrace.grammar.call_bodies import body_rule, calls_after_start
 from headrace.grammar.faults import describe_fault
 from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_value, literal, regex
 from headrace.grammar.schema import compiled_schema
@@ -21,8 +21,8 @@ from headrace.tool_calls.syntaxes import SYNTAXES, CallSyntax
 from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.output_guarantees import OutputGuarantees
 
-_BEFORE_OPENER = r"\n?"
-_AFTER_CLOSER = r"\n{0,2}"
+_BEFORE_START = r"\n?"
+_AFTER_END = r"\n{0,2}"
 """Newlines that belong to the end marker of thinking, as in the stream parser."""
 
 
@@ -30,11 +30,11 @@ _AFTER_CLOSER = r"\n{0,2}"
 class ThinkingForm:
     """Thinking that may come before the answer.
 
-    opener, closer: its markers. is_open: the prompt ends inside thinking.
+    start_marker, end_marker: its markers. is_open: the prompt ends inside thinking.
     """
 
-    opener: str
-    closer: str
+    start_marker: str
+    end_marker: str
     is_open: bool
 
 
@@ -110,7 +110,7 @@ def _guarantees(form: OutputForm, syntax: CallSyntax | None, rules: Rules) -> Ou
     call_forms = () if form.calls is None or syntax is None else syntax.forms
     return OutputGuarantees(
         thinks=form.thinking is not None,
-        call_openers=tuple(each.opener for each in call_forms),
+        call_starts=tuple(each.start_marker for each in call_forms),
         is_mixed=form.structure is None and all(each.is_clear for each in call_forms),
         json_values=frozenset(rules.json_values),
     )
@@ -118,17 +118,17 @@ def _guarantees(form: OutputForm, syntax: CallSyntax | None, rules: Rules) -> Ou
 
 def _thought(thinking: ThinkingForm | None) -> tuple[str, ...]:
     """Regular expressions of texts that begin as thinking does. An answer must not: it would be parsed as thinking."""
-    return () if thinking is None else (_BEFORE_OPENER + exactly(thinking.opener) + ANY_TEXT,)
+    return () if thinking is None else (_BEFORE_START + exactly(thinking.start_marker) + ANY_TEXT,)
 
 
 def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
     """The rule of what may precede the answer."""
     if thinking is None:
         return ""
-    rest = f"{rules.until(thinking.closer)} {regex(_AFTER_CLOSER)}"
+    rest = f"{rules.until(thinking.end_marker)} {regex(_AFTER_END)}"
     if thinking.is_open:
         return rest
-    return f"({regex(_BEFORE_OPENER)} {rules.marker(thinking.opener)} {rest})?"
+    return f"({regex(_BEFORE_START)} {rules.marker(thinking.start_marker)} {rest})?"
 
 
 def call_rules(
@@ -143,13 +143,17 @@ def call_rules(
         message = f"the model writes its calls in {what}, which can't be enforced"
         raise InvalidRequest(message, param=_what_limits(calls))
     tools = [Arguments(tool) for tool in calls.tools]
-    unclear = "".join(exactly(each.opener[0]) for each in syntax.forms if not each.is_clear)
+    unclear = "".join(exactly(each.start_marker[0]) for each in syntax.forms if not each.is_clear)
     # A start marker with a special token may not be spelled in other tokens either.
-    refused = (*refused, *(containing(each.opener) for each in syntax.forms if rules.split(each.opener)[1]))
+    refused = (*refused, *(containing(each.start_marker) for each in syntax.forms if rules.split(each.start_marker)[1]))
     options = []
     for each in syntax.forms:
-        begun = rules.until(each.opener, refused=refused) if takes_text and each.is_clear else rules.marker(each.opener)
-        options.append(f"{begun} {after_opener(rules, each, tools, is_parallel=calls.is_parallel)}")
+        begun = (
+            rules.until(each.start_marker, refused=refused)
+            if takes_text and each.is_clear
+            else rules.marker(each.start_marker)
+        )
+        options.append(f"{begun} {calls_after_start(rules, each, tools, is_parallel=calls.is_parallel)}")
     if takes_text:
         options.append(rules.text(rf"([^{unclear}\s]{ANY_TEXT})?" if unclear else ANY_TEXT, refused=refused))
     return options
@@ -172,8 +176,8 @@ def messages_rule(
     """A sequence of messages: thoughts, then an answer or a call."""
     thoughts = ""
     if thinking is not None:
-        rest = f"{rules.until(thinking.closer)} {rules.marker(messages.turn)}"
-        whole = f"({rules.marker(thinking.opener)} {rest})*"
+        rest = f"{rules.until(thinking.end_marker)} {rules.marker(messages.turn)}"
+        whole = f"({rules.marker(thinking.start_marker)} {rest})*"
         thoughts = f"{rest} {whole}" if thinking.is_open else whole
     if calls is not None and not calls.is_required and not answers:
         answers = [rules.text(refused=[containing(mark) for mark in messages.markers])]

@@ -58,15 +58,15 @@ class Rules:
             return regex(pattern)
         return self.terminal(" & ".join([regex(pattern), *(f"~{regex(each)}" for each in refused)]))
 
-    def until(self, closer: str, *, refused: Sequence[str] = ()) -> str:
+    def until(self, end_marker: str, *, refused: Sequence[str] = ()) -> str:
         """Any text up to a marker, and the marker. refused: regular expressions of forbidden texts.
 
         Special tokens in the marker may not be spelled in other tokens either: the parser could not tell.
         """
-        first, special = self.split(closer)
+        first, special = self.split(end_marker)
         if not special:
             return self.rule(self.text(ANY_TEXT + exactly(first), refused=refused), lazy=True)
-        text = self.text(refused=(containing(closer), *refused))
+        text = self.text(refused=(containing(end_marker), *refused))
         return f"{self.terminal(f'{text} {literal(first)}') if first else text} {special}"
 
     def split(self, marker: str) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class Lines(Protocol):
 class _Phase(Enum):
     BEFORE = "nothing but white space has come; thinking may begin"
     THINKING = "inside a block"
-    CLOSING = "the closer is being forced"
+    CLOSING = "the end marker is being forced"
     ANSWER = "in an answer in which thinking may begin again"
     OVER = "whatever comes is not thinking"
 
@@ -69,11 +69,11 @@ class ThinkingBudget:
         self._limit = limit
         self._vocabulary = vocabulary
         self._new_lines = lines
-        self._opener, self._closer = limit.opener.encode(), limit.closer.encode()
+        self._start_marker, self._end_marker = limit.start_marker.encode(), limit.end_marker.encode()
         late = limit.late or LateThinking()
-        self._bare_calls = frozenset(each.encode() for each in late.bare_call_openers)
-        calls = [each.encode() for each in late.call_openers]
-        self._markers = (self._opener, *calls, *self._bare_calls)
+        self._bare_calls = frozenset(each.encode() for each in late.bare_call_starts)
+        calls = [each.encode() for each in late.call_starts]
+        self._markers = (self._start_marker, *calls, *self._bare_calls)
         self._place = self._settled(_State(_Phase.THINKING if limit.is_open else _Phase.BEFORE))
 
     @property
@@ -137,16 +137,16 @@ class ThinkingBudget:
     def _read(self, state: _State) -> _State:
         """The state after the markers in its tail."""
         if state.phase is _Phase.THINKING:
-            _, found, rest = state.tail.partition(self._closer)
+            _, found, rest = state.tail.partition(self._end_marker)
             if found:
                 return self._read(_State(_Phase.BEFORE, state.num_tokens, rest))
-            return replace(state, tail=state.tail[max(0, len(state.tail) - len(self._closer) + 1) :])
+            return replace(state, tail=state.tail[max(0, len(state.tail) - len(self._end_marker) + 1) :])
         if state.phase is _Phase.ANSWER:
             return self._read_answer(state)
         begun = state.tail.lstrip()
-        if begun.startswith(self._opener):
-            return self._read(_State(_Phase.THINKING, state.num_tokens, begun[len(self._opener) :]))
-        if self._opener.startswith(begun):
+        if begun.startswith(self._start_marker):
+            return self._read(_State(_Phase.THINKING, state.num_tokens, begun[len(self._start_marker) :]))
+        if self._start_marker.startswith(begun):
             return replace(state, tail=begun)
         if self._limit.late is None:
             return _State(_Phase.OVER)
@@ -163,7 +163,7 @@ class ThinkingBudget:
                 return replace(state, tail=rest[len(rest) - held :], lines=lines)
             lines.push(_text(rest[:at]))
             rest = rest[at + len(marker) :]
-            if marker == self._opener:
+            if marker == self._start_marker:
                 if not lines.may_be_quoted:
                     num_inline = None if lines.begins_line else 0
                     return self._read(_State(_Phase.THINKING, state.num_tokens, rest, num_inline=num_inline))

@@ -99,14 +99,14 @@ class ChatConstraints:
 
     def _limit(self, request: ChatRequest, *, is_open: bool, is_constrained: bool) -> ThinkingLimit | None:
         """None also for a model that doesn't think. is_constrained: by a grammar."""
-        opener, closer = self._family.think_open, self._family.think_close
-        if request.thinking_budget is None or opener is None or closer is None:
+        start_marker, end_marker = self._family.think_open, self._family.think_close
+        if request.thinking_budget is None or start_marker is None or end_marker is None:
             return None
-        closing = self._closing(closer, has_tools=bool(callable_tools(request)))
+        closing = self._closing(end_marker, has_tools=bool(callable_tools(request)))
         return ThinkingLimit(
             num_tokens=request.thinking_budget,
-            opener=opener,
-            closer=closer,
+            start_marker=start_marker,
+            end_marker=end_marker,
             closing=tuple(self._factory.vocabulary.tokenizer.encode(closing)),
             is_open=is_open,
             late=None if is_constrained else self._late(request, closing),
@@ -116,17 +116,17 @@ class ChatConstraints:
         """What the stream parser takes for thinking in mid-answer."""
         syntax = self._family.call_syntax
         if syntax is not None and syntax.messages is not None:
-            return LateThinking(call_openers=(syntax.messages.recipient,))
+            return LateThinking(call_starts=(syntax.messages.recipient,))
         parser = syntax.parser if syntax is not None and callable_tools(request) else None
-        openers, bare_openers = ((), ()) if parser is None else (parser.openers, parser.bare_openers)
-        return LateThinking(openers, bare_openers, max_inline=MAX_BLOCK - len(closing))
+        start_markers, bare_starts = ((), ()) if parser is None else (parser.start_markers, parser.bare_starts)
+        return LateThinking(start_markers, bare_starts, max_inline=MAX_BLOCK - len(closing))
 
-    def _closing(self, closer: str, *, has_tools: bool) -> str:
+    def _closing(self, end_marker: str, *, has_tools: bool) -> str:
         """What ends thinking and begins what follows, as the model's template writes it."""
         syntax = self._family.call_syntax
         if syntax is not None and (messages := syntax.messages) is not None:
-            return closer + messages.turn + ("" if has_tools else messages.answer)
-        return self._between or f"\n{closer}\n\n"
+            return end_marker + messages.turn + ("" if has_tools else messages.answer)
+        return self._between or f"\n{end_marker}\n\n"
 
     @cached_property
     def _between(self) -> str | None:
@@ -171,7 +171,7 @@ def _thinking_form(request: ChatRequest, prompt: RenderedPrompt, family: ModelFa
     return ThinkingForm(family.think_open, family.think_close, prompt.thinking_open)
 
 
-def _between(template: ChatTemplate, closer: str) -> str | None:
+def _between(template: ChatTemplate, end_marker: str) -> str | None:
     """What a chat template writes between thinking and answer; None if unknown."""
     messages = (
         ChatMessage("user", (TextPart("?"),)),
@@ -183,4 +183,4 @@ def _between(template: ChatTemplate, closer: str) -> str | None:
         return None
     _, _, behind = text.rpartition(_THOUGHT)
     between, found, _ = behind.rpartition(_ANSWERED)
-    return between if found and between.strip() == closer.strip() else None
+    return between if found and between.strip() == end_marker.strip() else None

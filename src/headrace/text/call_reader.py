@@ -19,13 +19,13 @@ class CallReader:
     """Reads calls in the answer's text and in thinking.
 
     say: receives what turns out to be answer text. faults: of calls, in the order found.
-    openers, bare_openers: with which a call may begin; the latter only at the start of a line.
+    start_markers, bare_starts: with which a call may begin; the latter only at the start of a line.
     """
 
     def __init__(self, parser: CallParser, tools: Tools, reader: Reader, emitter: Emitter) -> None:
         self.say: Callable[[str], None] = emitter.text
-        self.openers = parser.openers
-        self.bare_openers = parser.bare_openers
+        self.start_markers = parser.start_markers
+        self.bare_starts = parser.bare_starts
         self.faults: list[CallFault] = []
         self._parser = parser
         self._tools = tools
@@ -33,8 +33,8 @@ class CallReader:
         self._emitter = emitter
         self._said = 0
 
-    def read(self, opener: str) -> Reading[None]:
-        """Read a construct that begins with an opener here, as calls or as text."""
+    def read(self, start_marker: str) -> Reading[None]:
+        """Read a construct that begins with a start marker here, as calls or as text."""
         reader, start = self._reader, self._reader.pos
         sink = CallSink(self._tools, reader)
         self._said = start
@@ -42,7 +42,7 @@ class CallReader:
         try:
             yield from self._run(sink)
         except NotACall as problem:
-            self._fail(sink, problem, opener, start)
+            self._fail(sink, problem, start_marker, start)
         else:
             sink.decide()
             self._pass_on(sink)
@@ -52,25 +52,25 @@ class CallReader:
         reader.settled = None
         reader.set_limit(None)
 
-    def read_in_thinking(self, opener: str, closers: tuple[str, ...]) -> Reading[bool]:
+    def read_in_thinking(self, start_marker: str, end_markers: tuple[str, ...]) -> Reading[bool]:
         """Read possible calls at the end of thinking that never closes. Returns whether they were calls.
 
         Otherwise it was a mention, and the reader stands after it but before following white space, however far it had
         to read.
         """
         reader, start = self._reader, self._reader.pos
-        mention = start + len(opener)
+        mention = start + len(start_marker)
         sink = CallSink(self._tools, reader)
         try:
             while True:
-                yield from self._run_in_thinking(sink, start, closers)
+                yield from self._run_in_thinking(sink, start, end_markers)
                 mention = max(mention, len(reader.text[: sink.done].rstrip(SPACE)))
                 if sink.has_undeclared:
                     raise NotACall
                 if not (yield from reader.skip_space()):
                     break
                 saved = reader.pos
-                if (yield from reader.take_any(self._parser.openers)) is None:
+                if (yield from reader.take_any(self._parser.start_markers)) is None:
                     raise NotACall
                 reader.pos = saved
         except NotACall:
@@ -122,15 +122,15 @@ class CallReader:
         if self._tools.guarantees is None:
             self._reader.set_limit(start + MAX_HELD)
 
-    def _run_in_thinking(self, sink: CallSink, start: int, closers: tuple[str, ...]) -> Reading[None]:
+    def _run_in_thinking(self, sink: CallSink, start: int, end_markers: tuple[str, ...]) -> Reading[None]:
         """Run the parser while thinking is not closed. Raises NotACall."""
         reader, done = self._reader, sink.done
         parsing = self._parser.read(reader, sink)
         searched = start
         while True:
-            if any(reader.text.find(closer, searched) >= 0 for closer in closers):
+            if any(reader.text.find(end_marker, searched) >= 0 for end_marker in end_markers):
                 raise NotACall
-            searched = max(start, len(reader.text) - max(map(len, closers)))
+            searched = max(start, len(reader.text) - max(map(len, end_markers)))
             try:
                 next(parsing)
             except StopIteration:
@@ -148,7 +148,7 @@ class CallReader:
             for call in sink.take_certain():
                 self._emitter.call(call)
 
-    def _fail(self, sink: CallSink, problem: NotACall, opener: str, start: int) -> None:
+    def _fail(self, sink: CallSink, problem: NotACall, start_marker: str, start: int) -> None:
         """Continue after a construct turned out not to be a call."""
         reader = self._reader
         if not reader.is_cut:
@@ -167,8 +167,8 @@ class CallReader:
             self._pass_on(sink)
             reader.pos = sink.done
         else:
-            self.say(opener)
-            reader.pos = start + len(opener)
+            self.say(start_marker)
+            reader.pos = start + len(start_marker)
 
     def _say_until(self, end: int) -> None:
         if end > self._said:

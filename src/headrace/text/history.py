@@ -198,9 +198,9 @@ def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessag
     """
     if message.role != "assistant" or message.reasoning or family.think_open is None or family.think_close is None:
         return message
-    opener, text = family.think_open.rstrip(), content_text(message).lstrip()
-    inner, closed, answer = text.removeprefix(opener).partition(family.think_close)
-    if not text.startswith(opener) or not closed:
+    start_marker, text = family.think_open.rstrip(), content_text(message).lstrip()
+    inner, closed, answer = text.removeprefix(start_marker).partition(family.think_close)
+    if not text.startswith(start_marker) or not closed:
         return message
     answer = answer.removeprefix("\n").removeprefix("\n")
     content = (TextPart(answer),) if answer else ()

@@ -1,14 +1,14 @@
 """Separates answer, thinking and calls in an output with markers.
 
-White space. A template writes a newline after an opener of thinking, one before a closer and up to two after it; these
-belong to the markers and are dropped with them: one newline after an opener that the model wrote, one before a closer,
-two after it, and one before an opener that begins the output. White space next to a call belongs to the call. All other
-white space is text.
+White space. A template writes a newline after a start marker of thinking, one before an end marker and up to two after
+it; these belong to the markers and are dropped with them: one newline after a start marker that the model wrote, one
+before an end marker, two after it, and one before a start marker that begins the output. White space next to a call
+belongs to the call. All other white space is text.
 
-Which markers count. None in a code fence or in backticks. An opener of thinking counts at the start of an answer, where
-thinking begins at once; later only if it is closed, so what follows it is held back until that is known (or for
-MAX_BLOCK characters, after which one that begins a line counts). Thinking that never closes stays thinking, unless it
-ends with calls and nothing after them: those are calls. A closer with nothing before it is dropped.
+Which markers count. None in a code fence or in backticks. A start marker of thinking counts at the start of an answer,
+where thinking begins at once; later only if the block is closed, so what follows it is held back until that is known
+(or for MAX_BLOCK characters, after which one that begins a line counts). Thinking that never closes stays thinking,
+unless it ends with calls and nothing after them: those are calls. An end marker with nothing before it is dropped.
 
 Calls. A construct is read by its syntax's parser (`tool_calls/`). It is held back until the call is complete, or has
 MAX_HELD characters; from then on its arguments are streamed. So a short call that breaks off or is invalid becomes
@@ -41,40 +41,40 @@ class PlainOutput:
         self._reader = reader
         self._emitter = emitter
         self._calls = calls
-        self._call_openers: tuple[str, ...] = () if calls is None else calls.openers
-        self._bare_openers = () if calls is None else calls.bare_openers
+        self._call_starts: tuple[str, ...] = () if calls is None else calls.start_markers
+        self._bare_starts = () if calls is None else calls.bare_starts
         self._blocks = family.think_blocks
         self._frames = dict(family.answer_frames)
         self._frame_end: str | None = None
-        self._closers: tuple[str, ...] = ()
+        self._end_markers: tuple[str, ...] = ()
         if thinking_open and family.think_close is not None:
-            self._closers = (family.think_close,)
-        self._repeated_openers = () if family.think_open is None else (family.think_open, f"\n{family.think_open}")
-        self._stray_closer = () if family.think_close is None else (family.think_close,)
+            self._end_markers = (family.think_close,)
+        self._repeated_starts = () if family.think_open is None else (family.think_open, f"\n{family.think_open}")
+        self._stray_end_marker = () if family.think_close is None else (family.think_close,)
         self._at_output_start = not thinking_open
         self._answer_begun = False
         self._lines = LineTracker()
         self._last_thought = ""
-        markers = (*self._blocks, *self._stray_closer, *self._call_openers, *self._bare_openers)
+        markers = (*self._blocks, *self._stray_end_marker, *self._call_starts, *self._bare_starts)
         beginnings = {marker[0] for marker in (*markers, *self._frames, *self._frames.values())}
         self._beginning = re.compile("|".join(map(re.escape, sorted(beginnings))) or "(?!)")
 
     def read(self) -> Reading[None]:
         if self._calls is not None:
             self._calls.say = self._say
-        if self._closers and self._repeated_openers:
+        if self._end_markers and self._repeated_starts:
             # The prompt has opened the block, and some models open it again.
-            yield from self._reader.take_any(self._repeated_openers)
+            yield from self._reader.take_any(self._repeated_starts)
         while not self._emitter.stopped and not (yield from self._reader.is_done()):
             self._reader.trim()
-            yield from (self._read_thinking() if self._closers else self._read_answer())
+            yield from (self._read_thinking() if self._end_markers else self._read_answer())
 
     # Thinking
 
     def _read_thinking(self) -> Reading[None]:
         """Read some thinking, or the next marker."""
         reader = self._reader
-        markers = (*self._closers, *self._openers_in_thinking())
+        markers = (*self._end_markers, *self._start_markers_in_thinking())
         at, marker = _first(reader.text, markers)
         if marker is None:
             # The newline before a marker belongs to it, so a trailing one has to wait, too.
@@ -84,41 +84,41 @@ class PlainOutput:
                 yield
             return
         self._think(at - (at > 0 and reader.text[at - 1] == "\n"))
-        if marker in self._closers:
+        if marker in self._end_markers:
             yield from self._close_thinking(marker)
         else:
             yield from self._read_calls_in_thinking(marker)
 
-    def _close_thinking(self, closer: str) -> Reading[None]:
+    def _close_thinking(self, end_marker: str) -> Reading[None]:
         reader = self._reader
         has_newline = reader.text[reader.pos] == "\n"
-        end = reader.pos + has_newline + len(closer)
+        end = reader.pos + has_newline + len(end_marker)
         if not has_newline and self._last_thought == "`" and self._minds_quotes and self._lines.open_ticks:
             reader.pos = end
             if not (yield from reader.is_done()) and reader.text[end] == "`":  # quoted
-                reader.pos = end - len(closer)
+                reader.pos = end - len(end_marker)
                 self._think(end)
                 return
         reader.pos = end
         self._lines = LineTracker()
-        self._closers = ()
+        self._end_markers = ()
         self._answer_begun = False
         self._at_output_start = False
         yield from self._skip_newlines(2)
 
-    def _read_calls_in_thinking(self, opener: str) -> Reading[None]:
+    def _read_calls_in_thinking(self, start_marker: str) -> Reading[None]:
         """Calls if thinking ends with them, else more thinking."""
         assert self._calls is not None
         start = self._reader.pos
-        self._reader.pos += self._reader.text[start] == "\n" and not opener.startswith("\n")
-        if (yield from self._calls.read_in_thinking(opener, self._closers)):
+        self._reader.pos += self._reader.text[start] == "\n" and not start_marker.startswith("\n")
+        if (yield from self._calls.read_in_thinking(start_marker, self._end_markers)):
             return
         end, self._reader.pos = self._reader.pos, start
         self._think(end)
 
-    def _openers_in_thinking(self) -> tuple[str, ...]:
-        """Openers of calls that count in thinking that may never close."""
-        return self._call_openers
+    def _start_markers_in_thinking(self) -> tuple[str, ...]:
+        """Start markers of calls that count in thinking that may never close."""
+        return self._call_starts
 
     def _think(self, end: int) -> None:
         text = self._reader.text[self._reader.pos : end]
@@ -144,14 +144,14 @@ class PlainOutput:
             self._consume(max(length, 1))
         elif marker.removeprefix("\n") in self._blocks:
             yield from self._open_thinking(marker)
-        elif marker in self._call_openers or marker in self._bare_openers:
+        elif marker in self._call_starts or marker in self._bare_starts:
             yield from self._read_calls(marker)
         else:
             self._emitter.end_text()
             self._frame_end = self._frames.get(marker)
             self._at_output_start = False
             reader.pos = length
-            yield from self._skip_newlines(2 if marker in self._stray_closer else 1)
+            yield from self._skip_newlines(2 if marker in self._stray_end_marker else 1)
 
     def _next_candidate(self) -> int:
         """Index of the first character that could begin a marker; the text's length if there is none."""
@@ -165,23 +165,23 @@ class PlainOutput:
 
     def _markers_that_count(self) -> tuple[str, ...]:
         """Markers that count at this point of the answer."""
-        markers = self._openers_that_count()
+        markers = self._start_markers_that_count()
         if self._at_output_start:
-            markers += self._stray_closer
+            markers += self._stray_end_marker
         if not self._answer_begun:
             markers += self._frames
         if self._frame_end is not None:
             markers += [self._frame_end, f"\n{self._frame_end}"]
         return tuple(markers)
 
-    def _openers_that_count(self) -> list[str]:
+    def _start_markers_that_count(self) -> list[str]:
         """Those of thinking and of calls."""
-        openers = [*self._blocks, *self._call_openers]
+        start_markers = [*self._blocks, *self._call_starts]
         if self._at_output_start:
-            openers += [f"\n{opener}" for opener in self._blocks]
+            start_markers += [f"\n{start_marker}" for start_marker in self._blocks]
         if self._lines.begins_line:
-            openers += self._bare_openers
-        return openers
+            start_markers += self._bare_starts
+        return start_markers
 
     def _is_quoted(self, length: int) -> Reading[bool]:
         """Whether the next marker, of this length, stands in a code fence or in backticks."""
@@ -195,38 +195,38 @@ class PlainOutput:
         return is_quoted
 
     def _open_thinking(self, marker: str) -> Reading[None]:
-        opener = marker.removeprefix("\n")
-        closers = self._blocks[opener]
+        start_marker = marker.removeprefix("\n")
+        end_markers = self._blocks[start_marker]
         self._reader.pos = len(marker)
-        if (self._answer_begun or self._emitter.num_calls) and not (yield from self._is_closed_later(closers)):
+        if (self._answer_begun or self._emitter.num_calls) and not (yield from self._is_closed_later(end_markers)):
             self._reader.pos = 0
             self._consume(len(marker))
             return
         self._emitter.end_text()
         self._at_output_start = False
-        self._closers = closers
+        self._end_markers = end_markers
         self._lines = LineTracker()
         yield from self._skip_newlines(1)
 
-    def _is_closed_later(self, closers: tuple[str, ...]) -> Reading[bool]:
+    def _is_closed_later(self, end_markers: tuple[str, ...]) -> Reading[bool]:
         """Whether a block in mid-answer counts: it is closed, or begins a line and is too long to wait."""
         reader, begins_line = self._reader, self._lines.begins_line
         limit = reader.pos + MAX_BLOCK
         while True:
-            at, closer = _first(reader.text, closers, reader.pos)
-            if closer is not None and at <= limit:
+            at, end_marker = _first(reader.text, end_markers, reader.pos)
+            if end_marker is not None and at <= limit:
                 return True
-            if closer is not None or len(reader.text) > limit + max(map(len, closers)):
+            if end_marker is not None or len(reader.text) > limit + max(map(len, end_markers)):
                 return begins_line
             if reader.ended:
                 return begins_line and reader.is_cut
             yield
 
-    def _read_calls(self, opener: str) -> Reading[None]:
+    def _read_calls(self, start_marker: str) -> Reading[None]:
         assert self._calls is not None
-        yield from self._calls.read(opener)
+        yield from self._calls.read(start_marker)
         self._at_output_start = False
-        if self._reader.pos > len(opener):  # a construct has been read, whose contents are no lines of prose
+        if self._reader.pos > len(start_marker):  # a construct has been read, whose contents are no lines of prose
             self._lines = LineTracker()
 
     def _consume(self, length: int) -> None:
@@ -261,8 +261,8 @@ def _first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, st
 class ConstrainedOutput(PlainOutput):
     """An answer under a grammar, which has decided already, so that no heuristics are needed.
 
-    Thinking comes first and ends at its first closer, whatever surrounds it; calls begin with the grammar's openers,
-    never in thinking, after text only where the grammar allows it, and quotes make no difference.
+    Thinking comes first and ends at its first end marker, whatever surrounds it; calls begin with the grammar's start
+    markers, never in thinking, after text only where the grammar allows it, and quotes make no difference.
     """
 
     _minds_quotes = False
@@ -278,26 +278,30 @@ class ConstrainedOutput(PlainOutput):
         thinking_open: bool,
     ) -> None:
         super().__init__(family, reader, emitter, calls, thinking_open=thinking_open)
-        blocks = {opener: closers for opener, closers in self._blocks.items() if opener == family.think_open}
+        blocks = {
+            start_marker: end_markers
+            for start_marker, end_markers in self._blocks.items()
+            if start_marker == family.think_open
+        }
         self._blocks = blocks if guarantees.thinks else {}
-        openers = () if calls is None else (*calls.openers, *calls.bare_openers)
-        self._call_openers = tuple(
-            each for each in openers if any(known.startswith(each) for known in guarantees.call_openers)
+        start_markers = () if calls is None else (*calls.start_markers, *calls.bare_starts)
+        self._call_starts = tuple(
+            each for each in start_markers if any(known.startswith(each) for known in guarantees.call_starts)
         )
-        self._bare_openers = ()
+        self._bare_starts = ()
         self._is_mixed = guarantees.is_mixed
         self._has_spoken = False
 
-    def _openers_in_thinking(self) -> tuple[str, ...]:
+    def _start_markers_in_thinking(self) -> tuple[str, ...]:
         return ()
 
-    def _openers_that_count(self) -> list[str]:
+    def _start_markers_that_count(self) -> list[str]:
         if not self._has_spoken:
-            return super()._openers_that_count()
-        return [*self._call_openers] if self._is_mixed or self._emitter.num_calls else []
+            return super()._start_markers_that_count()
+        return [*self._call_starts] if self._is_mixed or self._emitter.num_calls else []
 
-    def _close_thinking(self, closer: str) -> Reading[None]:
-        yield from super()._close_thinking(closer)
+    def _close_thinking(self, end_marker: str) -> Reading[None]:
+        yield from super()._close_thinking(end_marker)
         self._has_spoken = False
 
     def _say(self, text: str) -> None:

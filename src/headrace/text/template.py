@@ -272,12 +272,12 @@ class ChatTemplate:
         """Whether the text after the last finished message opens a think block without closing it."""
         if self._family.think_open is None or self._family.think_close is None:
             return False
-        opener = self._family.think_open.rstrip()
-        if rendered.rstrip().endswith(opener):
+        start_marker = self._family.think_open.rstrip()
+        if rendered.rstrip().endswith(start_marker):
             return True
         history = renderer.try_render(settled) if settled else None
         tail = rendered[common_length(rendered, history or "") :]
-        return tail.rfind(opener) > tail.rfind(self._family.think_close)
+        return tail.rfind(start_marker) > tail.rfind(self._family.think_close)
 
 
 def _known_effort(effort: str, efforts: tuple[str, ...]) -> str:

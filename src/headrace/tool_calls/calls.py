@@ -211,18 +211,18 @@ class CallSink:
 class CallParser(ABC):
     """Parses the calls of one syntax. An instance holds no state of a request.
 
-    openers: texts with which a construct may begin; longer ones are preferred. bare_openers: of these, ones that only
-    count where a line begins. markers: texts of the special tokens that the syntax is made of, which must not be
-    skipped in decoding.
+    start_markers: texts with which a construct may begin; longer ones are preferred.
+    bare_starts: further ones that only count where a line begins.
+    markers: texts of the special tokens that the syntax is made of, which must not be skipped in decoding.
     """
 
-    openers: tuple[str, ...] = ()
-    bare_openers: tuple[str, ...] = ()
+    start_markers: tuple[str, ...] = ()
+    bare_starts: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        """Read a construct from its opener to its end, and report its calls to the sink.
+        """Read a construct from its start marker to its end, and report its calls to the sink.
 
         Raises NotACall where it turns out to be none, OutOfText where the text ends too early. White space after the
         construct may be read or left.

@@ -73,15 +73,15 @@ class PythonBody:
 class CallForm:
     """A sequence of calls as a model writes it. All texts are markers.
 
-    opener: begins the first call and marks it in mid-text.
-    lead: after the opener.
+    start_marker: begins the first call and marks it in mid-text.
+    lead: after the start marker.
     join: between calls.
     close: after the last.
-    is_clear: no other text begins with the opener.
+    is_clear: no other text begins with the start marker.
     """
 
     body: JsonBody | TagBody | PythonBody
-    opener: str
+    start_marker: str
     join: str = ""
     close: str = ""
     lead: str = ""
@@ -110,9 +110,9 @@ class MessageFormat:
     markers: tuple[str, ...]
 
 
-def json_list(opener: str, close: str = "]", lead: str = "[") -> CallForm:
+def json_list(start_marker: str, close: str = "]", lead: str = "[") -> CallForm:
     """A list of JSON objects."""
-    return CallForm(JsonBody('{"name": "', '", "arguments": ', "}"), opener, lead=lead, join=", ", close=close)
+    return CallForm(JsonBody('{"name": "', '", "arguments": ', "}"), start_marker, lead=lead, join=", ", close=close)
 
 
 def tag_forms(tags: TagSyntax, *, takes_bare_calls: bool = False) -> tuple[CallForm, ...]:

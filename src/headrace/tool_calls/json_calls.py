@@ -23,18 +23,18 @@ _LLAMA_TOKEN = "<|python_tag|>"
 
 
 class JsonCalls(CallParser):
-    """Objects or a list of them after an opener. closer: the end of the construct, which may be missing."""
+    """Objects or a list of them after a start marker. end_marker: the end of the construct, which may be missing."""
 
-    def __init__(self, openers: tuple[str, ...], closer: str, markers: tuple[str, ...]) -> None:
-        self.openers = openers
-        self.closer = closer
+    def __init__(self, start_markers: tuple[str, ...], end_marker: str, markers: tuple[str, ...]) -> None:
+        self.start_markers = start_markers
+        self.end_marker = end_marker
         self.markers = markers
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.take_any(self.openers)
+        yield from reader.take_any(self.start_markers)
         yield from read_json_body(reader, sink)
         if (yield from reader.skip_space()):
-            yield from reader.close(self.closer)
+            yield from reader.close(self.end_marker)
         sink.done = reader.pos
 
 
@@ -44,8 +44,8 @@ class LlamaCalls(CallParser):
     Without the token only objects that begin a line and end the output are calls: an answer may well contain JSON.
     """
 
-    openers = (_LLAMA_TOKEN,)
-    bare_openers = ("{",)
+    start_markers = (_LLAMA_TOKEN,)
+    bare_starts = ("{",)
     markers = (_LLAMA_TOKEN,)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:

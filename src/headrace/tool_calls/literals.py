@@ -125,27 +125,27 @@ class LiteralReader:
         text: str = json.loads(f'"{"".join(pieces)}"')
         return text
 
-    def _sequence(self, schema: Schema, closer: str) -> Reading[None]:
+    def _sequence(self, schema: Schema, end_marker: str) -> Reading[None]:
         self._reader.pos += 1
         self._write("[")
         is_first = True
-        while not (yield from self.ends(closer, is_first)):
+        while not (yield from self.ends(end_marker, is_first)):
             if not is_first:
                 self._write(", ")
             yield from self.value(schema.items)
             is_first = False
         self._write("]")
 
-    def ends(self, closer: str, is_first: bool) -> Reading[bool]:
+    def ends(self, end_marker: str, is_first: bool) -> Reading[bool]:
         """Whether a collection ends here; otherwise moves to its next item."""
         yield from self._reader.skip_space()
-        if (yield from self._reader.take(closer)):
+        if (yield from self._reader.take(end_marker)):
             return True
         if is_first:
             return False
         yield from self._reader.expect(",")
         yield from self._reader.skip_space()
-        return (yield from self._reader.take(closer))
+        return (yield from self._reader.take(end_marker))
 
     def _string(self, schema: Schema, quote: str) -> Reading[None]:
         if schema.takes_string:

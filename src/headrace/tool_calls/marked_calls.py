@@ -33,12 +33,12 @@ _KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 
-_MISTRAL_OPENER = "[TOOL_CALLS]"
+_MISTRAL_START = "[TOOL_CALLS]"
 _MISTRAL_ID = "[CALL_ID]"
 _MISTRAL_ARGUMENTS = "[ARGS]"
 _MISTRAL_ID_LENGTH = 9
 
-_GEMMA_OPENER, _GEMMA_CLOSER = "<|tool_call>", "<tool_call|>"
+_GEMMA_START, _GEMMA_END = "<|tool_call>", "<tool_call|>"
 
 MESSAGE = "<|message|>"
 END_MARKERS = ("<|end|>", "<|call|>", "<|return|>")
@@ -48,9 +48,9 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class DeepSeekCalls(CallParser):
-    """DeepSeek V3, R1 (in a code fence) and V3.1, V3.2-Exp. A call may come without its list's opener."""
+    """DeepSeek V3, R1 (in a code fence) and V3.1, V3.2-Exp. A call may come without its list's start marker."""
 
-    openers = (_DEEPSEEK_LIST[0], _DEEPSEEK_CALL[0])
+    start_markers = (_DEEPSEEK_LIST[0], _DEEPSEEK_CALL[0])
     markers = (*_DEEPSEEK_LIST, *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
@@ -95,7 +95,7 @@ class KimiCalls(CallParser):
     The section's markers and the ends may be missing, of a call without arguments their marker, too.
     """
 
-    openers = (_KIMI_SECTION[0], _KIMI_CALL[0])
+    start_markers = (_KIMI_SECTION[0], _KIMI_CALL[0])
     markers = (*_KIMI_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
@@ -132,11 +132,11 @@ def _kimi_name(written: str, sink: CallSink) -> str:
 class MistralCalls(CallParser):
     """A list of JSON objects (7B v0.3, Nemo), or a marker before each call. `[ARGS]` may vanish in detokenising."""
 
-    openers = (_MISTRAL_OPENER,)
-    markers = (_MISTRAL_OPENER, _MISTRAL_ID, _MISTRAL_ARGUMENTS)
+    start_markers = (_MISTRAL_START,)
+    markers = (_MISTRAL_START, _MISTRAL_ID, _MISTRAL_ARGUMENTS)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.expect(_MISTRAL_OPENER)
+        yield from reader.expect(_MISTRAL_START)
         yield from reader.skip_space()
         if (yield from reader.peek()) in "[{":
             yield from read_json_body(reader, sink)
@@ -151,14 +151,14 @@ class MistralCalls(CallParser):
             reader.pos += _MISTRAL_ID_LENGTH
         yield from reader.take(_MISTRAL_ARGUMENTS)
         schema = sink.begin(name, written_id)
-        yield from read_arguments(reader, schema, sink.write, (_MISTRAL_OPENER,))
+        yield from read_arguments(reader, schema, sink.write, (_MISTRAL_START,))
         yield from sink.end()
 
     def _name(self, reader: Reader, sink: CallSink) -> Reading[str]:
         """The name before the arguments or their marker; after a declared tool's name the text may end."""
         start = reader.pos
         try:
-            end = yield from reader.find((_MISTRAL_ID, _MISTRAL_ARGUMENTS, "{", _MISTRAL_OPENER), MAX_NAME)
+            end = yield from reader.find((_MISTRAL_ID, _MISTRAL_ARGUMENTS, "{", _MISTRAL_START), MAX_NAME)
         except OutOfText:
             end = len(reader.text)
             if reader.is_cut or not sink.declares(reader.text[start:].strip()):
@@ -174,15 +174,15 @@ class GemmaCalls(CallParser):
     arguments may be missing.
     """
 
-    openers = (_GEMMA_OPENER,)
-    markers = (_GEMMA_OPENER, _GEMMA_CLOSER, '<|"|>')
+    start_markers = (_GEMMA_START,)
+    markers = (_GEMMA_START, _GEMMA_END, '<|"|>')
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.expect(_GEMMA_OPENER)
+        yield from reader.expect(_GEMMA_START)
         yield from reader.skip_space()
         yield from reader.expect("call:")
         sink.is_meant = True
-        end = yield from reader.find(("{", _GEMMA_CLOSER), MAX_NAME)
+        end = yield from reader.find(("{", _GEMMA_END), MAX_NAME)
         name, reader.pos = reader.text[reader.pos : end].strip(), end
         if any(char.isspace() for char in name):
             raise NotACall
@@ -192,7 +192,7 @@ class GemmaCalls(CallParser):
         else:
             write_none(schema, sink.write)
         if (yield from reader.skip_space()):
-            yield from reader.close(_GEMMA_CLOSER)
+            yield from reader.close(_GEMMA_END)
         yield from sink.end()
 
 

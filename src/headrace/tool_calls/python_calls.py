@@ -21,15 +21,15 @@ _MAX_KEY = 128
 class PythonCalls(CallParser):
     """A list of calls between two tokens or without any."""
 
-    bare_openers = ("[",)
+    bare_starts = ("[",)
 
-    def __init__(self, opener: str, closer: str) -> None:
-        self.openers = (opener,)
-        self.markers = (opener, closer)
-        self._closer = closer
+    def __init__(self, start_marker: str, end_marker: str) -> None:
+        self.start_markers = (start_marker,)
+        self.markers = (start_marker, end_marker)
+        self._end_marker = end_marker
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        is_bare = not (yield from reader.take(self.openers[0]))
+        is_bare = not (yield from reader.take(self.start_markers[0]))
         sink.is_unit = True
         yield from reader.skip_space()
         sink.is_meant = not is_bare and (yield from reader.peek()) == "["
@@ -39,7 +39,7 @@ class PythonCalls(CallParser):
             yield from _list(reader, sink)
         if not is_bare:
             if (yield from reader.skip_space()):
-                yield from reader.close(self._closer)
+                yield from reader.close(self._end_marker)
             sink.done = reader.pos
         elif (yield from reader.skip_space(" \t\r")) and reader.text[reader.pos] != "\n" and sink.is_text is None:
             raise NotACall

@@ -131,12 +131,12 @@ class Reader:
     def take(self, literal: str) -> Reading[bool]:
         return (yield from self.take_any((literal,))) is not None
 
-    def close(self, *closers: str) -> Reading[bool]:
-        """Skip one of several closers if it comes next, or a part of it at the text's end."""
-        if (yield from self.take_any(closers)) is not None:
+    def close(self, *end_markers: str) -> Reading[bool]:
+        """Skip one of several end markers if it comes next, or a part of it at the text's end."""
+        if (yield from self.take_any(end_markers)) is not None:
             return True
         rest = self.text[self.pos :]
-        if not rest or not any(closer.startswith(rest) for closer in closers):
+        if not rest or not any(end_marker.startswith(rest) for end_marker in end_markers):
             return False
         self.pos = len(self.text)
         return True

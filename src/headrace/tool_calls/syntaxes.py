@@ -59,7 +59,7 @@ class CallSyntax:
 
 _DEEPSEEK = CallForm(
     JsonBody("function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
-    opener="<｜tool▁calls▁begin｜>",
+    start_marker="<｜tool▁calls▁begin｜>",
     lead="<｜tool▁call▁begin｜>",
     join="\n<｜tool▁call▁begin｜>",
     close="<｜tool▁calls▁end｜>",
@@ -69,7 +69,7 @@ _DEEPSEEK_31 = replace(
 )
 _KIMI = CallForm(
     JsonBody("functions.", f":{DIGITS}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    opener="<|tool_calls_section_begin|>",
+    start_marker="<|tool_calls_section_begin|>",
     lead="<|tool_call_begin|>",
     join="<|tool_call_begin|>",
     close="<|tool_calls_section_end|>",

@@ -1,12 +1,12 @@
 """Values between tags: finding their end, and writing them as JSON while they come.
 
-A closing tag that is part of a value, such as one in a file that documents tool calls, is not escaped. So a closer
-counts only if what follows fits: a parameter that the tool has and that has not been given, or the closers of the call.
+A closing tag that is part of a value, such as one in a file that documents tool calls, is not escaped. So an end marker
+counts only if what follows fits: a parameter that the tool has and that has not been given, or the end of the call.
 A whole call quoted in a value is balanced out. Where a full closing sequence is followed by prose, the value may go on:
 the next such sequence decides, if there is one before another call, the end, or MAX_DOUBT characters. Undecided text is
 held back, everything else of a value is passed on at once.
 
-Under a grammar the first closer ends the value, because that is where the grammar ends it.
+Under a grammar the first end marker ends the value, because that is where the grammar ends it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TagCursor:
         self.reader = reader
 
     def is_at_call(self) -> Reading[bool]:
-        """Whether a call's opener comes next; does not skip it."""
+        """Whether a call's start marker comes next; does not skip it."""
         start = self.reader.pos
         is_call = yield from self.reader.take(self.syntax.call_open)
         self.reader.pos = start
@@ -71,7 +71,7 @@ class TagCursor:
         return key
 
     def begins_call(self) -> Reading[str | None]:
-        """What follows a call's opening: a key's opener or the call's closer; None if no call begins.
+        """What follows a call's opening: a key's start marker or the call's end marker; None if no call begins.
 
         Reads nothing for good. If the text ends inside the opening, no call begins.
         """
@@ -154,14 +154,14 @@ class ValueEnd:
         self._reader = cursor.reader
         self._syntax = cursor.syntax
         self._fits = fits
-        self._closer = cursor.syntax.value_close
-        self._tags = (self._closer,) if fits is None else (self._closer, cursor.syntax.call_open)
+        self._end_marker = cursor.syntax.value_close
+        self._tags = (self._end_marker,) if fits is None else (self._end_marker, cursor.syntax.call_open)
         self._told = cursor.reader.pos
         self._depth = 0
         self._doubt: _Doubt | None = None
 
     def find(self, value: TextValue) -> Reading[None]:
-        """Read the value and its closer. Raises OutOfText if it doesn't end."""
+        """Read the value and its end marker. Raises OutOfText if it doesn't end."""
         search = self._reader.settled = self._reader.pos
         while True:
             at = yield from self._next_tag(search, value)
@@ -177,8 +177,8 @@ class ValueEnd:
             if self._fits is None:
                 self._end(at, value)
                 return
-            is_closer = self._reader.text.startswith(self._closer, at)
-            end = yield from (self._closer_at(at) if is_closer else self._call_at(at))
+            is_end_marker = self._reader.text.startswith(self._end_marker, at)
+            end = yield from (self._end_marker_at(at) if is_end_marker else self._call_at(at))
             if end is not None:
                 self._end(end, value)
                 return
@@ -190,7 +190,7 @@ class ValueEnd:
         return self._doubt.at + MAX_DOUBT
 
     def _next_tag(self, search: int, value: TextValue) -> Reading[int | None]:
-        """Index of the next closer of a value or opener of a call; None where the text or the limit ends."""
+        """Index of the next end marker of a value or start marker of a call; None where the text or the limit ends."""
         reader, tags = self._reader, self._tags
         while True:
             found = [at for at in (reader.text.find(tag, search) for tag in tags) if at >= 0]
@@ -213,18 +213,18 @@ class ValueEnd:
         behind = yield from self._cursor.begins_call()
         if behind is not None and self._doubt is not None and not self._doubt.is_quoted:
             return self._doubt.at
-        self._depth += behind == self._syntax.key_open  # one without values has no closer
+        self._depth += behind == self._syntax.key_open  # one without values has no end marker
         return None
 
-    def _closer_at(self, at: int) -> Reading[int | None]:
-        """Index of the value's end if this closer makes it certain."""
+    def _end_marker_at(self, at: int) -> Reading[int | None]:
+        """Index of the value's end if this end marker makes it certain."""
         reader = self._reader
-        reader.pos = at + len(self._closer)
+        reader.pos = at + len(self._end_marker)
         is_quoted = self._depth > 0
         try:
             if not is_quoted and (yield from self._parameter_follows()):
                 return at
-            reader.pos = at + len(self._closer)
+            reader.pos = at + len(self._end_marker)
             is_end, is_certain = yield from self._call_ends()
         except OutOfText:
             is_end = is_certain = True
@@ -248,9 +248,9 @@ class ValueEnd:
         return key is not None and self._fits is not None and self._fits(key)
 
     def _call_ends(self) -> Reading[tuple[bool, bool]]:
-        """Whether all closers of the call follow, and whether what follows them is conclusive.
+        """Whether all end markers of the call follow, and whether what follows them is conclusive.
 
-        Raises NotACall if not even its first closer does.
+        Raises NotACall if not even its first end marker does.
         """
         reader, syntax = self._reader, self._syntax
         yield from reader.skip_space()
@@ -258,15 +258,15 @@ class ValueEnd:
         is_closed = syntax.wrapper is None
         if syntax.wrapper is not None and (yield from reader.skip_space()):
             is_closed = yield from reader.take(syntax.wrapper[1])
-        openers = (syntax.call_open, *(syntax.wrapper or ())[:1])
+        start_markers = (syntax.call_open, *(syntax.wrapper or ())[:1])
         is_last = not (yield from reader.skip_space())
-        is_certain = is_last or (yield from reader.take_any(openers)) is not None
+        is_certain = is_last or (yield from reader.take_any(start_markers)) is not None
         return is_closed or is_certain, is_certain
 
     def _tell(self, end: int, value: TextValue) -> None:
         """Pass on text up to an index."""
         text = self._reader.text
-        # The newline before a closer belongs to it.
+        # The newline before an end marker belongs to it.
         if self._syntax.frame and end > self._told and text[end - 1] == self._syntax.frame:
             end -= 1
         if end > self._told:
@@ -274,7 +274,7 @@ class ValueEnd:
             self._told = self._reader.settled = end
 
     def _end(self, at: int, value: TextValue) -> None:
-        """The value ends at an index; its closer follows."""
+        """The value ends at an index; its end marker follows."""
         self._tell(at, value)
-        self._reader.pos = at + len(self._closer)
+        self._reader.pos = at + len(self._end_marker)
         self._reader.settled = None

@@ -27,22 +27,22 @@ TEXT = Schema({"type": "string"})
 class TaggedCalls(CallParser):
     """Calls of one of several syntaxes, distinguished by the wrapper.
 
-    takes_bare_calls: a call counts without the wrapper's opener, too.
+    takes_bare_calls: a call counts without the wrapper's start marker, too.
     takes_json: the wrapper may contain JSON objects instead.
     """
 
     def __init__(self, *syntaxes: TagSyntax, takes_bare_calls: bool = False, takes_json: bool = False) -> None:
-        self._syntaxes = {_opener(syntax): syntax for syntax in syntaxes}
+        self._syntaxes = {_start_marker(syntax): syntax for syntax in syntaxes}
         self._takes_json = takes_json
         bare = (syntaxes[0].call_open,) if takes_bare_calls else ()
-        self.openers = tuple(dict.fromkeys((*self._syntaxes, *bare)))
+        self.start_markers = tuple(dict.fromkeys((*self._syntaxes, *bare)))
         self.markers = tuple(dict.fromkeys(tag for syntax in syntaxes for tag in syntax.tags))
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
         start = reader.pos
-        opener = yield from reader.take_any(self.openers)
-        syntax = self._syntaxes.get(opener or "", next(iter(self._syntaxes.values())))
-        is_wrapped = opener in self._syntaxes and syntax.wrapper is not None
+        start_marker = yield from reader.take_any(self.start_markers)
+        syntax = self._syntaxes.get(start_marker or "", next(iter(self._syntaxes.values())))
+        is_wrapped = start_marker in self._syntaxes and syntax.wrapper is not None
         if not is_wrapped:
             reader.pos = start
         yield from reader.skip_space()
@@ -59,12 +59,12 @@ class TaggedCalls(CallParser):
         sink.done = reader.pos
 
 
-def _opener(syntax: TagSyntax) -> str:
+def _start_marker(syntax: TagSyntax) -> str:
     return syntax.call_open if syntax.wrapper is None else syntax.wrapper[0]
 
 
 class TagReader:
-    """Reads the calls of one construct, from the first call's opener on. is_wrapped: after the wrapper's opener."""
+    """Reads the calls of one construct, from its first call on. is_wrapped: the wrapper's start marker precedes it."""
 
     def __init__(self, syntax: TagSyntax, reader: Reader, sink: CallSink, *, is_wrapped: bool) -> None:
         self._syntax = syntax
@@ -76,7 +76,7 @@ class TagReader:
         self._given: set[str] = set()
 
     def calls(self) -> Reading[None]:
-        """All calls up to the wrapper's closer, which may be missing; one call where there is no wrapper."""
+        """All calls up to the wrapper's end marker, which may be missing; one call where there is no wrapper."""
         reader, wrapper = self._reader, self._syntax.wrapper
         while True:
             yield from self._call()
@@ -105,7 +105,7 @@ class TagReader:
                 is_between = True
             yield from reader.expect(self._syntax.call_close)
         except OutOfText:
-            # At the text's end only closers may be missing.
+            # At the text's end only end markers may be missing.
             if not is_between or not self._schema.required <= self._given:
                 raise
             reader.pos = len(reader.text)
@@ -131,7 +131,7 @@ class TagReader:
         return TEXT if schema is ANY else schema
 
     def _value(self, schema: Schema, *, is_json: bool) -> Reading[None]:
-        """Read a value and its closer. is_json: it is certainly JSON if it begins with a bracket."""
+        """Read a value and its end marker. is_json: it is certainly JSON if it begins with a bracket."""
         if is_json or (schema.types is not None and schema.types <= {"array", "object", "null"}):
             start = self._reader.pos
             if (yield from self._reader.skip_space()) and self._reader.text[self._reader.pos] in "[{":

@@ -10,13 +10,13 @@ class OutputGuarantees:
     """Guarantees of one grammar-constrained output.
 
     thinks: thinking may come first; elsewhere its markers are text.
-    call_openers: texts that begin calls, none if there can be no calls; nothing else begins one.
+    call_starts: texts that begin calls, none if there can be no calls; nothing else begins one.
     is_mixed: calls may follow text; otherwise they only come first.
     json_values: (tool, parameter) pairs whose values between tags are JSON if they begin with a bracket. Any other
     value ends at the first closing tag.
     """
 
     thinks: bool
-    call_openers: tuple[str, ...] = ()
+    call_starts: tuple[str, ...] = ()
     is_mixed: bool = False
     json_values: frozenset[tuple[str, str]] = frozenset()

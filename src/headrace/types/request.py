@@ -85,12 +85,12 @@ GREEDY = SamplingParams(temperature=0.0)
 class LateThinking:
     """Where thinking may begin in mid-answer: at an unquoted start marker.
 
-    call_openers: texts that begin a call, bare_call_openers at the start of a line; what follows one is no thinking.
+    call_starts: texts that begin a call, bare_call_starts at the start of a line; what follows one is no thinking.
     max_inline: characters after which an open block is text, if its marker did not begin a line; None for no limit.
     """
 
-    call_openers: tuple[str, ...] = ()
-    bare_call_openers: tuple[str, ...] = ()
+    call_starts: tuple[str, ...] = ()
+    bare_call_starts: tuple[str, ...] = ()
     max_inline: int | None = None
 
 
@@ -98,15 +98,15 @@ class LateThinking:
 class ThinkingLimit:
     """A thinking budget.
 
-    num_tokens: in all, markers excluded. opener, closer: the markers.
+    num_tokens: in all, markers excluded. start_marker, end_marker: the markers.
     closing: token ids, not empty, that end thinking at the limit.
     is_open: the prompt ends inside thinking.
     late: None if there is no thinking in mid-answer.
     """
 
     num_tokens: int
-    opener: str
-    closer: str
+    start_marker: str
+    end_marker: str
     closing: tuple[int, ...]
     is_open: bool
     late: LateThinking | None = None
