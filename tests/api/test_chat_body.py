@@ -10,7 +10,6 @@ import pytest
 from fakes import describe
 
 from headrace.api.openai_chat import ChatCompletionBody, read_chat_completion
-from headrace.api.openai_fields import CHAT_FIELDS
 from headrace.api.openai_sampling import Call
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.session.settings import check_options
@@ -92,7 +91,7 @@ def test_both_names_of_max_tokens_are_taken_unless_they_differ() -> None:
 
 
 def test_null_is_the_same_as_absent_for_every_field() -> None:
-    fields = {*CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect, *ChatCompletionBody.model_fields}
+    fields = {*ChatCompletionBody.neutral_values, *ChatCompletionBody.without_effect, *ChatCompletionBody.model_fields}
     nothing = dict.fromkeys(fields - {"messages", "model"})
     call, plain = read(**nothing), read()
     assert unseeded(call.request.options) == unseeded(plain.request.options)
@@ -308,7 +307,7 @@ def test_what_would_change_the_answer_and_is_not_built_is_refused_by_name(field:
 
 
 def test_neutral_values_of_the_same_fields_are_welcome() -> None:
-    for field, neutrals in CHAT_FIELDS.neutral_values.items():
+    for field, neutrals in ChatCompletionBody.neutral_values.items():
         for neutral in neutrals:
             assert read(**{field: neutral}).ignored == ()
     assert read(response_format={"type": "text"}, tools=[], tool_choice="auto").ignored == ()
@@ -330,6 +329,23 @@ def test_unknown_fields_of_a_form_and_of_stream_options_are_named() -> None:
     assert read(response_format=schema).ignored == ("response_format.schemas",)
 
 
+def test_unknown_fields_are_named_however_deep_they_lie() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,", "detail": "low", "mood": 1}, "air": 1}
+    call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": "", "zeal": 1}}
+    messages = [{"role": "user", "content": [image]}, {"role": "assistant", "tool_calls": [call]}]
+    tool = {"type": "function", "function": {"name": "f", "mood": 1, "parameters": {"any": 1}}}
+    assert read(messages, tools=[tool], logit_bias={"5": 1}, chat_template_kwargs={"any": 1}).ignored == (
+        *("messages[].content[].air", "tools[].function.mood"),
+        *("messages[].content[].image_url.mood", "messages[].tool_calls[].function.zeal"),
+    )
+
+
+def test_an_unknown_field_with_a_parameters_name_has_no_effect() -> None:
+    call = read(banned_token_ids=[5], banned_sequences=[[5, 6]])
+    assert call.ignored == ("banned_sequences", "banned_token_ids")
+    assert unseeded(call.request.options) == GenerationOptions()
+
+
 def test_usage_is_asked_for_in_stream_options_only() -> None:
     assert read(stream=True, stream_options={"include_usage": True}).include_usage is True
     assert read(stream=True, stream_options={"include_usage": None}).include_usage is False
@@ -340,9 +356,9 @@ def test_usage_is_asked_for_in_stream_options_only() -> None:
     assert (continuous.include_usage, continuous.request.options.counts_progress) == (False, True)
 
 
-@pytest.mark.parametrize("name", list(CHAT_FIELDS.neutral_values))
+@pytest.mark.parametrize("name", list(ChatCompletionBody.neutral_values))
 def test_a_refusal_says_what_would_be_accepted_or_that_nothing_is(name: str) -> None:
-    neutrals = CHAT_FIELDS.neutral_values[name]
+    neutrals = ChatCompletionBody.neutral_values[name]
     message = refusal(**{name: {"no such": "value"}}).message
     said = message.partition(": only ")[2].removesuffix(" is accepted")
     assert [json.loads(each) for each in said.split(" or ") if each] == list(neutrals)

@@ -10,7 +10,6 @@ import pytest
 from fakes import describe
 
 from headrace.api.openai_completion import MAX_PROMPTS, CompletionBody, read_completion
-from headrace.api.openai_fields import COMPLETION_FIELDS
 from headrace.api.openai_sampling import Call
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.session.settings import check_options
@@ -89,7 +88,7 @@ def test_a_prompt_of_no_shape_is_refused_by_its_path(prompt: Any, param: str) ->
 
 
 def test_null_is_the_same_as_absent_for_every_field() -> None:
-    fields = {*COMPLETION_FIELDS.neutral_values, *COMPLETION_FIELDS.without_effect, *CompletionBody.model_fields}
+    fields = {*CompletionBody.neutral_values, *CompletionBody.without_effect, *CompletionBody.model_fields}
     call = read(**dict.fromkeys(fields - {"prompt", "model"}))
     assert unseeded(call.request) == unseeded(read().request)
     assert call.ignored == ()
@@ -159,7 +158,7 @@ def test_all_prompts_together_have_a_bounded_number_of_choices() -> None:
 
 
 def test_neutral_values_of_the_same_fields_are_welcome() -> None:
-    for field, neutrals in COMPLETION_FIELDS.neutral_values.items():
+    for field, neutrals in CompletionBody.neutral_values.items():
         for neutral in neutrals:
             assert read(**{field: neutral}).ignored == ()
 

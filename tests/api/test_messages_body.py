@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import describe
 
-from headrace.api.anthropic_body import MESSAGES_FIELDS
+from headrace.api.anthropic_body import MessagesBody
 from headrace.api.anthropic_errors import error_body
 from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_sampling import Call
@@ -393,8 +393,8 @@ def test_a_cache_salt_is_kept() -> None:
 
 
 def test_unknown_fields_are_named_and_those_without_effect_are_not() -> None:
-    without = {name: {} for name in MESSAGES_FIELDS.without_effect}
-    neutral = {name: values[0] for name, values in MESSAGES_FIELDS.neutral_values.items() if values}
+    without = {name: {} for name in MessagesBody.without_effect}
+    neutral = {name: values[0] for name, values in MessagesBody.neutral_values.items() if values}
     assert read(**without, **neutral, zeal=1, mood=2).ignored == ("mood", "zeal")
 
 
@@ -402,3 +402,9 @@ def test_more_messages_than_tokens_are_refused_unread() -> None:
     body = json.dumps({"messages": HELLO * 9}).encode()
     with pytest.raises(ContextTooLong, match="at least 9"):
         read_messages(body, ModelTraits(max_model_len=8))
+
+
+def test_a_fields_name_means_nothing_where_its_route_has_no_such_field() -> None:
+    call = read(min_p=0.5, messages=[{"role": "user", "content": [{"type": "text", "text": "a", "mood": 1}]}])
+    assert call.ignored == ("min_p", "messages[].content[].mood")
+    assert call.request.options.sampling.min_p == 0

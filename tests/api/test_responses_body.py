@@ -114,7 +114,7 @@ def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> Non
         max_tool_calls=3,
         input=[{"role": "user", "content": "hello", "mood": 1, "phase": "commentary", "id": "msg_1", "status": None}],
     )
-    assert call.ignored == ("zeal", "reasoning.zeal", "text.mood", "input[].mood")
+    assert call.ignored == ("zeal", "input[].mood", "reasoning.zeal", "text.mood")
 
 
 @pytest.mark.parametrize(

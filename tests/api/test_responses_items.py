@@ -10,7 +10,7 @@ from api.responses_calls import Remembered, read, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.api.responses_items import listed_items
+from headrace.api.responses_items import listed_items, read_items
 from headrace.api.responses_turns import chat_turns, sealed
 from headrace.errors import InvalidRequest, NotFound
 from headrace.types.chat import ChatMessage, MediaPart, TextPart, ToolCall
@@ -229,7 +229,7 @@ def test_any_items_are_either_read_or_refused_by_their_place(items: list[dict[st
         return
     assert all(message.role in ("system", "user", "assistant", "tool") for message in messages)
     # What was understood once is understood again when it is part of a history.
-    assert chat_turns(listed_items(items)) == messages
+    assert chat_turns(read_items(listed_items(items), "{}")) == messages
 
 
 WORDS = st.text("abc", min_size=1, max_size=3)

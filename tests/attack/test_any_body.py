@@ -12,19 +12,20 @@ from attack.inputs import CHAT, COMPLETIONS, MESSAGES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.api.anthropic_body import MESSAGES_FIELDS, MessagesBody
+from headrace.api.anthropic_body import MessagesBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
-from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from headrace.api.openai_messages import MessageBody
 
 GOOD = {"messages": [{"role": "user", "content": "hello"}]}
 
-FIELDS = sorted({*ChatCompletionBody.model_fields, *CHAT_FIELDS.neutral_values, *CHAT_FIELDS.without_effect})
-COMPLETION_NAMES = sorted(
-    {*CompletionBody.model_fields, *COMPLETION_FIELDS.neutral_values, *COMPLETION_FIELDS.without_effect}
+FIELDS = sorted(
+    {*ChatCompletionBody.model_fields, *ChatCompletionBody.neutral_values, *ChatCompletionBody.without_effect}
 )
-MESSAGES_NAMES = sorted({*MessagesBody.model_fields, *MESSAGES_FIELDS.neutral_values, *MESSAGES_FIELDS.without_effect})
+COMPLETION_NAMES = sorted(
+    {*CompletionBody.model_fields, *CompletionBody.neutral_values, *CompletionBody.without_effect}
+)
+MESSAGES_NAMES = sorted({*MessagesBody.model_fields, *MessagesBody.neutral_values, *MessagesBody.without_effect})
 NAMES = st.sampled_from(FIELDS) | st.text(max_size=8)
 SCALARS = (
     st.none()
@@ -82,7 +83,7 @@ LIKELY = {
     "frequency_penalty": st.floats(-2.5, 2.5),
     "prompt_logprobs": st.integers(-1, 22),
     "priority": st.integers(-5, 5),
-    **{name: st.sampled_from(neutrals) for name, neutrals in CHAT_FIELDS.neutral_values.items() if neutrals},
+    **{name: st.sampled_from(neutrals) for name, neutrals in ChatCompletionBody.neutral_values.items() if neutrals},
 }
 CHAT_LIKELY = {**LIKELY, "logprobs": st.booleans(), "top_logprobs": st.integers(-1, 22)}
 COMPLETION_LIKELY = {

@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.api.responses_body import ResponsesBody
-from headrace.api.responses_fields import RESPONSES_FIELDS
 
-FIELDS = sorted({*ResponsesBody.model_fields, *RESPONSES_FIELDS.neutral_values, *RESPONSES_FIELDS.without_effect})
+FIELDS = sorted({*ResponsesBody.model_fields, *ResponsesBody.neutral_values, *ResponsesBody.without_effect})
 SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats(-5, 5) | st.text(max_size=6)
 KEYS = st.sampled_from(
     ["type", "name", "format", "schema", "effort", "tools", "id", "role", "content", "mode", "input"]

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from fakes import FakeEngine, fake_session
-from pydantic import BaseModel
 from starlette.routing import Route
 
-from headrace.api.anthropic_body import MESSAGES_FIELDS, MessagesBody
+from headrace.api.anthropic_body import MessagesBody
+from headrace.api.json_body import StrictBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
-from headrace.api.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS, FieldRules
 from headrace.api.openai_tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from headrace.api.responses_body import ResponsesBody
-from headrace.api.responses_fields import RESPONSES_FIELDS
 from headrace.api.responses_items import ITEM_BODIES, SKIPPED_ITEMS
 from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS
 from headrace.config import ServerConfig
@@ -38,11 +36,11 @@ from headrace.types.status import (
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
-PAGES: Mapping[str, tuple[type[BaseModel], FieldRules]] = {
-    "api-chat.md": (ChatCompletionBody, CHAT_FIELDS),
-    "api-completions.md": (CompletionBody, COMPLETION_FIELDS),
-    "api-responses.md": (ResponsesBody, RESPONSES_FIELDS),
-    "api-messages.md": (MessagesBody, MESSAGES_FIELDS),
+PAGES: Mapping[str, type[StrictBody]] = {
+    "api-chat.md": ChatCompletionBody,
+    "api-completions.md": CompletionBody,
+    "api-responses.md": ResponsesBody,
+    "api-messages.md": MessagesBody,
 }
 
 
@@ -66,34 +64,34 @@ def same(listed: list[str], known: Any) -> bool:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_lists_every_field_under_what_becomes_of_it(page: str) -> None:
-    body, rules = PAGES[page]
+    body = PAGES[page]
     assert same(names(page, "Supported"), body.model_fields)
-    assert same(names(page, "Refused"), rules.neutral_values)
-    assert same(names(page, "Accepted without effect"), rules.without_effect)
+    assert same(names(page, "Refused"), body.neutral_values)
+    assert same(names(page, "Accepted without effect"), body.without_effect)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_tells_which_values_of_a_refused_field_are_accepted(page: str) -> None:
-    _, rules = PAGES[page]
+    body = PAGES[page]
     for cell, values in rows(page, "Refused"):
         name = cell.strip("`")
         told = [json.loads(value) for value in re.findall(r"`([^`]*)`", values)]
-        assert told == (list(rules.neutral_values[name]) or [None]), name
+        assert told == (list(body.neutral_values[name]) or [None]), name
 
 
 @pytest.mark.parametrize(
-    ("section", "bodies", "rules"),
+    ("section", "bodies"),
     [
-        ("POST /tokenize", (TokenizeTextBody, TokenizeChatBody), TOKENIZE_FIELDS),
-        ("POST /detokenize", (DetokenizeBody,), DETOKENIZE_FIELDS),
+        ("POST /tokenize", (TokenizeTextBody, TokenizeChatBody)),
+        ("POST /detokenize", (DetokenizeBody,)),
     ],
 )
 def test_fields_of_the_smaller_routes_are_listed_with_their_treatment(
-    section: str, bodies: tuple[type[BaseModel], ...], rules: FieldRules
+    section: str, bodies: tuple[type[StrictBody], ...]
 ) -> None:
     treatment = {cells[0].strip("`"): cells[1] for cells in rows("api-server.md", section)}
     known = {name: "supported" for body in bodies for name in body.model_fields}
-    assert treatment == {**known, **dict.fromkeys(rules.neutral_values, "refused")}
+    assert treatment == {**known, **dict.fromkeys(bodies[0].neutral_values, "refused")}
 
 
 @pytest.mark.parametrize(

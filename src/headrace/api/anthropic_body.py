@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from headrace.api.json_body import StrictBody
-from headrace.api.openai_fields import FieldRules, unknown_inner_fields
 from headrace.api.openai_sampling import GenerationBody, ShortText
+from headrace.api.openai_tools import TOOL_MARKERS
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class SourceBody(StrictBody):
     """Where an image's or document's content is."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: str
     media_type: str | None = None
@@ -26,6 +28,11 @@ class SourceBody(StrictBody):
 
 class BlockBody(StrictBody):
     """A content block; its other fields depend on its type."""
+
+    # Markers for caches, what vouches for a block's origin, and where its text comes from.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "caller", "citations", "context", "data", "signature", "title"}
+    )
 
     type: str
     text: str | None = None
@@ -51,12 +58,18 @@ class MessageBody(StrictBody):
 class ToolBody(StrictBody):
     """A client tool if it has no type or `custom`, else one that runs on Anthropic's servers."""
 
+    without_effect: ClassVar[frozenset[str]] = TOOL_MARKERS
+
     type: str | None = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.type not in (None, "custom")
 
 
 class ToolChangeBody(StrictBody):
@@ -98,21 +111,13 @@ class MetadataBody(StrictBody):
 class MessagesBody(GenerationBody):
     """The supported fields."""
 
-    messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
-    system: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
-    stop_sequences: Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] | None = None
-    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
-    tool_choice: ToolChoiceBody | None = None
-    thinking: ThinkingBody | None = None
-    output_config: OutputBody | None = None
-    output_format: FormatBody | None = None
-    metadata: MetadataBody | None = None
-
-
-MESSAGES_FIELDS = FieldRules(
-    {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()},
-    frozenset(
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "compaction": (),
+        "container": (),
+        "mcp_servers": ([],),
+        "thread": (),
+    }
+    without_effect: ClassVar[frozenset[str]] = frozenset(
         {
             "anthropic_version",
             "betas",
@@ -127,24 +132,22 @@ MESSAGES_FIELDS = FieldRules(
             "user_profile_id",
             "workspace_id",
         }
-    ),
-)
+    )
+
+    messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
+    system: str | Annotated[list[BlockBody], Field(fail_fast=True)] | None = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    stop_sequences: Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputBody | None = None
+    output_format: FormatBody | None = None
+    metadata: MetadataBody | None = None
+
 
 BLOCKS_WITHOUT_EFFECT = frozenset({"redacted_thinking"})
 """Blocks that mean nothing to any other model than their author."""
 
 UNPARSED_INPUT = "__unparsedToolInput"
 """Where arguments that are not a JSON object stand, as the model wrote them; the name is Claude Code's."""
-
-
-_OBJECTS: Mapping[str, type[BaseModel]] = {
-    "output_config": OutputBody,
-    "output_format": FormatBody,
-    "thinking": ThinkingBody,
-}
-
-
-def unknown_nested_fields(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """Unknown fields inside a validated body's messages and objects."""
-    sent = {name for message in value["messages"] for name in message} - MessageBody.model_fields.keys()
-    return tuple(sorted(f"messages[].{name}" for name in sent)) + unknown_inner_fields(value, _OBJECTS)

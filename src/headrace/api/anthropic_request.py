@@ -6,22 +6,14 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from headrace.api.anthropic_body import (
-    MESSAGES_FIELDS,
-    FormatBody,
-    MessagesBody,
-    ThinkingBody,
-    ToolBody,
-    unknown_nested_fields,
-)
+from headrace.api.anthropic_body import FormatBody, MessagesBody, ThinkingBody
 from headrace.api.anthropic_messages import ChatMessages
-from headrace.api.anthropic_tools import added_tools, callable_tools, foreign_types, own_tools, tool_choice
-from headrace.api.json_body import check, read_object
-from headrace.api.openai_fields import refuse_unbuilt, unknown_fields
+from headrace.api.anthropic_tools import added_tools, callable_tools, own_tools, tool_choice
+from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, generation_options
 from headrace.api.openai_structure import agreed_form
-from headrace.api.openai_tools import refuse_large_arguments, unknown_tool_fields
+from headrace.api.openai_tools import refuse_large_arguments
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, Structure
 from headrace.types.model import ModelTraits
@@ -34,14 +26,13 @@ def read_messages(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
     """
     value = read_object(body)
     refuse_too_many(value.get("messages"), model.max_model_len)
-    refuse_unbuilt(value, MESSAGES_FIELDS)
     parsed = check(MessagesBody, value)
     return Call(
         request=_request(parsed, model),
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=True,
-        ignored=_ignored(value, parsed, model),
+        ignored=_ignored(parsed, model),
     )
 
 
@@ -99,13 +90,11 @@ def _json_structure(form: FormatBody, path: str) -> Structure:
     return Structure("json_schema", form.schema_, path)
 
 
-def _ignored(value: dict[str, Any], parsed: MessagesBody, model: ModelTraits) -> tuple[str, ...]:
+def _ignored(parsed: MessagesBody, model: ModelTraits) -> tuple[str, ...]:
     """Names of accepted fields without effect."""
-    names = unknown_fields(value, MessagesBody.model_fields, MESSAGES_FIELDS) + unknown_nested_fields(value)
-    tools = [tool for tool in value.get("tools") or () if tool.get("type") in (None, "custom")]
-    names += unknown_tool_fields(tools, ToolBody.model_fields) + foreign_types(parsed.tools or ())
+    names = unknown_fields(parsed) | {f"tools[].{tool.type}" for tool in parsed.tools or () if tool.is_foreign}
     # Agents stop working if their thinking setting is refused.
     asked = parsed.thinking
     if asked is not None and not model.switches_thinking and asked.type == ("disabled" if model.thinks else "enabled"):
-        names += ("thinking",)
-    return names
+        names.add("thinking")
+    return ignored_names(names)

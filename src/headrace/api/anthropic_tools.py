@@ -23,14 +23,9 @@ from headrace.types.chat import ToolChoice, ToolDefinition
 _SEARCH_TYPES = "tool_search_tool"
 
 
-def is_own(tool: ToolBody) -> bool:
-    """Whether the client describes and runs the tool."""
-    return tool.type in (None, "custom")
-
-
 def own_tools(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
     """The client's tools. Raises InvalidRequest for a repeated name."""
-    own = [tool for tool in tools if is_own(tool)]
+    own = [tool for tool in tools if not tool.is_foreign]
     refuse_repeated([tool.name for tool in own], "tools: number {} of the client's own")
     searched = any((tool.type or "").startswith(_SEARCH_TYPES) for tool in tools)
     return tuple(_definition(tool, is_deferred=bool(tool.defer_loading) and not searched) for tool in own)
@@ -42,14 +37,9 @@ def added_tools(messages: Sequence[MessageBody], declared: Sequence[ToolDefiniti
     added: dict[str, ToolDefinition] = {}
     for block in _all_blocks(messages):
         tool = block.tool.definition if block.tool is not None else None
-        if tool is not None and is_own(tool) and tool.name not in known:
+        if tool is not None and not tool.is_foreign and tool.name not in known:
             added.setdefault(tool.name, _definition(tool, is_deferred=True))
     return tuple(added.values())
-
-
-def foreign_types(tools: Sequence[ToolBody]) -> tuple[str, ...]:
-    """Types of the ignored tools, as `tools[].TYPE`."""
-    return tuple(sorted({f"tools[].{tool.type}" for tool in tools if not is_own(tool)}))
 
 
 def callable_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBody]) -> tuple[ToolDefinition, ...]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from headrace.api.json_amount import MAX_DEPTH, refuse_too_much, slices
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, UnsupportedField
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound="StrictBody")
 
 _Location = tuple[int | str, ...]
 
@@ -39,9 +39,24 @@ _MAY_BE_INFINITE = (float, dict, list)
 
 
 class StrictBody(BaseModel):
-    """A body or an object in one, with strict types: `true` is no number and `"1"` is not 1."""
+    """A body or an object in one, with strict types: `true` is no number and `"1"` is not 1.
 
-    model_config = ConfigDict(strict=True)
+    Undeclared fields are accepted. `unknown_fields` reports them, except for those known to have no effect.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Unsupported fields of a body. One is refused by name unless it is null or has one of these values, with which it
+    would not change the answer."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are accepted with any value."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another party defines its fields, so that none of them is unknown."""
+        return False
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -115,6 +130,7 @@ def without_half_pairs(body: bytes) -> bytes:
 
 def check(model: type[Body], value: Mapping[str, Any]) -> Body:
     """Validate a value as a pydantic model. Raises InvalidRequest with the first wrong field as its param."""
+    _refuse_unsupported(model, value)
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -125,6 +141,41 @@ def check(model: type[Body], value: Mapping[str, Any]) -> Body:
         path = field_path(location)
         message = _message([(each["type"], each["msg"]) for where, each in located if where == location])
         raise InvalidRequest(f"{path}: {message}", param=path) from error
+
+
+def _refuse_unsupported(model: type[StrictBody], value: Mapping[str, Any]) -> None:
+    for name, neutrals in model.neutral_values.items():
+        sent = value.get(name)
+        if sent is not None and not any(_is_same(sent, neutral) for neutral in neutrals):
+            accepted = " or ".join(to_json(neutral).decode() for neutral in neutrals)
+            rest = f": only {accepted} is accepted" if neutrals else ""
+            raise UnsupportedField(f"{name} is not supported{rest}", param=name)
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    # In Python True == 1 and False == 0; in JSON they differ.
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def unknown_fields(body: StrictBody, path: str = "") -> set[str]:
+    """Paths of the unknown fields of a body and of all objects in it, without indices: `messages[].name`."""
+    if body.is_foreign:
+        return set()
+    sent = body.model_extra or {}
+    unknown = {path + name for name in sent.keys() - body.neutral_values.keys() - body.without_effect}
+    for name, field in type(body).model_fields.items():
+        value, inner = getattr(body, name), path + (field.alias or name)
+        if isinstance(value, StrictBody):
+            unknown |= unknown_fields(value, f"{inner}.")
+        elif isinstance(value, list) and value and isinstance(value[0], StrictBody):
+            for each in value:
+                unknown |= unknown_fields(each, f"{inner}[].")
+    return unknown
+
+
+def ignored_names(unknown: Iterable[str]) -> tuple[str, ...]:
+    """Unknown fields as they are reported, outer ones first."""
+    return tuple(sorted(unknown, key=lambda path: (path.count("."), path)))
 
 
 def check_at(model: type[Body], value: object, path: str) -> Body:

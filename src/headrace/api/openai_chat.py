@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: its body and its translation to a ChatRequest.
 
-Supported fields are declared here and in openai_sampling.py, known but unsupported ones in openai_fields.py.
+Fields are declared here and in openai_sampling.py.
 """
 
 from __future__ import annotations
@@ -8,42 +8,35 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from headrace.api.json_body import StrictBody, check, read_object
-from headrace.api.openai_fields import CHAT_FIELDS, refuse_unbuilt, unknown_fields, unknown_inner_fields
-from headrace.api.openai_messages import MessageBody, chat_message, refuse_too_many, unknown_message_fields
+from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
+from headrace.api.openai_messages import MessageBody, chat_message, refuse_too_many
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
+    NEUTRAL_VALUES,
+    WITHOUT_EFFECT,
     Call,
     SamplingBody,
-    StreamOptionsBody,
     check_stream,
     includes_usage,
     sampling_options,
 )
-from headrace.api.openai_structure import ResponseFormatBody, StructureBody, StructuredOutputsBody, answer_structure
+from headrace.api.openai_structure import StructureBody, answer_structure
 from headrace.api.openai_tools import (
     ToolBody,
     ToolsBody,
     refuse_large_arguments,
     tool_choice,
     tool_definitions,
-    unknown_tool_fields,
 )
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest
 from headrace.types.model import ModelTraits
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-_OBJECTS: Mapping[str, type[BaseModel]] = {
-    "response_format": ResponseFormatBody,
-    "stream_options": StreamOptionsBody,
-    "structured_outputs": StructuredOutputsBody,
-}
 
 
 class PromptBody(StrictBody):
@@ -61,6 +54,25 @@ class PromptBody(StrictBody):
 class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
     """The supported fields."""
 
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NEUTRAL_VALUES,
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "add_special_tokens": (False,),
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "web_search_options": (),
+    }
+    # No open model's template reads verbosity.
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT | {"verbosity"}
+
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: bool | None = None
@@ -75,7 +87,6 @@ def read_chat_completion(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
     """
     value = read_object(body)
     refuse_too_many(value.get("messages"), model.max_model_len)
-    refuse_unbuilt(value, CHAT_FIELDS)
     parsed = check(ChatCompletionBody, value)
     check_stream(parsed)
     prompt = chat_prompt(parsed, f"chatcmpl-{secrets.token_hex(16)}")
@@ -86,15 +97,12 @@ def read_chat_completion(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
         thinking_budget=parsed.thinking_token_budget,
         options=sampling_options(parsed, model.defaults, _max_tokens(parsed), _num_logprobs(parsed)),
     )
-    ignored = unknown_fields(value, ChatCompletionBody.model_fields, CHAT_FIELDS)
-    ignored += unknown_inner_fields(value, _OBJECTS)
-    ignored += unknown_tool_fields(value.get("tools") or (), ToolBody.model_fields)
     return Call(
         request=request,
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=includes_usage(parsed),
-        ignored=ignored + unknown_message_fields(value["messages"]),
+        ignored=ignored_names(unknown_fields(parsed)),
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from headrace.api.json_body import check, read_object
-from headrace.api.openai_fields import COMPLETION_FIELDS, refuse_unbuilt, unknown_fields
+from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
+    NEUTRAL_VALUES,
+    WITHOUT_EFFECT,
     Call,
     SamplingBody,
     check_stream,
@@ -34,6 +36,21 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(SamplingBody):
     """The supported fields."""
 
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NEUTRAL_VALUES,
+        # Structured output is for chats.
+        "response_format": ({"type": "text"},),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "structured_outputs": (),
+        "add_special_tokens": (True,),
+        "prompt_embeds": (),
+        "suffix": ("",),
+    }
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+
     # Of four shapes; see read_prompts.
     prompt: Any = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -45,7 +62,6 @@ class CompletionBody(SamplingBody):
 def read_completion(body: bytes, model: ModelTraits) -> Call[CompletionRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
-    refuse_unbuilt(value, COMPLETION_FIELDS)
     parsed = check(CompletionBody, value)
     check_stream(parsed)
     num_choices = parsed.n or 1
@@ -68,7 +84,7 @@ def read_completion(body: bytes, model: ModelTraits) -> Call[CompletionRequest]:
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=includes_usage(parsed),
-        ignored=unknown_fields(value, CompletionBody.model_fields, COMPLETION_FIELDS),
+        ignored=ignored_names(unknown_fields(parsed)),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
@@ -28,17 +28,22 @@ _VIDEO_PARTS = frozenset({"video_url", "input_video"})
 _UNSUPPORTED_PARTS = frozenset({"image", "video", "input_audio", "audio_url", "audio", "file", "input_file"})
 
 # Cache markers and annotations of other servers, which no template renders.
-_WITHOUT_EFFECT = frozenset({"cache_control", "annotations"})
+_MARKERS = frozenset({"cache_control", "annotations"})
 
 
 class UrlBody(StrictBody):
-    """Where an image or a video is. `detail` has no effect: the model decides the resolution."""
+    """Where an image or a video is."""
+
+    # The model decides the resolution.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"detail", "format"})
 
     url: str
 
 
 class PartBody(StrictBody):
     """A content part; its other fields depend on its type."""
+
+    without_effect: ClassVar[frozenset[str]] = _MARKERS | {"detail"}
 
     type: str
     text: str | None = None
@@ -60,6 +65,9 @@ class FunctionCallBody(StrictBody):
 
 
 class ToolCallBody(StrictBody):
+    # Clients send back the deltas that they have joined.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"index"})
+
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallBody
@@ -67,6 +75,8 @@ class ToolCallBody(StrictBody):
 
 class MessageBody(StrictBody):
     """One turn. `reasoning_content` and `reasoning` mean the same."""
+
+    without_effect: ClassVar[frozenset[str]] = _MARKERS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[PartBody], Field(fail_fast=True)] | None = None
@@ -120,12 +130,6 @@ def _call(call: ToolCallBody) -> ToolCall:
     arguments = call.function.arguments
     text = arguments if isinstance(arguments, str) else "" if arguments is None else to_json(arguments).decode()
     return ToolCall(call.id or "", call.function.name, text)
-
-
-def unknown_message_fields(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Unknown fields of messages, as `messages[].name`, sorted."""
-    sent = {name for message in messages for name in message}
-    return tuple(f"messages[].{name}" for name in sorted(sent - MessageBody.model_fields.keys() - _WITHOUT_EFFECT))
 
 
 def _content(message: MessageBody, path: str) -> tuple[ContentPart, ...]:

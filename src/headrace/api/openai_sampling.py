@@ -7,6 +7,7 @@ the model (token ids, context).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -26,6 +27,37 @@ ShortText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+# Fields of OpenAI and other open-model servers.
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "dry_multiplier": (0,),
+    "grammar": ("",),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mirostat": (0,),
+    "repeat_penalty": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "xtc_probability": (0,),
+}
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+)
 
 _MAX_BIAS = 100
 
@@ -122,7 +154,8 @@ def generation_options(
     parsed: GenerationBody, defaults: GenerationOptions, max_tokens: int | None
 ) -> GenerationOptions:
     """The options that a body of any dialect sets, else the defaults. max_tokens: None for the default."""
-    given = {name: value for name, value in parsed if name in _SAMPLING and value is not None}
+    sent = {name: getattr(parsed, name) for name in _SAMPLING & type(parsed).model_fields.keys()}
+    given = {name: value for name, value in sent.items() if value is not None}
     return GenerationOptions(
         sampling=defaults.sampling.merged(given),
         max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,

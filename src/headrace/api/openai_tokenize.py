@@ -5,26 +5,33 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from headrace.api.json_body import StrictBody, check, read_object
+from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_chat import PromptBody, chat_prompt
 from headrace.api.openai_completion import read_token_ids
-from headrace.api.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, refuse_unbuilt, unknown_fields
-from headrace.api.openai_messages import unknown_message_fields
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatRequest
 
 
-class TokenizeTextBody(StrictBody):
+class TokenizeBody(StrictBody):
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+        "return_token_strs": (False,),
+    }
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeTextBody(TokenizeBody):
     prompt: str
-    model: str | None = None
-    add_special_tokens: bool | None = None
 
 
-class TokenizeChatBody(PromptBody):
-    model: str | None = None
-    add_special_tokens: bool | None = None
+class TokenizeChatBody(TokenizeBody, PromptBody):
+    prompt: None = None
 
 
 class DetokenizeBody(StrictBody):
@@ -55,19 +62,16 @@ def read_tokenize(body: bytes) -> TokenizeCall:
     value = read_object(body)
     if value.get("messages") is None:
         text = check(TokenizeTextBody, value)
-        refuse_unbuilt(value, TOKENIZE_FIELDS)
-        ignored = unknown_fields(value, TokenizeTextBody.model_fields, TOKENIZE_FIELDS)
+        ignored = ignored_names(unknown_fields(text) - {"messages"})
         return TokenizeCall(text.prompt, text.add_special_tokens is not False, text.model, ignored)
     if value.get("prompt") is not None:
         raise InvalidRequest("prompt and messages exclude each other", param="prompt")
-    refuse_unbuilt(value, TOKENIZE_FIELDS)
     chat = check(TokenizeChatBody, value)
     if chat.add_special_tokens:
         message = "add_special_tokens is not supported with messages: the chat template writes them"
         raise UnsupportedField(message, param="add_special_tokens")
-    ignored = unknown_fields(value, {**TokenizeChatBody.model_fields, "prompt": None}, TOKENIZE_FIELDS)
     request = chat_prompt(chat, f"tokenize-{secrets.token_hex(8)}")
-    return TokenizeCall(request, False, chat.model, ignored + unknown_message_fields(value["messages"]))
+    return TokenizeCall(request, False, chat.model, ignored_names(unknown_fields(chat)))
 
 
 def read_detokenize(body: bytes) -> DetokenizeCall:
@@ -77,9 +81,7 @@ def read_detokenize(body: bytes) -> DetokenizeCall:
     if not isinstance(parsed.tokens, list):
         raise InvalidRequest("tokens must be a list of token ids", param="tokens")
     token_ids = read_token_ids(parsed.tokens, "tokens")
-    return DetokenizeCall(
-        token_ids, parsed.model, unknown_fields(value, DetokenizeBody.model_fields, DETOKENIZE_FIELDS)
-    )
+    return DetokenizeCall(token_ids, parsed.model, ignored_names(unknown_fields(parsed)))
 
 
 def tokenize_answer(token_ids: tuple[int, ...], max_model_len: int) -> dict[str, Any]:

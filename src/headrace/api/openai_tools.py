@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ToolChoice, ToolDefinition
 
 # A cache marker, and eager argument streaming, which is the default here.
-_WITHOUT_EFFECT = frozenset({"cache_control", "eager_input_streaming"})
+TOOL_MARKERS = frozenset({"cache_control", "eager_input_streaming"})
 
 MAX_NAME = 256
 """Characters of a tool's name."""
@@ -35,6 +35,8 @@ class FunctionBody(StrictBody):
 
 class ToolBody(StrictBody):
     """A tool; its other fields depend on its type."""
+
+    without_effect: ClassVar[frozenset[str]] = TOOL_MARKERS
 
     type: str
     function: FunctionBody | None = None
@@ -113,12 +115,6 @@ def refuse_large_arguments(messages: Sequence[ChatMessage], param: str) -> None:
     """
     texts = (call.arguments.encode(errors="replace") for message in messages for call in message.tool_calls)
     refuse_too_much(texts, f"{param}: the arguments of all calls together", param)
-
-
-def unknown_tool_fields(tools: Sequence[Mapping[str, Any]], declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Unknown fields of tools, as `tools[].name`, sorted. declared: a tool's known fields."""
-    sent = {name for tool in tools for name in tool}
-    return tuple(f"tools[].{name}" for name in sorted(sent - declared.keys() - _WITHOUT_EFFECT))
 
 
 def no_parameters() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """POST /v1/responses: its body and its translation to a ChatRequest.
 
-Supported fields are declared here and in openai_sampling.py, known but unsupported ones in responses_fields.py.
+Fields are declared here and in openai_sampling.py.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from headrace.api.json_body import check, check_at, read_object
-from headrace.api.openai_fields import refuse_unbuilt, unknown_fields, unknown_inner_fields
+from headrace.api.json_body import check, check_at, ignored_names, read_object, unknown_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     Call,
@@ -21,12 +20,19 @@ from headrace.api.openai_sampling import (
     sampling_options,
 )
 from headrace.api.openai_tools import refuse_large_arguments
-from headrace.api.responses_fields import RESPONSES_FIELDS
-from headrace.api.responses_items import Item, ReferenceItem, input_items, item_type, unknown_item_fields
+from headrace.api.responses_items import (
+    SKIPPED_ITEMS,
+    Item,
+    ReadItem,
+    ReferenceItem,
+    input_items,
+    item_type,
+    read_items,
+)
 from headrace.api.responses_text import ReasoningBody, TextBody, requested_structure, wants_summary
 from headrace.api.responses_tools import DeclaredTools, declared_tools, tool_choice
 from headrace.api.responses_turns import chat_turns
-from headrace.errors import ContextTooLong, InvalidRequest
+from headrace.errors import ContextTooLong, HeadraceError, InvalidRequest
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.model import ModelTraits
 
@@ -46,6 +52,36 @@ _WITHOUT_EFFECT = frozenset(
 
 class ResponsesBody(SamplingBody):
     """The supported fields."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "chat_template_kwargs": ({},),
+        "context_management": ([],),
+        "conversation": (),
+        "enable_thinking": (),
+        "grammar": ("",),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "messages": (),
+        "moderation": (),
+        "prompt": (),
+        "response_format": (),
+        "structured_outputs": (),
+    }
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {
+            "client_metadata",
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "truncation",
+        }
+    )
 
     # Text or items; see input_items.
     input: Any = None
@@ -103,15 +139,15 @@ def read_response(body: bytes, earlier: Earlier, model: ModelTraits) -> Response
     UnsupportedField with the field's path as its param, and what `earlier` raises.
     """
     value = read_object(body)
-    refuse_unbuilt(value, RESPONSES_FIELDS)
     parsed = check(ResponsesBody, value)
     before = earlier.conversation(parsed.previous_response_id) if parsed.previous_response_id is not None else ()
     items = _own_items(parsed, earlier, model.max_model_len)
+    own = read_items(items, "input[{}]")
     tools = declared_tools(parsed.tools or ())
     num_logprobs = _num_logprobs(parsed)
     return ResponseCall(
         request=replace(
-            _request(parsed, (*before, *items), len(before), tools),
+            _request(parsed, (*read_items(before, "previous_response_id"), *own), tools),
             options=replace(
                 sampling_options(parsed, model.defaults, parsed.max_output_tokens, num_logprobs),
                 counts_progress=False,  # the events of this API have no token counts
@@ -120,7 +156,7 @@ def read_response(body: bytes, earlier: Earlier, model: ModelTraits) -> Response
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=False,
-        ignored=_ignored(value, parsed, items) + tools.unused,
+        ignored=_ignored(parsed, items, own, tools),
         body=value,
         items=items,
         tools=tools,
@@ -132,9 +168,9 @@ def read_response(body: bytes, earlier: Earlier, model: ModelTraits) -> Response
     )
 
 
-def _request(parsed: ResponsesBody, items: Sequence[Item], first_own: int, tools: DeclaredTools) -> ChatRequest:
+def _request(parsed: ResponsesBody, items: Sequence[ReadItem], tools: DeclaredTools) -> ChatRequest:
     instructions = (ChatMessage("system", (TextPart(parsed.instructions),)),) if parsed.instructions else ()
-    turns = chat_turns(items, first_own)
+    turns = chat_turns(items)
     refuse_large_arguments(turns, "input")
     return ChatRequest(
         request_id=f"resp_{secrets.token_hex(24)}",
@@ -173,11 +209,30 @@ def _num_logprobs(parsed: ResponsesBody) -> int | None:
     return None
 
 
-def _ignored(value: Mapping[str, Any], parsed: ResponsesBody, items: Sequence[Item]) -> tuple[str, ...]:
+def _ignored(
+    parsed: ResponsesBody, items: Sequence[Item], read: Sequence[ReadItem], tools: DeclaredTools
+) -> tuple[str, ...]:
+    """What has no effect. items, read: the request's own, before and after validation."""
     included = set(parsed.include or ()) - _WITHOUT_EFFECT - {_LOGPROBS, _ENCRYPTED}
-    return (
-        *unknown_fields(value, ResponsesBody.model_fields, RESPONSES_FIELDS),
-        *unknown_inner_fields(value, {"text": TextBody, "reasoning": ReasoningBody}),
-        *(f"include[].{name}" for name in sorted(included)),
-        *unknown_item_fields(items),
-    )
+    unknown = unknown_fields(parsed) | {f"include[].{name}" for name in included} | tools.unused
+    unknown |= {f"input[].{item['type']}" for item in items if item.get("type") in SKIPPED_ITEMS}
+    for item in read:
+        unknown |= unknown_fields(item.body, "input[].")
+    return ignored_names(unknown)
+
+
+# The session's errors name a chat's fields.
+_PARAMS: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
+    "thinking_budget": "thinking_token_budget",
+}
+
+
+def name_own_field(error: HeadraceError) -> None:
+    """Rename a chat's field in an error to this API's."""
+    head, dot, rest = (error.param or "").partition(".")
+    if head in _PARAMS:
+        error.param = _PARAMS[head] + dot + rest

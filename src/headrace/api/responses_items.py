@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from headrace.api.json_body import StrictBody, check_at
 from headrace.api.openai_messages import UrlBody
-from headrace.api.responses_fields import ITEM_FIELDS_WITHOUT_EFFECT
 from headrace.errors import InvalidRequest, UnsupportedField
 
 Item = Mapping[str, Any]
@@ -54,22 +54,42 @@ _ID_FORMS: Mapping[str, str] = {
 class PartBody(StrictBody):
     """A content part; its other fields depend on its type."""
 
+    without_effect: ClassVar[frozenset[str]] = frozenset({"annotations", "detail", "logprobs"})
+
     type: str
     text: str | None = None
     refusal: str | None = None
     image_url: str | UrlBody | None = None
 
 
+class AnyItem(StrictBody):
+    # Ids that are never looked up, and metadata about who wrote an item and when.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {
+            "annotations",
+            "async",
+            "caller",
+            "created_by",
+            "execution",
+            "id",
+            "internal_chat_message_metadata_passthrough",
+            "metadata",
+            "phase",
+            "status",
+        }
+    )
+
+
 Content = str | Annotated[list[PartBody], Field(fail_fast=True)] | None
 
 
-class MessageItem(StrictBody):
+class MessageItem(AnyItem):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = None
 
 
-class FunctionCallItem(StrictBody):
+class FunctionCallItem(AnyItem):
     """A call in the history; the arguments are kept unchanged, valid JSON or not."""
 
     type: str
@@ -79,7 +99,7 @@ class FunctionCallItem(StrictBody):
     arguments: str
 
 
-class CustomCallItem(StrictBody):
+class CustomCallItem(AnyItem):
     """A call of a custom tool, which takes plain text."""
 
     type: str
@@ -89,7 +109,7 @@ class CustomCallItem(StrictBody):
     input: str
 
 
-class OutputItem(StrictBody):
+class OutputItem(AnyItem):
     """The result of a function or custom tool."""
 
     type: str
@@ -104,19 +124,23 @@ class ReasoningText(StrictBody):
     text: str
 
 
-class ReasoningItem(StrictBody):
+class ReasoningItem(AnyItem):
     type: str
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = None
 
 
-class CarriedItem(StrictBody):
+class CarriedItem(AnyItem):
     """A built-in call that a client ran itself, or its result."""
 
     type: str
     call_id: str | None = None
     id: str | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        return True
 
 
 class ReferenceItem(StrictBody):
@@ -164,24 +188,32 @@ def item_type(item: Item, path: str) -> str:
     return kind
 
 
-def item_body(item: Item, kind: str, path: str) -> ItemBody:
-    """Validate an item that is neither skipped nor a reference. Raises InvalidRequest, UnsupportedField."""
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """An item, as sent and validated. path: its field, for errors."""
+
+    sent: Item
+    body: ItemBody
+    path: str
+
+
+def read_items(items: Sequence[Item], path: str) -> tuple[ReadItem, ...]:
+    """Validate items; those that mean nothing to the model are left out. path: of an item, with {} for its index.
+
+    Raises InvalidRequest, UnsupportedField with a path under that one.
+    """
+    read = (_read_item(item, path.format(index)) for index, item in enumerate(items))
+    return tuple(item for item in read if item is not None)
+
+
+def _read_item(item: Item, path: str) -> ReadItem | None:
+    kind = item_type(item, path)
+    if kind in SKIPPED_ITEMS:
+        return None
     body = ITEM_BODIES.get(kind)
     if body is None:
         raise UnsupportedField(f"{path}.type: items of the type {kind[:64]!r} are not supported", param=f"{path}.type")
-    return check_at(body, item, path)
-
-
-def unknown_item_fields(items: Sequence[Item]) -> tuple[str, ...]:
-    """What has no effect: skipped items as `input[].type`, unknown fields as `input[].name`."""
-    unknown: set[str] = set()
-    for item in items:
-        kind = item.get("type", "message")
-        if kind in SKIPPED_ITEMS:
-            unknown.add(kind)
-        elif kind in ITEM_BODIES and ITEM_BODIES[kind] is not CarriedItem:
-            unknown |= item.keys() - ITEM_BODIES[kind].model_fields.keys() - ITEM_FIELDS_WITHOUT_EFFECT
-    return tuple(f"input[].{name}" for name in sorted(unknown))
+    return ReadItem(item, check_at(body, item, path), path)
 
 
 def listed_items(items: Sequence[Item]) -> tuple[dict[str, Any], ...]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace.api.json_body import StrictBody, check_at
+from headrace.api.json_body import StrictBody, check_at, unknown_fields
 from headrace.api.openai_tools import MAX_NAME, no_parameters
-from headrace.api.responses_fields import TOOL_FIELDS_WITHOUT_EFFECT
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ToolChoice, ToolDefinition
 
@@ -53,7 +52,12 @@ REFUSED_TOOLS = frozenset(
 )
 
 
-class FunctionToolBody(StrictBody):
+class CallableToolBody(StrictBody):
+    # Every tool is shown to the model, and its result may be any text.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
+
+
+class FunctionToolBody(CallableToolBody):
     type: Literal["function"]
     name: str = Field(min_length=1)
     description: str | None = None
@@ -69,14 +73,14 @@ class FormatBody(StrictBody):
     definition: str | None = None
 
 
-class CustomToolBody(StrictBody):
+class CustomToolBody(CallableToolBody):
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
     format: FormatBody | None = None
 
 
-class NamespaceBody(StrictBody):
+class NamespaceBody(CallableToolBody):
     type: Literal["namespace"]
     name: str = Field(min_length=1)
     description: str | None = None
@@ -94,12 +98,12 @@ class DeclaredTool:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTools:
-    """definitions: as rendered for the model. by_name: the tool behind each rendered name. unused: ignored field
-    names."""
+    """definitions: as rendered for the model. by_name: the tool behind each rendered name. unused: ignored tools and
+    fields, as `tools[].NAME`."""
 
     definitions: tuple[ToolDefinition, ...]
     by_name: Mapping[str, DeclaredTool]
-    unused: tuple[str, ...]
+    unused: set[str]
 
 
 def visible_name(name: str, namespace: str | None = None) -> str:
@@ -129,7 +133,7 @@ def declared_tools(tools: Sequence[object]) -> DeclaredTools:
                 raise InvalidRequest(message, param=path)
             definitions.append(definition)
             by_name[definition.name] = declared
-    return DeclaredTools(tuple(definitions), by_name, tuple(f"tools[].{name}" for name in sorted(unused)))
+    return DeclaredTools(tuple(definitions), by_name, {f"tools[].{name}" for name in unused})
 
 
 def _declared(
@@ -191,8 +195,7 @@ def _leave_out(tool: object, path: str, unused: set[str]) -> None:
 
 def _checked(body: type[Any], tool: object, path: str, unused: set[str]) -> Any:
     checked = check_at(body, tool, path)
-    assert isinstance(tool, dict)
-    unused |= tool.keys() - body.model_fields.keys() - TOOL_FIELDS_WITHOUT_EFFECT
+    unused |= unknown_fields(checked)
     return checked
 
 

@@ -14,20 +14,17 @@ from headrace.api.json_body import required
 from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_items import (
     CARRIED_CALLS,
-    SKIPPED_ITEMS,
     CarriedItem,
     Content,
     CustomCallItem,
     FunctionCallItem,
-    Item,
     MessageItem,
     OutputItem,
     PartBody,
+    ReadItem,
     ReasoningItem,
     carried_arguments,
     carried_output,
-    item_body,
-    item_type,
 )
 from headrace.api.responses_tools import custom_arguments, visible_name
 from headrace.errors import InvalidRequest, UnsupportedField
@@ -41,24 +38,11 @@ _OTHER_PARTS = frozenset({"input_file", "input_audio", "input_video", "computer_
 _SEALED = "headrace:"
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemRef:
-    """An item and its index."""
-
-    item: Item
-    path: str
-
-
-def chat_turns(items: Sequence[Item], first_own: int = 0) -> tuple[ChatMessage, ...]:
-    """The turns of the items.
-
-    first_own: the number of items from earlier responses before the request's own. Raises InvalidRequest,
-    UnsupportedField with a path under `input[index]`.
-    """
+def chat_turns(items: Sequence[ReadItem]) -> tuple[ChatMessage, ...]:
+    """The turns of the items. Raises InvalidRequest, UnsupportedField with a path under an item's."""
     turns = _Turns()
-    for index, item in enumerate(items):
-        place = _ItemRef(item, f"input[{index - first_own}]" if index >= first_own else "previous_response_id")
-        turns.add(place)
+    for item in items:
+        turns.add(item)
     return turns.finish()
 
 
@@ -94,25 +78,22 @@ class _Turns:
         self._open: _AssistantTurn | None = None
         self._names: dict[str, str] = {}
 
-    def add(self, place: _ItemRef) -> None:
-        kind = item_type(place.item, place.path)
-        if kind in SKIPPED_ITEMS:
-            return
-        match item_body(place.item, kind, place.path):
+    def add(self, item: ReadItem) -> None:
+        match item.body:
             case MessageItem() as message:
-                self._add_message(message, place.path)
+                self._add_message(message, item.path)
             case ReasoningItem() as reasoning:
                 self._add_reasoning(reasoning)
             case FunctionCallItem() as call:
                 name = visible_name(call.name, call.namespace)
-                self._add_call(ToolCall(call.call_id, name, call.arguments), place.path)
+                self._add_call(ToolCall(call.call_id, name, call.arguments), item.path)
             case CustomCallItem() as call:
                 name = visible_name(call.name, call.namespace)
-                self._add_call(ToolCall(call.call_id, name, custom_arguments(call.input)), place.path)
+                self._add_call(ToolCall(call.call_id, name, custom_arguments(call.input)), item.path)
             case OutputItem() as output:
-                self._add_output(output.call_id, _parts(output.output, f"{place.path}.output"), place.path)
+                self._add_output(output.call_id, _parts(output.output, f"{item.path}.output"), item.path)
             case CarriedItem() as carried:
-                self._add_carried(carried, place)
+                self._add_carried(carried, item)
 
     def finish(self) -> tuple[ChatMessage, ...]:
         self._close()
@@ -147,15 +128,15 @@ class _Turns:
         name, param = self._names.get(call_id), f"{path}.call_id"
         self._append(ChatMessage("tool", content, tool_call_id=call_id, name=name, param=param))
 
-    def _add_carried(self, carried: CarriedItem, place: _ItemRef) -> None:
+    def _add_carried(self, carried: CarriedItem, item: ReadItem) -> None:
         call_id = carried.call_id or carried.id
         if call_id is None:
-            raise InvalidRequest(f"{place.path}.call_id is missing", param=f"{place.path}.call_id")
+            raise InvalidRequest(f"{item.path}.call_id is missing", param=f"{item.path}.call_id")
         if carried.type in CARRIED_CALLS:
-            call = ToolCall(call_id, CARRIED_CALLS[carried.type], carried_arguments(place.item))
-            self._add_call(call, place.path)
+            call = ToolCall(call_id, CARRIED_CALLS[carried.type], carried_arguments(item.sent))
+            self._add_call(call, item.path)
         else:
-            self._add_output(call_id, _text(carried_output(place.item)), place.path)
+            self._add_output(call_id, _text(carried_output(item.sent)), item.path)
 
     def _append(self, turn: ChatMessage) -> None:
         self._close()
