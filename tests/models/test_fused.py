@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -352,6 +353,27 @@ def test_rows_that_join_and_leave_need_no_new_form() -> None:
             state.release()
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "are_rotated_before"), [(1, False), (8, False), (9, True), (16, True)])
+def test_keys_of_a_chunk_are_rotated_once(
+    num_tokens: int, are_rotated_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that also makes its heads makes a chunk's keys again for every tile of queries."""
+    given: list[bool] = []
+    attend = cuda_attention.kernels.attend
+
+    def recorded(*args: Any) -> mx.array:
+        given.append(isinstance(args[3], mx.array))
+        return attend(*args)
+
+    state = SequenceState(StatePool(4096, 4))
+    state.begin(num_tokens, num_tokens)
+    packed = pack(build("qwen3"), tiny_fused.KERNELS)
+    monkeypatch.setattr(cuda_attention.kernels, "attend", recorded)
+    logits = packed.forward([Row(state, SENTENCES[0][:num_tokens])], range(num_tokens))
+    assert fused("qwen3").off(0, 0, logits) < TOLERANCE
+    assert given and set(given) == {are_rotated_before}
 
 
 @pytest.mark.parametrize("is_quantised", [False, True])

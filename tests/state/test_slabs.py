@@ -4,7 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.state.attention import KVRecord, SlidingAttentionState
+from headrace.perf.operations import num_launches, operations
+from headrace.state.attention import KVRecord, SlidingAttentionState, copy_layers
+from headrace.state.delta import Stops
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
 
@@ -170,3 +172,32 @@ def test_only_uncertain_tokens_of_the_open_window_can_be_dropped(num_tokens: int
     state.begin(4, num_certain=2)
     with pytest.raises(ValueError, match="window of 4 with 2 certain"):
         state.commit(num_tokens)
+
+
+def test_a_span_of_many_layers_is_copied_once() -> None:
+    """Not again to take the layers apart: an index of an array copies."""
+    state = SequenceState(StatePool(), 8)
+    state.begin(8)
+    layers = [(number,) for number in range(4)]
+    for layer in layers:
+        state.full_attention(layer).write(0, *tokens(0, 8))
+    mx.eval(state.arrays())
+    records = copy_layers({layer: state.full_attention(layer) for layer in layers}, 2, 7)
+    found = operations([array for record in records.values() for array in record.arrays])
+    assert num_launches(found) == 1
+    for record in records.values():
+        assert all(mx.array_equal(*pair) for pair in zip(record.arrays, tokens(2, 7), strict=True))
+
+
+def test_snapshots_of_delta_layers_are_copied_once() -> None:
+    stops = Stops(
+        {(layer,): mx.full((3, 2, 4, 4), layer) + mx.arange(3)[:, None, None, None] for layer in range(5)},
+        {(layer,): mx.full((3, 6, 4), 10.0 * layer) for layer in range(5)},
+    )
+    mx.eval(list(stops.states.values()), list(stops.contexts.values()))
+    records = stops.records(2)
+    assert num_launches(operations([array for record in records.values() for array in record.arrays])) == 2
+    for (layer,), record in records.items():
+        state, context = record.arrays
+        assert mx.array_equal(state, mx.full((1, 2, 4, 4), layer + 2))
+        assert mx.array_equal(context, mx.full((1, 6, 4), 10.0 * layer))

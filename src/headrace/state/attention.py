@@ -117,9 +117,10 @@ def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: 
             records[first] = states[first].copy(start, end)
             continue
         arrays = [array for _, of_layer in group for array in of_layer]
-        parts = collect(arrays, keys.shape[1], keys.shape[3], slot.start + start, end - start)
-        for place, (key, _) in enumerate(group):
-            records[key] = KVRecord(start, parts[2 * place][None], parts[2 * place + 1][None])
+        # views: an index would copy each
+        parts = mx.split(collect(arrays, keys.shape[1], keys.shape[3], slot.start + start, end - start), len(arrays))
+        for (key, _), of_keys, of_values in zip(group, parts[::2], parts[1::2], strict=True):
+            records[key] = KVRecord(start, of_keys, of_values)
     return records
 
 

@@ -116,7 +116,8 @@ def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int
     for group in groups:
         rest = group[0].shape[num_merged:]
         parts = put.collect(group, 1, prod(rest), at, number)
-        found += [parts[place].reshape(number, *rest) for place in range(len(group))]
+        # views: an index would copy each
+        found += [part.reshape(number, *rest) for part in mx.split(parts, len(group))]
     return found
 
 
