@@ -331,11 +331,12 @@ class Runner:
             one.live.state.commit(len(one.chunk.token_ids))
             one.is_committed = True
         self._catch_up([one.live for _, one in prompts])
-        for at, one in prompts:
-            try:
-                self._keep_prompt(one.chunk, one.live, one.live.state.take_snapshots())
-            except Exception as error:  # a row's exception boundary
-                errors[at] = error
+        with self._pool.together():
+            for at, one in prompts:
+                try:
+                    self._keep_prompt(one.chunk, one.live, one.live.state.take_snapshots())
+                except Exception as error:  # a row's exception boundary
+                    errors[at] = error
         return errors
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
@@ -413,19 +414,30 @@ class Runner:
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         """Drop the states of ended sequences; what they computed stays in the prefix cache."""
-        for sequence_id in sequence_ids:
-            live = self._live.pop(sequence_id, None)
-            if live is None or live.record is not None:
-                continue
-            try:
-                if self._prefixes is not None and live.is_sound and live.state.length:
-                    self._catch_up([live])
-                    self._prefixes.store(
-                        live.request.request_id, live.token_ids, live.state, was_drawn_from=live.num_output > 0
-                    )
-            except Exception:  # a row's outer wall: its answer is complete
-                logger.exception("what %s has computed is not kept", sequence_id)
+        found = [self._live.pop(each, None) for each in sequence_ids]
+        ended = [live for live in found if live is not None and live.record is None]
+        try:
+            with self._pool.together():
+                for live in ended:
+                    self._keep_answer(live)
+        except Exception:  # a boundary: the answers are complete
+            logger.exception("what %d sequences have computed is not kept", len(ended))
+            if self._prefixes is not None:
+                self._prefixes.evict(sys.maxsize)
+        for live in ended:
             live.state.release()
+
+    def _keep_answer(self, live: LiveSequence) -> None:
+        """Hand over what an ended sequence has computed."""
+        if self._prefixes is None or not live.is_sound or not live.state.length:
+            return
+        try:
+            self._catch_up([live])
+            self._prefixes.store(
+                live.request.request_id, live.token_ids, live.state, was_drawn_from=live.num_output > 0
+            )
+        except Exception:  # a row's exception boundary: its answer is complete
+            logger.exception("what %s has computed is not kept", live.request.request_id)
 
     def drop(self) -> None:
         """Free all states and keep nothing of them."""

@@ -16,7 +16,8 @@ writing kernel gives; a step is launched before anything else is done with its r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -134,6 +135,8 @@ class StatePool:
         self._slab_tokens = slab_tokens or SLAB_TOKENS
         self._slabs: list[Slab] = []
         self.delta = DeltaTables(num_sequences)
+        self._together: list[mx.array] | None = None
+        """Copies to be launched at once, see `together`."""
 
     @property
     def num_bytes(self) -> int:
@@ -184,7 +187,19 @@ class StatePool:
 
         Where MLX makes the writes, it must find no reader, so there the copies are waited for.
         """
-        if self.is_permanent:
+        if self._together is not None:
+            self._together += arrays
+        elif self.is_permanent:
             mx.async_eval(arrays)
         else:
             mx.eval(arrays)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Launch all copies that are made inside at once: each launch of its own costs as much as a large copy."""
+        self._together = copies = []
+        try:
+            yield
+        finally:
+            self._together = None
+        self.launch(copies)
