@@ -197,7 +197,8 @@ class StatePool:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Launch all copies that are made inside at once: each launch of its own costs as much as a large copy."""
-        self._together = copies = []
+        copies: list[mx.array] = []
+        self._together = copies
         try:
             yield
         finally:

@@ -176,8 +176,8 @@ class CudaAttentionMixer(nn.Module):
         """
         projected = self._project(x)
         heads = self._heads(projected, positions)
-        # Of windows one kernel rotates the heads and attends. Of chunks it would rotate each key again for every tile of
-        # queries that sees it: 19 ms a layer for 2,048 tokens.
+        # Of windows one kernel rotates the heads and attends. Of chunks it would rotate each key again for every tile
+        # of queries that sees it: 19 ms a layer for 2,048 tokens.
         is_one_kernel = factor is None and inputs.constants[0] <= MOST_TOKENS
         queries = heads if is_one_kernel else self._rotated(heads, inputs, factor)
         return self._out(self._window(queries, projected, inputs), residual), ()
