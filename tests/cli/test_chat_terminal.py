@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def test_an_answer_is_on_the_screen_once_with_its_markdown_rendered() -> None:
     assert "Heading" in lines[1]
     assert lines[2:] == ["Some bold words.", "• one", "• two", "[9 tokens]"]
     assert "prompt: 5 of 10" not in shown(out.getvalue())
+
+
+def test_only_the_caller_draws() -> None:
+    """Another thread that drew while something is printed would leave text on the screen twice."""
+    before = set(threading.enumerate())
+    one, out = display()
+    one.wait("")
+    one.text("Some text")
+    assert set(threading.enumerate()) == before
+    written = out.getvalue()
+    one.refresh()
+    assert "Some text" in out.getvalue()[len(written) :]
 
 
 def test_words_are_wrapped_whole() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeEngine, fake_session
 
-from headrace.cli.progress import ProgressLine, PromptProgress, Waiting, preparing_text, show_prompts
+from headrace.cli.progress import ProgressLine, PromptProgress, Waiting, loading_progress, preparing_text, show_prompts
 from headrace.config import Config
 from headrace.types.status import Phase, RequestStatus
 
@@ -111,3 +111,14 @@ def test_downloads_that_show_themselves_are_left_alone(tmp_path: Path) -> None:
     assert preparing_text(Config("smollm2"))(3.2) == "preparing smollm2: 3 s"
     assert preparing_text(Config("owner/name"))(3.2) == ""
     assert preparing_text(Config(str(tmp_path)))(3.2) == f"preparing {tmp_path}: 3 s"
+
+
+def test_loading_tells_share_size_and_time_left() -> None:
+    gb = 1_000_000_000
+    # 1 GB in 4 s: 3 more take 12 s.
+    assert loading_progress(1 * gb, 4 * gb, 4.0) == "25% of 4.00 GB, 12 s left"
+    assert loading_progress(0, 4 * gb, 4.0) == "0% of 4.00 GB, 4 s"
+    # A speed from less than a second is noise.
+    assert loading_progress(1 * gb, 4 * gb, 0.5) == "25% of 4.00 GB, 0 s"
+    # The self-check's own arrays come on top.
+    assert loading_progress(5 * gb, 4 * gb, 9.0) == "4.00 GB in memory, checking, 9 s"

@@ -124,13 +124,11 @@ class Conversation:
         """
         request = self.state.request(f"chat-{secrets.token_hex(8)}", text)
         turn = _Turn(self._clock)
-        watch = asyncio.create_task(self._watch()) if self._display.shows_progress else None
+        watch = asyncio.create_task(self._watch(turn)) if self._display.shows_progress else None
         try:
             async with aclosing(self._source.chat(request, self.state.settings)) as events:
                 async for event in events:
                     turn.take(event)
-                    if watch is not None and isinstance(event, Text | Reasoning):
-                        watch.cancel()
                     self._show(event)
         except asyncio.CancelledError:
             self._display.end()
@@ -149,12 +147,16 @@ class Conversation:
         self._display.end()
         self._display.note(turn.speed())
 
-    async def _watch(self) -> None:
-        """Shows how far the prompt is, until it is cancelled."""
+    async def _watch(self, turn: _Turn) -> None:
+        """Shows how far the prompt is, and later the answer, until it is cancelled."""
         progress = PromptProgress()
         with suppress(HeadraceError):
             while True:
-                self._display.wait(progress.text(await self._source.requests(), time.monotonic()))
+                text = progress.text(await self._source.requests(), time.monotonic())
+                if turn.has_begun:
+                    self._display.refresh()
+                else:
+                    self._display.wait(text)
                 await asyncio.sleep(_POLL_S)
 
     def _show(self, event: Event) -> None:
@@ -185,6 +187,10 @@ class _Turn:
             self._content.append(event.text)
         if isinstance(event, Reasoning):
             self._reasoning.append(event.text)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._first is not None
 
     def message(self) -> ChatMessage:
         """The answer as the history keeps it."""

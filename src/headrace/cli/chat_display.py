@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -15,16 +16,22 @@ from rich.text import Text
 # A model may say anything, also what moves a terminal's cursor or changes its title.
 _CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
+_REDRAW_S = 0.1
+"""Redrawing at each token would take more time than fast models need for one."""
+
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 
 
 class Display(Protocol):
-    """shows_progress: `wait` shows something."""
+    """shows_progress: `wait` and `refresh` show something."""
 
     shows_progress: bool
 
     def wait(self, text: str) -> None:
         """Nothing has come yet; what is known about when it will."""
+
+    def refresh(self) -> None:
+        """Show what has come; called a few times a second."""
 
     def reasoning(self, text: str) -> None: ...
 
@@ -49,6 +56,9 @@ class PlainDisplay:
     def wait(self, text: str) -> None:
         pass
 
+    def refresh(self) -> None:
+        pass
+
     def reasoning(self, text: str) -> None:
         self._write(text.translate(_CONTROL_CHARACTERS))
         self._ends_thinking = True
@@ -70,19 +80,29 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """Thinking dimmed, text as Markdown, wrapped at words. What can still change is redrawn, the rest stays."""
+    """Thinking dimmed, text as Markdown, wrapped at words. What can still change is redrawn, the rest stays.
+
+    All drawing is done by the caller's thread: rich's own thread, which redraws at intervals, may draw while something
+    is printed above, and then text stays on the screen twice.
+    """
 
     shows_progress = True
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = Console(highlight=False) if console is None else console
         self._live: Live | None = None
+        self._drawn_at = 0.0
         self._open = ""
         self._is_thinking = False
         self._has_printed = False
 
     def wait(self, text: str) -> None:
         self._redraw(Spinner("dots", Text(f" {text or 'waiting for the first token'}", "dim")))
+
+    def refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+            self._drawn_at = time.monotonic()
 
     def reasoning(self, text: str) -> None:
         self._add(text, is_thinking=True)
@@ -122,9 +142,11 @@ class TerminalDisplay:
 
     def _redraw(self, shown: RenderableType) -> None:
         if self._live is None:
-            self._live = Live(console=self._console, transient=True, refresh_per_second=10)
+            self._live = Live(console=self._console, transient=True, auto_refresh=False)
             self._live.start()
         self._live.update(shown)
+        if time.monotonic() - self._drawn_at >= _REDRAW_S:
+            self.refresh()
 
 
 class _Tail:

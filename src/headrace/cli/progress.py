@@ -15,7 +15,7 @@ from typing import TextIO
 
 from headrace.backend.device import memory_in_use
 from headrace.config import Config
-from headrace.engine.engine import model_files
+from headrace.engine.engine import held_weights_bytes
 from headrace.errors import HeadraceError
 from headrace.session.session import Session
 from headrace.types.status import Phase, RequestStatus
@@ -140,14 +140,20 @@ def preparing_text(config: Config) -> Callable[[float], str]:
 
 
 def loading_text(config: Config) -> Callable[[float], str]:
-    """What a Waiting shows while a model is loaded, whose files are there."""
-
-    @functools.cache
-    def file_bytes() -> int:
-        return sum(file.stat().st_size for file in model_files(config).directory.glob("*.safetensors"))
+    """What a Waiting shows while a model is loaded, whose files are there: share, size, and seconds left."""
+    expected = functools.cache(lambda: held_weights_bytes(config))
 
     def text(seconds: float) -> str:
-        in_memory, on_disk = memory_in_use() / 1e9, file_bytes() / 1e9
-        return f"loading {config.model}: {in_memory:.2f} GB in memory, {on_disk:.2f} GB of files, {seconds:.0f} s"
+        return f"loading {config.model}: {loading_progress(memory_in_use(), expected(), seconds)}"
 
     return text
+
+
+def loading_progress(num_bytes: int, expected: int, seconds: float) -> str:
+    """num_bytes: in memory after `seconds`, of the `expected` ones."""
+    if num_bytes >= expected:
+        return f"{expected / 1e9:.2f} GB in memory, checking, {seconds:.0f} s"
+    size = f"{num_bytes / expected:.0%} of {expected / 1e9:.2f} GB"
+    if num_bytes == 0 or seconds < _SHOWN_AFTER_S:
+        return f"{size}, {seconds:.0f} s"
+    return f"{size}, {(expected - num_bytes) * seconds / num_bytes:.0f} s left"

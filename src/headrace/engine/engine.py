@@ -37,7 +37,7 @@ from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelErro
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
-from headrace.models.preview import Preview, preview_folder, preview_on_hub
+from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 from headrace.models.vision import load_tower
@@ -409,6 +409,14 @@ def preview(config: Config) -> Preview:
     if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
         return preview_on_hub(name)
     return preview_folder(model_files(config))
+
+
+def held_weights_bytes(config: Config) -> int:
+    """What the configured model's weights will take in memory, as far as its files tell."""
+    files, here = model_files(config), device.current()
+    stored = preview_folder(files).weights_bytes
+    foreseen = foresee(files.config, item_bytes=4)
+    return stored if foreseen is None else foreseen.held_bytes(stored, config.models.dtype, here)
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:
