@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,24 @@ def test_a_server_is_measured_and_everything_is_written(tmp_path: Path, capsys: 
     assert levels == [(name, streams) for name in WORKLOADS for streams in (1, 2) if (name, streams) != ("mixed", 1)]
 
 
+def test_every_column_says_how_the_answers_of_a_round_make_its_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeOpenAI(echo)) as url:
+        assert (
+            main(["bench", url, "--peer", f"other={url}", "--streams", "2", "--repeats", "1", "--max-tokens", "4"]) == 0
+        )
+    blocks = [block.splitlines() for block in capsys.readouterr().out.split("\n\n")]
+    _, table, ratios = blocks[:3]
+    for lines, marks in (
+        (table, "median sum median median maximum median sum sum sum"),
+        (ratios, "median median maximum median sum sum"),
+    ):
+        assert lines[2].split() == marks.split()
+        # Right-aligned below the titles that they belong to.
+        assert all(lines[1][end - 1] != " " for end in (match.end() for match in re.finditer(r"\S+", lines[2])))
+    # Two streams have two conversations each, and each answer 6 tokens: their sum.
+    assert table[3].split()[3] == "24.0"
+
+
 def test_the_report_holds_the_raw_numbers_that_its_figures_come_from(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     with running(FakeOpenAI(echo)) as url:
@@ -77,13 +96,13 @@ def test_peers_are_compared_in_ratios_and_by_their_answers(tmp_path: Path, capsy
         assert main(["bench", url, "--peer", f"theirs={peer},other", *words]) == 0
     shown = capsys.readouterr().out
     compared = shown[shown.index("Others over ours") :].splitlines()
-    assert [line.split()[:3] for line in compared[2:5]] == [
+    assert [line.split()[:3] for line in compared[3:6]] == [
         ["short-chat", "theirs", "1"],
         ["short-chat", "theirs", "2"],
         ["shared-prefix", "theirs", "1"],
     ]
-    assert [line.split()[-1] for line in compared[2:5]] == ["0/2", "0/4", "0/2"]
-    assert [line.split()[0] for line in compared[5:7]] == ["first", "later"]
+    assert [line.split()[-1] for line in compared[3:6]] == ["0/2", "0/4", "0/2"]
+    assert [line.split()[0] for line in compared[6:8]] == ["first", "later"]
     levels = json.loads(file.read_text("utf-8"))["levels"]
     assert [level["target"] for level in levels] == ["ours", "theirs"] * 4
     assert levels[0]["same_as_first_target"] is None

@@ -26,14 +26,15 @@ _TEXT_COLUMNS = 2
 _SHOWN_FAULTS = 10
 _SHOWN_CHARACTERS = 60
 
-# Title, unit and what a value is multiplied by where the figure itself is shown.
-_FIGURES: tuple[tuple[str, str, Figure, float], ...] = (
-    ("first text", " ms", lambda figures: figures.ttft_s, 1000),
-    ("per token", " ms", lambda figures: figures.tpot_s, 1000),
-    ("longest gap", " ms", lambda figures: figures.max_gap_s, 1000),
-    ("whole answer", " s", lambda figures: figures.end_to_end_s, 1),
-    ("tokens/s", "", lambda figures: figures.output_tokens_per_s, 1),
+# Title, unit and what a value is multiplied by where the figure itself is shown, and how a round's answers make it.
+_FIGURES: tuple[tuple[str, str, Figure, float, str], ...] = (
+    ("first text", " ms", lambda figures: figures.ttft_s, 1000, "median"),
+    ("per token", " ms", lambda figures: figures.tpot_s, 1000, "median"),
+    ("longest gap", " ms", lambda figures: figures.max_gap_s, 1000, "maximum"),
+    ("whole answer", " s", lambda figures: figures.end_to_end_s, 1, "median"),
+    ("tokens/s", "", lambda figures: figures.output_tokens_per_s, 1, "sum"),
 )
+_WAYS = tuple(way for *_, way in _FIGURES)
 
 
 def tables(plan: Plan, levels: Sequence[PlayedLevel]) -> str:
@@ -42,7 +43,10 @@ def tables(plan: Plan, levels: Sequence[PlayedLevel]) -> str:
 
 
 def _blocks(plan: Plan, levels: Sequence[PlayedLevel]) -> Iterator[list[str]]:
-    yield [f"Medians over each round's answers; of {plan.num_repeats} rounds: median (smallest to largest)."]
+    yield [
+        "Under each title: how the answers of a round make the figure.",
+        f"Cells: the median of {plan.num_repeats} rounds (smallest to largest); failed: of all rounds together.",
+    ]
     for workload, of_workload in groupby(levels, key=lambda level: level.workload):
         yield [workload, *aligned(_measured(list(of_workload)))]
     if len(plan.targets) > 1:
@@ -58,10 +62,11 @@ def _measured(levels: Sequence[PlayedLevel]) -> list[Row]:
             "server",
             "prompt",
             "output",
-            *(title + unit for title, unit, _, _ in _FIGURES),
+            *(title + unit for title, unit, *_ in _FIGURES),
             "failed",
             "same again",
-        )
+        ),
+        ("", "", "median", "sum", *_WAYS, "sum", "sum"),
     ]
     for level in levels:
         rows += [_row(level, kind) for kind in (None, *kinds_of(level))]
@@ -79,13 +84,16 @@ def _row(level: PlayedLevel, kind: str | None) -> Row:
         level.target if kind is None else f"  {kind}",
         _middle(spread(each.num_prompt_tokens for each in rounds)),
         _middle(spread(each.num_output_tokens for each in rounds)),
-        *(spread_text(spread(figure(each) for each in rounds), scale) for _, _, figure, scale in _FIGURES),
+        *(spread_text(spread(figure(each) for each in rounds), scale) for _, _, figure, scale, _ in _FIGURES),
         *of_whole_level,
     )
 
 
 def _compared(plan: Plan, levels: Sequence[PlayedLevel]) -> list[Row]:
-    rows: list[Row] = [("workload", "server", "streams", *(title for title, *_ in _FIGURES), "same answers")]
+    rows: list[Row] = [
+        ("workload", "server", "streams", *(title for title, *_ in _FIGURES), "same answers"),
+        ("", "", "", *_WAYS, "sum"),
+    ]
     for _, group in groupby(levels, key=lambda level: (level.workload, level.streams)):
         ours, *others = group
         for theirs in others:
@@ -94,7 +102,7 @@ def _compared(plan: Plan, levels: Sequence[PlayedLevel]) -> list[Row]:
 
 
 def _compared_row(ours: PlayedLevel, theirs: PlayedLevel, kind: str | None) -> Row:
-    ratios = (spread_text(ratio(ours, theirs, figure, kind)) for _, _, figure, _ in _FIGURES)
+    ratios = (spread_text(ratio(ours, theirs, figure, kind)) for _, _, figure, *_ in _FIGURES)
     if kind is not None:
         return ("", f"  {kind}", "", *ratios, "")
     same = _share(sameness(ours.rounds[0], theirs.rounds[0], ignore_ends=True))
