@@ -21,8 +21,8 @@ from headrace.backend.kernels import Kernels
 from headrace.bench.machine import machine, versions
 from headrace.cli.bench_parser import make_folder
 from headrace.config import Parser
-from headrace.engine.engine import PREFILL_CHUNK
 from headrace.engine.memory import state_cost
+from headrace.engine.prepare import PREFILL_CHUNK
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel
 

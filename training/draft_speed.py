@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from tokenizers import Tokenizer
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine.engine import MINIATURE, Engine
+from headrace.engine.engine import Engine
+from headrace.engine.prepare import MINIATURE
 from headrace.types.request import GenerationRequest, SamplingParams
 from training.chat import encode
 from training.jobs import copying, recall, talk, thinking, tools

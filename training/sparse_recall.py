@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from headrace.backend import blas, device
-from headrace.engine.engine import MINIATURE
+from headrace.engine.prepare import MINIATURE
 from headrace.models.load import load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions

@@ -27,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.shapes import SHAPES, config_of
-from headrace.engine.engine import MINIATURE
+from headrace.engine.prepare import MINIATURE
 
 SAME = 2.0**-6
 """The last hidden channel of every token: far less than the others' mean square."""

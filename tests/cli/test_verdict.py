@@ -11,8 +11,8 @@ from headrace.backend.device import Device, available_memory_bytes
 from headrace.cli import verdict
 from headrace.cli.main import main
 from headrace.cli.verdict import Resources, fit, resources
-from headrace.engine.engine import MINIATURE
 from headrace.engine.memory import CONTEXT_STEP
+from headrace.engine.prepare import MINIATURE
 from headrace.models.preview import Preview, foresee, preview_folder
 from headrace.models.source import ModelFiles, read_files
 

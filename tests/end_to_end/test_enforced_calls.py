@@ -11,7 +11,8 @@ import pytest
 from fakes import in_options
 
 from headrace.config import Config, EngineConfig
-from headrace.engine.engine import MINIATURE, Engine
+from headrace.engine.engine import Engine
+from headrace.engine.prepare import MINIATURE
 from headrace.errors import InvalidRequest
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline

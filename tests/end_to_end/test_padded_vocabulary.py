@@ -15,7 +15,8 @@ from models import padded
 from tokenizers import Tokenizer
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine.engine import MINIATURE, Engine
+from headrace.engine.engine import Engine
+from headrace.engine.prepare import MINIATURE
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.speculate.depth import DepthPlanner, DraftForecast

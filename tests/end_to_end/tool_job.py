@@ -16,7 +16,8 @@ from end_to_end.streams import WHOLE
 from loopback import serving
 
 from headrace.config import Config, EngineConfig
-from headrace.engine.engine import MINIATURE, Engine
+from headrace.engine.engine import Engine
+from headrace.engine.prepare import MINIATURE
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
 from training.jobs import tools

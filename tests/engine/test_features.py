@@ -10,9 +10,10 @@ import mlx.core as mx
 
 from headrace.engine.features import IDLE_SLICE_S, SLICE_SHARE, FeatureCache
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
-from headrace.scheduler.prefixes import NoPrefixes
+from headrace.scheduler.stages import PromptPlan, PromptStages
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.status import WaitReason
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 HALF = (0.5, 0.5, 0.5)
@@ -54,7 +55,14 @@ class MadeUpTower:
 
 
 def features(tower: MadeUpTower, max_bytes: int = 10**6) -> FeatureCache:
-    return FeatureCache(cast(VisionTower, cast(Any, tower)), NoPrefixes(), max_bytes, clock=lambda: tower.now)
+    return FeatureCache(cast(VisionTower, cast(Any, tower)), max_bytes, clock=lambda: tower.now)
+
+
+def waits(stages: PromptStages, request: GenerationRequest) -> bool:
+    """Whether the request waits for its media; else all of the prompt may be computed."""
+    found = stages.prepare(request)
+    assert found in (WaitReason.MEDIA, PromptPlan())
+    return found is WaitReason.MEDIA
 
 
 def request(request_id: str, works: Sequence[int]) -> GenerationRequest:
@@ -69,10 +77,11 @@ def request(request_id: str, works: Sequence[int]) -> GenerationRequest:
 def test_a_slice_takes_no_more_than_running_streams_can_bear() -> None:
     tower = MadeUpTower()
     cache = features(tower)
+    stages = PromptStages([cache])
     one = request("a", [500])
-    assert cache.find(one) is None
+    assert waits(stages, one)
     step_s = 2.0**-5
-    while cache.find(one) is None:
+    while waits(stages, one):
         cache.advance(step_s)
     assert sum(tower.slices) == 500 and tower.begun == [b"500"]
     assert tower.slices[0] == 1  # how fast the tower is was not known
@@ -82,7 +91,8 @@ def test_a_slice_takes_no_more_than_running_streams_can_bear() -> None:
 def test_where_no_step_was_measured_a_slice_is_one_piece_and_without_streams_it_is_long() -> None:
     tower = MadeUpTower()
     cache = features(tower)
-    assert cache.find(request("a", [1000])) is None
+    stages = PromptStages([cache])
+    assert waits(stages, request("a", [1000]))
     for _ in range(3):
         cache.advance(0.0)
     cache.advance(None)
@@ -92,33 +102,36 @@ def test_where_no_step_was_measured_a_slice_is_one_piece_and_without_streams_it_
 def test_inputs_are_looked_at_in_order_and_the_same_one_once() -> None:
     tower = MadeUpTower()
     cache = features(tower)
+    stages = PromptStages([cache])
     first, second = request("a", [30, 20]), request("b", [20, 10])
-    assert cache.find(first) is None and cache.find(second) is None
-    while cache.find(second) is None:
+    assert waits(stages, first) and waits(stages, second)
+    while waits(stages, second):
         cache.advance(None)
     assert tower.begun == [b"30", b"20", b"10"]
-    assert cache.find(first) is not None
+    assert not waits(stages, first)
 
 
 def test_what_nobody_waits_for_any_more_is_given_up() -> None:
     tower = MadeUpTower()
     cache = features(tower)
-    assert cache.find(request("a", [50])) is None
+    stages = PromptStages([cache])
+    assert waits(stages, request("a", [50]))
     cache.advance(0.0)
-    cache.end("a")
+    stages.end("a")
     cache.advance(0.0)
     assert tower.slices == [1]
-    assert cache.find(request("b", [40])) is None
-    while cache.find(request("b", [40])) is None:
+    assert waits(stages, request("b", [40]))
+    while waits(stages, request("b", [40])):
         cache.advance(None)
     assert tower.begun == [b"50", b"40"] and sum(tower.slices) == 1 + 40
 
 
 def test_a_clock_that_has_not_moved_says_nothing_about_the_tower_s_speed() -> None:
     tower = MadeUpTower()
-    cache = FeatureCache(cast(VisionTower, cast(Any, tower)), NoPrefixes(), 10**6, clock=lambda: 1.0)
+    cache = FeatureCache(cast(VisionTower, cast(Any, tower)), 10**6, clock=lambda: 1.0)
+    stages = PromptStages([cache])
     one = request("a", [5])
-    assert cache.find(one) is None
+    assert waits(stages, one)
     for _ in range(5):
         cache.advance(1.0)
-    assert tower.slices == [1, 1, 1, 1, 1] and cache.find(one) is not None
+    assert tower.slices == [1, 1, 1, 1, 1] and not waits(stages, one)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from unittest.mock import ANY
 
 from headrace.engine.pool import WAIT_TOKENS, PrefixPool
+from headrace.scheduler.stages import PromptPlan
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.status import WaitReason
 
 SAMPLING = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 HALF = (0.5, 0.5, 0.5)
@@ -24,30 +27,34 @@ def request(request_id: str, picture: bytes | None) -> GenerationRequest:
     return GenerationRequest(request_id, prompt, SAMPLING, 1, media=media)
 
 
+def find(prefixes: PrefixPool, asked: GenerationRequest) -> PromptPlan | WaitReason:
+    return prefixes.prepare(asked, PromptPlan())
+
+
 def pool() -> PrefixPool:
     return PrefixPool("weights", has_spans=True, needs_snapshots=False)
 
 
 def test_a_prompt_waits_for_another_with_the_same_picture() -> None:
     prefixes = pool()
-    assert prefixes.find(request("first", b"cat")) is not None
-    assert prefixes.find(request("second", b"cat")) is None
+    assert find(prefixes, request("first", b"cat")) == PromptPlan(reuse=ANY)
+    assert find(prefixes, request("second", b"cat")) is WaitReason.PREFIX
 
 
 def test_a_prompt_does_not_wait_for_one_with_another_picture_or_none() -> None:
     for picture in (b"dog", None):
         prefixes = pool()
-        prefixes.find(request("first", b"cat"))
-        assert prefixes.find(request("second", picture)) is not None
+        find(prefixes, request("first", b"cat"))
+        assert find(prefixes, request("second", picture)) == PromptPlan(reuse=ANY)
 
 
 def test_who_is_found_and_then_waits_for_its_picture_is_one_lookup() -> None:
     prefixes = pool()
     for _ in range(3):
-        assert prefixes.find(request("one", b"cat")) is not None
+        assert find(prefixes, request("one", b"cat")) == PromptPlan(reuse=ANY)
         prefixes.end("one")
     assert prefixes.status().num_lookups == 0
-    prefixes.find(request("one", b"cat"))
+    find(prefixes, request("one", b"cat"))
     for start in (0, 30):
         prefixes.marks("one", start, start + 30)
     status = prefixes.status()

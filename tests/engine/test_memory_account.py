@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import engine as engine_module
+from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
 from headrace.scheduler import preemption
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -40,7 +40,7 @@ async def test_weights_states_checkpoints_and_records_are_all_that_the_device_ho
 ) -> None:
     gc.collect()  # what earlier engines have left would be counted as weights
     monkeypatch.setattr(preemption, "SLICE_TOKENS", 1)
-    monkeypatch.setattr(engine_module, "state_budget", lambda memory_bytes, utilization: 60_000_000)
+    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: 60_000_000)
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
 
     async def run(asked: GenerationRequest) -> None:
@@ -89,7 +89,7 @@ async def test_buffers_that_evicted_states_leave_behind_are_given_back(
 
     real = mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", clear)
-    monkeypatch.setattr(engine_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
+    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
     try:
         for number in range(8):

@@ -22,15 +22,18 @@ from models import tiny
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.engine.disk_cache import DiskLoader
 from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
 from headrace.models.install import choose_levels
 from headrace.models.packed import PackedModel, Row
+from headrace.scheduler.stages import PromptStages
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 from headrace.state.stored_state import StateForm
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.status import WaitReason
 
 KINDS = {"dense": "llama", "sliding window": "gpt_oss", "hybrid": "qwen3_5", "module": "lfm2"}
 VOCAB = 97
@@ -116,13 +119,15 @@ class World:
         self.live: list[Live] = []
         self.num_started = self.num_restored = 0
         self.form = StateForm.of(sample_state(packed(kind), None))
-        self.pool = self._open()
+        self._open()
 
-    def _open(self) -> PrefixPool:
+    def _open(self) -> None:
         limits = {"max_pending_bytes": 10**9, "max_load_bytes": 10**9}
         disk = DiskTier(self.folder, 10**9, "w", form=self.form, prefill_tokens_per_s=1.0, **limits)
         form = self.form
-        return PrefixPool("w", has_spans=form.has_spans, needs_snapshots=form.needs_snapshots, disk=disk)
+        self.pool = PrefixPool("w", has_spans=form.has_spans, needs_snapshots=form.needs_snapshots, disk=disk)
+        self.disk = DiskLoader(disk, self.pool)
+        self.stages = PromptStages([self.pool, self.disk])
 
     def start(self, sentence: int, length: int, marks: set[int]) -> None:
         """Begin a prompt where the cache can; others that share it may have to be computed first."""
@@ -132,13 +137,13 @@ class World:
         boundaries = tuple(Boundary(mark, BoundaryKind.MESSAGE) for mark in sorted(marks) if mark <= length)
         prompt = SENTENCES[sentence][:length]
         request = GenerationRequest(f"r{self.num_started}", prompt, GREEDY, 8, boundaries=boundaries)
-        while (cached := self.pool.find(request)) is None:
+        while isinstance(cached := self.stages.prepare(request), WaitReason):
             self.step([(7, 0, 7) if other.in_prompt else (0, 0, 0) for other in self.live])
         state = SequenceState(self.slabs, length + 1)
-        if cached.num_tokens:
+        if cached.num_cached:
             self.pool.restore(request.request_id, state)
             self.num_restored += 1
-        assert state.length == cached.num_tokens < length
+        assert state.length == cached.num_cached < length
         self.live.append(Live(request, sentence, state))
 
     def step(self, widths: Sequence[tuple[int, int, int]]) -> None:
@@ -212,7 +217,7 @@ class World:
         """The sequence ends, in its prompt or behind it; what it has computed stays."""
         if live.state.length:
             self.pool.store(live.request.request_id, live.tokens, live.state)
-        self.pool.end(live.request.request_id)
+        self.stages.end(live.request.request_id)
         live.state.release()
         self.live.remove(live)
 
@@ -222,20 +227,20 @@ class World:
         assert freed >= num_bytes or self.live
 
     def save(self) -> None:
-        while self.pool.hand_over():
+        while self.disk.hand_over():
             pass
 
     def load(self) -> None:
         """A restart: memory is empty, the disk isn't."""
         for live in list(self.live):
             self.abort(live)
-        self.pool.close()
-        self.pool = self._open()
+        self.disk.close()
+        self._open()
 
     def close(self) -> None:
         for live in list(self.live):
             self.abort(live)
-        self.pool.close()
+        self.disk.close()
         assert self.slabs.num_bytes == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.sparse_models import GREEDY, config, name_tokens, save, tokens
 from models import tiny_head
 
-from headrace.engine import engine as engine_module
+from headrace.engine import prepare as prepare_module
 from headrace.engine import sparse_draft
 from headrace.engine.engine import Engine
 from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, Sink, Stop, Submit
@@ -113,7 +113,7 @@ class Scenario:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, draft: Path) -> None:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.loop: Loop = engine_module._prepare(config(folder, draft), self.inbox, None)[0]
+        self.loop: Loop = prepare_module.prepare(config(folder, draft), self.inbox, None)[0]
         self.heard: list[Accepted | TokenOutput | HeadraceError] = []
         self.num_steps = 0
         self.at_step: dict[int, Callable[[], None]] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from text.vocabularies import byte_fallback, byte_level, metaspace, word_piece
 from tokenizers import Tokenizer as Backend
 
-from headrace.engine.engine import MINIATURE
+from headrace.engine.prepare import MINIATURE
 from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary

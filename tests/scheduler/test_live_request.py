@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.made_up import AMPLE, answer, request
 
 from headrace.scheduler.scheduler import Scheduler
-from headrace.types.status import Phase, RequestStatus
+from headrace.types.status import Phase, RequestStatus, WaitReason
 from headrace.types.step import ChunkResult, StepResult
 
 
@@ -14,13 +14,13 @@ def test_a_request_is_told_from_its_arrival_to_its_end() -> None:
     scheduler.add(request("a", 70, max_tokens=5, session="s", priority=2), 10.0)
     scheduler.add(request("b", 3, priority=3), 11.0)
     queued, other = scheduler.status(12.5)
-    assert queued == RequestStatus("a", Phase.QUEUED, 70, 0, 0, 0, 0.0, 2.5, "s", 2)
+    assert queued == RequestStatus("a", Phase.QUEUED, 70, 0, 0, 0, 0.0, 2.5, "s", 2, waits_for=WaitReason.STEP)
     assert (other.request_id, other.age_s, other.session, other.priority) == ("b", 1.5, "", 3)
 
     scheduler.update(answer(scheduler.schedule()), 1.0, 13.0)
     prefill, other = scheduler.status(13.0)
     assert prefill == RequestStatus("a", Phase.PREFILL, 70, 64, 0, 0, 0.0, 3.0, "s", 2)
-    assert other.phase == Phase.QUEUED
+    assert (other.phase, other.waits_for) == (Phase.QUEUED, WaitReason.ROWS)
 
     scheduler.update(answer(scheduler.schedule()), 1.0, 14.0)
     decode, _ = scheduler.status(15.0)

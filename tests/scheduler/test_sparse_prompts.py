@@ -8,35 +8,38 @@ import pytest
 from scheduler.made_up import AMPLE, FakeRunner, answer, request, solo
 
 from headrace.errors import Overloaded
-from headrace.scheduler.prefixes import CachedPrefix, NoPrefixes
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.stages import PromptPlan
 from headrace.scheduler.step_time_model import SLOWDOWN, StepTimeModel
 from headrace.types.events import SparseUsage, TokenOutput
 from headrace.types.request import GenerationRequest, SelectedTokens
+from headrace.types.status import WaitReason
 
 USAGE = SparseUsage(4, 90)
 KEPT = (10, 11, 70, 99)
 
 
-class KeepsSome(NoPrefixes):
-    """Of every long prompt, 6 tokens are cached and those at KEPT are computed. num_waiting: that get nothing yet."""
+class KeepsSome:
+    """Of every long prompt, 6 tokens are cached and those at KEPT are computed. waiting: requests, and for what."""
 
-    def __init__(self) -> None:
-        self.num_waiting = 0
+    def __init__(self, **waiting: WaitReason) -> None:
+        self.waiting = waiting
 
-    def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        if self.num_waiting:
-            return None
-        return CachedPrefix(6, "", KEPT, USAGE) if len(request.prompt) == 100 else CachedPrefix(0, "")
+    def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
+        if request.request_id in self.waiting:
+            return self.waiting[request.request_id]
+        return PromptPlan(6, "", KEPT, USAGE) if len(request.prompt) == 100 else plan
 
-    @property
-    def num_preparing(self) -> int:
-        return self.num_waiting
+    def still_waits(self, request_id: str) -> bool:
+        return request_id in self.waiting
+
+    def end(self, request_id: str) -> None:
+        """Nothing is held."""
 
 
 def scheduler(memory: MemoryBudget = AMPLE, max_queue: int | None = None) -> Scheduler:
-    return Scheduler(4, 64, 1000, memory=memory, max_queue=max_queue, prefixes=KeepsSome())
+    return Scheduler(4, 64, 1000, memory=memory, max_queue=max_queue, stages=[KeepsSome()])
 
 
 def test_only_the_kept_tokens_are_computed_behind_the_cached_ones() -> None:
@@ -95,13 +98,13 @@ def test_its_status_tells_the_whole_prompts_length_and_what_was_kept() -> None:
 
 
 def test_what_waits_for_its_own_scores_takes_no_place_in_the_queue() -> None:
-    prefixes = KeepsSome()
-    planner = Scheduler(4, 64, 1000, memory=AMPLE, max_queue=0, prefixes=prefixes)
-    prefixes.num_waiting = 1
+    stage = KeepsSome(a=WaitReason.SCORES, b=WaitReason.MEDIA, c=WaitReason.PREFIX)
+    planner = Scheduler(4, 64, 1000, memory=AMPLE, max_queue=0, stages=[stage])
     planner.add(request("a", 100), 0.0)
-    assert planner.num_waiting == 1
+    planner.add(request("b", 100), 0.0)
+    assert planner.num_waiting == 2
     with pytest.raises(Overloaded):
-        planner.add(request("b", 100), 0.0)
+        planner.add(request("c", 100), 0.0)
 
 
 def measured(plain_s: float, prompt_token_s: float) -> StepTimeModel:

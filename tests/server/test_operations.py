@@ -66,6 +66,7 @@ def test_status_tells_the_engine_the_model_and_what_was_ignored() -> None:
     (request,) = status["requests"]
     assert request["request_id"] == engine.requests[0].request_id
     assert (request["phase"], request["session"], request["priority"]) == ("decode", "eve", 2)
+    assert request["waits_for"] is None
     assert status["num_running"] == 1
     assert status["memory"]["budget_bytes"] == 1000
     assert status["counters"]["finished"] == {"stop": 1}

@@ -9,7 +9,8 @@ from headrace.backend.doctor import machine_report
 from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
 from headrace.cli.verdict import Resources, fit, resources
 from headrace.config import Config, warn_of_unknown_variables
-from headrace.engine.engine import Engine, preview
+from headrace.engine.engine import Engine
+from headrace.engine.prepare import preview
 from headrace.session.session import Session
 
 _UNUSABLE = 1

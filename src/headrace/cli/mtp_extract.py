@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.engine.engine import built_in_folder
+from headrace.engine.prepare import built_in_folder
 from headrace.models.mtp_extract import extract_head
 
 

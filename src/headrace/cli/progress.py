@@ -15,7 +15,7 @@ from typing import TextIO
 
 from headrace.backend.device import memory_in_use
 from headrace.config import Config
-from headrace.engine.engine import held_weights_bytes
+from headrace.engine.prepare import held_weights_bytes
 from headrace.errors import HeadraceError
 from headrace.session.session import Session
 from headrace.types.status import Phase, RequestStatus

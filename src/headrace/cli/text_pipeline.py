@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headrace.cli.installed import vision_advice
 from headrace.config import Config
-from headrace.engine.engine import model_files
+from headrace.engine.prepare import model_files
 from headrace.session.settings import model_defaults
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 

@@ -14,9 +14,10 @@ from headrace.models.chunked import ChunkedEncoding
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
 from headrace.models.vision_tower import MediaEmbeddings
 from headrace.models.vlm import Tower
-from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
+from headrace.scheduler.stages import PromptPlan
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
+from headrace.types.status import WaitReason
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,32 @@ class LiveMedia:
         return RowMedia(media_positions(self._media, start - 1, end - 1), self.row(start, end).spans)
 
 
-class FeatureCache:
-    """Precedes the prefix cache and holds requests back until their media are embedded.
+class Features:
+    """The interface of a vision tower's cache, and one without a tower."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all embeddings that are held."""
+        return 0
+
+    def advance(self, plain_step_s: float | None) -> None:
+        """Continue with the first input of the request that has waited longest.
+
+        plain_step_s: the time of a step of the running streams, the most that they are to wait; 0 for as little as
+        possible, None if there are none.
+        """
+
+    def media_of(self, request: GenerationRequest) -> LiveMedia | None:
+        """A starting request's media; None for text alone."""
+        return None
+
+    def evict(self, num_bytes: int) -> int:
+        """Free at least `num_bytes`, or all that no request needs. Returns the bytes freed."""
+        return 0
+
+
+class FeatureCache(Features):
+    """A stage: holds requests back until the media after their cached part are embedded.
 
     Inputs are embedded one by one, in slices between steps, so that running streams go on. Those that the prefix cache
     covers are skipped. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
@@ -73,13 +98,11 @@ class FeatureCache:
     def __init__(
         self,
         tower: Tower,
-        prefixes: PrefixIndex,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """max_bytes: of embeddings that no request needs any more."""
         self._tower = tower
-        self._prefixes = prefixes
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._pending: dict[str, list[MediaInput]] = {}
@@ -91,24 +114,22 @@ class FeatureCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all embeddings that are held."""
         return sum(kept.num_bytes for kept in self._kept.values())
 
-    def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """See PrefixIndex. None also while media after the cached part are not embedded."""
-        if self._pending.get(request.request_id):
-            return None
-        cached = self._prefixes.find(request)
-        if cached is None or request.media is None:
-            return cached
-        needed = inputs_within(request.media, cached.num_tokens, len(request.prompt))
+    def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
+        """Wait while media after the cached part are not embedded."""
+        if request.media is None:
+            return plan
+        needed = inputs_within(request.media, plan.num_cached, len(request.prompt))
         missing = [one for one in needed if one.digest not in self._kept and one.digest not in self._failed]
         if not missing:
             self._hold(request.request_id, needed)
-            return cached
-        self._prefixes.end(request.request_id)
+            return plan
         self._pending[request.request_id] = missing
-        return None
+        return WaitReason.MEDIA
+
+    def still_waits(self, request_id: str) -> bool:
+        return bool(self._pending.get(request_id))
 
     def _hold(self, request_id: str, needed: Iterable[MediaInput]) -> None:
         for one in needed:
@@ -116,17 +137,7 @@ class FeatureCache:
                 self._kept[one.digest].needed_by.add(request_id)
                 self._kept.move_to_end(one.digest)
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether a request waits for embeddings."""
-        return any(self._pending.values())
-
     def advance(self, plain_step_s: float | None) -> None:
-        """Continue with the first input of the request that has waited longest.
-
-        plain_step_s: the time of a step of the running streams, the most that they are to wait; 0 for as little as
-        possible, None if there are none.
-        """
         waiting = next(((request_id, missing) for request_id, missing in self._pending.items() if missing), None)
         if waiting is None:
             return
@@ -162,22 +173,14 @@ class FeatureCache:
             self._begun = None
 
     def media_of(self, request: GenerationRequest) -> LiveMedia | None:
-        """A starting request's media; None for text alone."""
         if request.media is None:
             return None
         needed = {one.digest for one in request.media.inputs}
         return LiveMedia(request.media, {key: self._kept[key].embeddings for key in needed if key in self._kept})
 
-    @property
-    def num_preparing(self) -> int:
-        """See PrefixIndex."""
-        return self._prefixes.num_preparing + sum(bool(missing) for missing in self._pending.values())
-
     def end(self, request_id: str) -> None:
-        """See PrefixIndex."""
-        self._prefixes.end(request_id)
         self._pending.pop(request_id, None)
-        if not self.is_waited_for:
+        if not any(self._pending.values()):
             self._begun = None
         for kept in self._kept.values():
             kept.needed_by.discard(request_id)
@@ -185,7 +188,6 @@ class FeatureCache:
         self._shrink(self._max_bytes)
 
     def evict(self, num_bytes: int) -> int:
-        """Free at least `num_bytes`, or all that no request needs. Returns the bytes freed."""
         before = self.num_bytes
         self._shrink(max(0, before - num_bytes))
         return before - self.num_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.backend import blas, device, limits
 from headrace.config import Config
-from headrace.engine.engine import model_files
+from headrace.engine.prepare import model_files
 from headrace.errors import ModelError
 from headrace.models.load import load
 from headrace.models.mtp_head import MtpHead, load_head

@@ -8,15 +8,15 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from headrace.engine.features import FeatureCache
-from headrace.engine.pool import PrefixPool
+from headrace.engine.disk_cache import DiskCache
+from headrace.engine.features import Features
+from headrace.engine.pool import PrefixCache
 from headrace.engine.runner import Runner
-from headrace.engine.sparse import SparsePrefill
+from headrace.engine.sparse import Sparse
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
@@ -102,6 +102,16 @@ class MemoryPlan:
     weights_bytes: int
 
 
+@dataclass(slots=True)
+class Parts:
+    """Caches and stages beside the model; those that are off do nothing."""
+
+    prefixes: PrefixCache = field(default_factory=PrefixCache)
+    disk: DiskCache = field(default_factory=DiskCache)
+    features: Features = field(default_factory=Features)
+    sparse: Sparse = field(default_factory=Sparse)
+
+
 class Loop:
     """What the thread does until it is stopped. Only `inbox` may be touched from outside."""
 
@@ -109,18 +119,17 @@ class Loop:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        prefixes: PrefixPool | None,
-        features: FeatureCache | None,
-        sparse: SparsePrefill | None,
+        parts: Parts,
         warm_up: WarmUp,
         memory: MemoryPlan,
         inbox: queue.SimpleQueue[Command],
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._prefixes = prefixes
-        self._features = features
-        self._sparse = sparse
+        self._prefixes = parts.prefixes
+        self._disk = parts.disk
+        self._features = parts.features
+        self._sparse = parts.sparse
         self.warm_up = warm_up
         """Its status may be read in any thread."""
         self._memory = memory
@@ -140,21 +149,19 @@ class Loop:
             self._free()
             if self._is_stopping:
                 break
-            if self._features is not None and self._features.is_waited_for:
-                self._features.advance(self._scheduler.decode_step_s)
+            self._features.advance(self._scheduler.decode_step_s)
             plan = self._scheduler.schedule(0.0 if self._is_scorings_turn() else None)
             self._num_prompt_tokens = plan.num_prompt_tokens
             if not plan.is_empty:
                 self._step(plan)
-            if self._sparse is not None and self._sparse.is_scoring:
-                self._score(self._sparse)
+            if self._sparse.is_scoring:
+                self._score()
             elif self._can_warm_up(is_idle=plan.is_empty):
                 self._advance_warm_up()
             elif plan.is_empty:
                 self._wait_for_disk()
         self.fail_all(EngineDead("the server is shutting down"))
-        if self._prefixes is not None:
-            self._prefixes.close()
+        self._disk.close()
 
     def _step(self, plan: StepPlan) -> None:
         started = time.monotonic()
@@ -162,8 +169,7 @@ class Loop:
             self._stats.scheduled(chunk.request_id, started)
         result = self._runner.execute(plan, self._scheduler.planned_requests())
         now = time.monotonic()
-        if self._prefixes is not None:
-            self._prefixes.observe_prefill(plan.num_prompt_tokens, now - started)
+        self._disk.observe_prefill(plan.num_prompt_tokens, now - started)
         self._stats.stepped()
         self._publish(self._scheduler.update(result, now - started, now), now)
         self._scheduler.note_drafts(self._runner.draft())
@@ -176,19 +182,17 @@ class Loop:
         return self._inbox.empty() if is_idle else self.warm_up.is_due
 
     def _advance_warm_up(self) -> None:
-        if self._prefixes is not None:
-            self._memory_usage.reclaim(self.warm_up.num_bytes, partial(self._evict, self._prefixes))
+        self._memory_usage.reclaim(self.warm_up.num_bytes, self._evict)
         self.warm_up.advance()
 
     def _is_scorings_turn(self) -> bool:
         """Whether the next step leaves prompts to the draft model: streams bear those of one model at a time."""
-        is_scoring = self._sparse is not None and self._sparse.is_scoring
-        return is_scoring and self._num_prompt_tokens > 0 and self._scheduler.spare_s is not None
+        return self._sparse.is_scoring and self._num_prompt_tokens > 0 and self._scheduler.spare_s is not None
 
-    def _score(self, sparse: SparsePrefill) -> None:
+    def _score(self) -> None:
         """A step of the draft model, which takes of the streams' time what the last step has left."""
         spare_s = self._scheduler.spare_s
-        sparse.advance(0.0 if spare_s is not None and self._num_prompt_tokens else spare_s)
+        self._sparse.advance(0.0 if spare_s is not None and self._num_prompt_tokens else spare_s)
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every request with an error, also those that still lie in the inbox."""
@@ -215,7 +219,7 @@ class Loop:
         if not has_requests and not self._can_warm_up(is_idle=True):
             # rows of what was just finished or aborted are freed before the wait, not after it
             self._free()
-            while self._inbox.empty() and self._prefixes is not None and self._prefixes.hand_over():
+            while self._inbox.empty() and self._disk.hand_over():
                 pass
             self._take(self._inbox.get())
         while not self._inbox.empty():
@@ -223,7 +227,7 @@ class Loop:
 
     def _wait_for_disk(self) -> None:
         """Nothing can be computed before a read ends; a command may come first."""
-        if self._prefixes is not None and self._prefixes.is_waiting_for_disk:
+        if self._disk.is_waiting:
             with suppress(queue.Empty):
                 self._take(self._inbox.get(timeout=DISK_POLL_S))
 
@@ -231,28 +235,22 @@ class Loop:
         """Free the rows of what has ended; what it leaves in the prefix cache may take what live states don't need."""
         self._runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
-        if self._features is not None:
-            self._memory_usage.set_usage(Kind.FEATURES, self._features.num_bytes)
-        if self._prefixes is not None:
-            self._prefixes.hand_over()
-            of_draft = 0 if self._sparse is None else self._sparse.draft.reserved_bytes
-            of_states = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)
-            self._memory_usage.set_usage(Kind.STATE, of_states + of_draft)
-            self._memory_usage.set_usage(Kind.DISK, self._prefixes.disk_bytes)
-            self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
-            self._memory_usage.reclaim(0, partial(self._evict, self._prefixes))
-            # records are evicted for what is to be written, live states are not
-            self._prefixes.limit_disk(
-                self._memory_usage.capacity_bytes
-                - self._memory_usage.used(Kind.WEIGHTS)
-                - self._memory_usage.used(Kind.STATE)
-            )
+        self._disk.hand_over()
+        usage = self._memory_usage
+        of_states = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)
+        usage.set_usage(Kind.FEATURES, self._features.num_bytes)
+        usage.set_usage(Kind.STATE, of_states + self._sparse.reserved_bytes)
+        usage.set_usage(Kind.DISK, self._disk.num_bytes)
+        usage.set_usage(Kind.RECORDS, self._records_bytes)
+        usage.reclaim(0, self._evict)
+        # records are evicted for what is to be written, live states are not
+        self._disk.limit(usage.capacity_bytes - usage.used(Kind.WEIGHTS) - usage.used(Kind.STATE))
 
-    def _evict(self, prefixes: PrefixPool, num_bytes: int) -> int:
+    def _evict(self, num_bytes: int) -> int:
         # what the draft model holds is the cheaper to compute again
-        num_freed = 0 if self._sparse is None else self._sparse.draft.evict(num_bytes)
+        num_freed = self._sparse.evict(num_bytes)
         if num_freed < num_bytes:
-            num_freed += prefixes.evict(num_bytes - num_freed)
+            num_freed += self._prefixes.evict(num_bytes - num_freed)
         if mx.get_active_memory() + mx.get_cache_memory() > self._memory_usage.capacity_bytes:
             # what was evicted would otherwise stay with MLX, in buffers of sizes that may not be asked for again
             mx.clear_cache()
@@ -261,8 +259,7 @@ class Loop:
 
     @property
     def _records_bytes(self) -> int:
-        of_draft = 0 if self._sparse is None else self._sparse.draft.records_bytes
-        return of_draft + (0 if self._prefixes is None else self._prefixes.num_bytes)
+        return self._sparse.records_bytes + self._prefixes.num_bytes
 
     def _take(self, command: Command) -> None:
         match command:
@@ -278,10 +275,8 @@ class Loop:
                 self._is_stopping = True
 
     def _clear_cache(self) -> int:
-        of_prompts = 0 if self._prefixes is None else self._prefixes.clear()
-        of_media = 0 if self._features is None else self._features.evict(self._features.num_bytes)
-        of_draft = 0 if self._sparse is None else self._sparse.clear()
-        return of_prompts + of_media + of_draft
+        of_media = self._features.evict(self._features.num_bytes)
+        return self._prefixes.clear() + of_media + self._sparse.clear()
 
     def _submit(self, command: Submit) -> None:
         request = command.request
@@ -308,16 +303,15 @@ class Loop:
             command.reply(is_known)
 
     def _status(self) -> EngineStatus:
-        draft = None if self._sparse is None else self._sparse.draft
         memory = MemoryStatus(
             budget_bytes=self._memory.budget_bytes,
             weights_bytes=self._memory.weights_bytes,
-            reserved_bytes=self._scheduler.reserved_bytes + (0 if draft is None else draft.reserved_bytes),
-            state_bytes=self._runner.state_bytes + (0 if draft is None else draft.state_bytes),
+            reserved_bytes=self._scheduler.reserved_bytes + self._sparse.reserved_bytes,
+            state_bytes=self._runner.state_bytes + self._sparse.state_bytes,
             preempted_bytes=self._runner.preempted_bytes,
             records_bytes=self._records_bytes,
-            disk_bytes=0 if self._prefixes is None else self._prefixes.disk_bytes,
-            features_bytes=0 if self._features is None else self._features.num_bytes,
+            disk_bytes=self._disk.num_bytes,
+            features_bytes=self._features.num_bytes,
             device_bytes=mx.get_active_memory(),
             buffers_bytes=mx.get_cache_memory(),
         )
@@ -326,9 +320,9 @@ class Loop:
             num_waiting=self._scheduler.num_waiting,
             requests=self._scheduler.status(time.monotonic()),
             memory=memory,
-            cache=None if self._prefixes is None else self._prefixes.status(),
+            cache=self._prefixes.status(),
             drafts=self._runner.draft_status(),
-            sparse=None if self._sparse is None else self._sparse.status(),
+            sparse=self._sparse.status(),
             warm_up=self.warm_up.status,
             step_forms=self.warm_up.forms(),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),

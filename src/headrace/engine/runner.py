@@ -15,9 +15,9 @@ import numpy as np
 from headrace.backend import device
 from headrace.engine.ahead import computed, launch_next, take_over
 from headrace.engine.draws import Drawn, Draws
-from headrace.engine.features import FeatureCache
+from headrace.engine.features import Features
 from headrace.engine.outcomes import Outcome, failures_of, not_drawn, result_of
-from headrace.engine.pool import PrefixPool
+from headrace.engine.pool import PrefixCache
 from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice, places_of
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.grammar.constraint import Constraint
@@ -45,10 +45,10 @@ class Runner:
         self,
         model: PackedModel,
         vocab_size: int,
-        prefixes: PrefixPool | None = None,
+        prefixes: PrefixCache | None = None,
         constraints: ConstraintFactory | None = None,
         speculator: Speculator | None = None,
-        features: FeatureCache | None = None,
+        features: Features | None = None,
         *,
         pool: StatePool | None = None,
         records_queries: bool = False,
@@ -66,10 +66,10 @@ class Runner:
 
         self._model = model
         self._vocab_size = vocab_size
-        self._prefixes = prefixes
+        self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._constraints = constraints
         self._speculator = speculator
-        self._features = features
+        self._features = Features() if features is None else features
         self._records_queries = records_queries
         self._runs_ahead = ahead
         self._pool = StatePool() if pool is None else pool
@@ -133,9 +133,8 @@ class Runner:
                 raise EngineDead("the device fails at every call since a step failed") from error
             for one in windows:
                 one.live.is_sound = False
-            if self._prefixes is not None:
-                # it may hold copies that were launched before and have failed with the step
-                self._prefixes.evict(sys.maxsize)
+            # it may hold copies that were launched before and have failed with the step
+            self._prefixes.evict(sys.maxsize)
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
         self._known_at = time.monotonic()
@@ -185,7 +184,7 @@ class Runner:
         live = self._live.get(chunk.sequence_id)
         if live is None:
             live = self._live[chunk.sequence_id] = self._new(request)
-            if chunk.start and self._prefixes is not None:
+            if chunk.start:
                 self._prefixes.restore(request.request_id, live.state)
         if not live.is_sound:
             raise GenerationFailed("its state was lost in a preemption")
@@ -214,7 +213,7 @@ class Runner:
             request,
             list(request.prompt),
             self._constraint(request),
-            None if self._features is None else self._features.media_of(request),
+            self._features.media_of(request),
             drafted,
             None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
             QueryRecorder() if self._records_queries else None,
@@ -228,7 +227,7 @@ class Runner:
 
     def _marks(self, chunk: Chunk) -> tuple[int, ...]:
         """Lengths up to the chunk's end at which a prompt leaves snapshots."""
-        if self._prefixes is None or chunk.output_index > 0:
+        if chunk.output_index > 0:
             return ()
         return self._prefixes.marks(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
@@ -304,7 +303,7 @@ class Runner:
             live.state.commit(num_committed)
         if not is_drawn:
             live.is_sound = False
-        elif chunk.samples and chunk.output_index == 0 and self._prefixes is not None:
+        elif chunk.samples and chunk.output_index == 0:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
         results = []
         if not chunk.samples:
@@ -341,8 +340,6 @@ class Runner:
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
         """Hand over copies of what a chunk of a prompt has computed; they are stored once a token is drawn."""
-        if self._prefixes is None:
-            return
         if live.state.length in self._marks(chunk):
             snapshots[live.state.length] = live.state.snapshot()
         self._prefixes.keep(chunk.request_id, snapshots)
@@ -422,14 +419,13 @@ class Runner:
                     self._keep_answer(live)
         except Exception:  # a boundary: the answers are complete
             logger.exception("what %d sequences have computed is not kept", len(ended))
-            if self._prefixes is not None:
-                self._prefixes.evict(sys.maxsize)
+            self._prefixes.evict(sys.maxsize)
         for live in ended:
             live.state.release()
 
     def _keep_answer(self, live: LiveSequence) -> None:
         """Hand over what an ended sequence has computed."""
-        if self._prefixes is None or not live.is_sound or not live.state.length:
+        if not self._prefixes.is_on or not live.is_sound or not live.state.length:
             return
         try:
             self._catch_up([live])

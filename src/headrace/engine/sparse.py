@@ -1,7 +1,7 @@
 """Sparse prefill: computes only the important tokens of long prompts, as scored by a draft model (arXiv 2502.02789).
 
-It precedes the prefix cache and holds a request back until its prompt is scored. What is computed of a sparse prompt
-never gets into the prefix cache.
+The last stage before the start of a request: a long prompt waits until it is scored. What is computed of a sparse
+prompt never gets into the prefix cache.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
-from headrace.engine.pool import PrefixPool
+from headrace.engine.pool import PrefixCache
 from headrace.engine.sparse_draft import Importance, Scored, SparseDraft
 from headrace.errors import ContextTooLong
 from headrace.lru_cache import LruCache
-from headrace.scheduler.prefixes import CachedPrefix, PrefixIndex
+from headrace.scheduler.stages import PromptPlan
 from headrace.sparse.select import CHUNK, select
 from headrace.types.events import SparseUsage
 from headrace.types.request import Bypass, GenerationRequest, SparseOptions
-from headrace.types.status import SparseStatus
+from headrace.types.status import SparseStatus, WaitReason
 
 logger = logging.getLogger(__name__)
 
@@ -28,20 +28,58 @@ NUM_REMEMBERED = 8
 cache, the draft model would compute it in other chunks, with other rounding."""
 
 
-class SparsePrefill:
-    """Decides for each request whether and how its prompt is made sparse; counts why others are not."""
+class Sparse:
+    """The interface of sparse prefill, and one that is off."""
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the draft model has work."""
+        return False
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Reserved for the draft model's states."""
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Held by these states."""
+        return 0
+
+    @property
+    def records_bytes(self) -> int:
+        """Held by the draft model's prefix cache."""
+        return 0
+
+    def advance(self, limit_s: float | None) -> None:
+        """A step of the draft model with this time limit for prompt tokens; None for no limit."""
+
+    def evict(self, num_bytes: int) -> int:
+        """Evict this much of the draft model's prefix cache, or all that isn't in use. Returns the bytes freed."""
+        return 0
+
+    def clear(self) -> int:
+        """Drop what is kept of prompts and isn't in use. Returns the bytes freed."""
+        return 0
+
+    def status(self) -> SparseStatus | None:
+        """None if it is off."""
+        return None
+
+
+class SparsePrefill(Sparse):
+    """A stage: decides for each request whether and how its prompt is made sparse; counts why others are not."""
 
     def __init__(
         self,
         draft: SparseDraft,
-        prefixes: PrefixIndex,
-        pool: PrefixPool | None,
+        prefixes: PrefixCache,
         *,
         threshold: int,
         keep: float,
         window: int,
     ) -> None:
-        """pool: behind `prefixes`; None without a prefix cache. threshold: uncached tokens of a long prompt.
+        """prefixes: the served model's. threshold: uncached tokens of a long prompt.
 
         keep: share of these to compute, unless a request sets it.
         window: the served model's largest; this many tokens at a prompt's end are kept, so that decoding sees what it
@@ -49,7 +87,6 @@ class SparsePrefill:
         """
         self.draft = draft
         self._prefixes = prefixes
-        self._pool = pool
         self._threshold = threshold
         self._keep = keep
         self._window = window
@@ -63,24 +100,20 @@ class SparsePrefill:
         self._bypassed: Counter[Bypass] = Counter()
         self._num_thinned = self._num_kept = self._num_dropped = 0
 
-    def find(self, request: GenerationRequest) -> CachedPrefix | None:
-        """See PrefixIndex. None also while the prompt is being scored."""
+    def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
+        """Select the tokens of a long prompt; wait until it is scored."""
         if request.sparse_options is None:
-            return self._prefixes.find(request)
-        if request.request_id in self._scoring:
-            return None
-        cached = self._prefixes.find(request)
-        if cached is None:
-            return None
-        reason = self._own_reason(request, request.sparse_options, len(request.prompt) - cached.num_tokens)
+            return plan
+        reason = self._own_reason(request, request.sparse_options, len(request.prompt) - plan.num_cached)
         if reason is None and request.request_id not in self._scored and self._begin(request):
-            # other requests should not wait for it meanwhile, and more may be cached by then
-            self._prefixes.end(request.request_id)
-            return None
+            return WaitReason.SCORES
         scored = reason or self._scored.pop(request.request_id)
         if isinstance(scored, Bypass):
-            return self._whole(request, cached, scored)
-        return self._selected(request, request.sparse_options, cached, scored)
+            return self._whole(request, plan, scored)
+        return self._selected(request, request.sparse_options, plan, scored)
+
+    def still_waits(self, request_id: str) -> bool:
+        return request_id in self._scoring
 
     def _own_reason(
         self, request: GenerationRequest, sparse_options: SparseOptions, num_uncached: int
@@ -118,36 +151,28 @@ class SparsePrefill:
             self._scored[request.request_id] = Bypass.DRAFT_FAILED
         return False
 
-    def _whole(self, request: GenerationRequest, cached: CachedPrefix, reason: Bypass) -> CachedPrefix:
+    def _whole(self, request: GenerationRequest, plan: PromptPlan, reason: Bypass) -> PromptPlan:
         self._bypassed[reason] += 1
-        return replace(cached, sparse=SparseUsage(len(request.prompt) - cached.num_tokens, 0, (reason,)))
+        return replace(plan, sparse=SparseUsage(len(request.prompt) - plan.num_cached, 0, (reason,)))
 
     def _selected(
-        self, request: GenerationRequest, sparse_options: SparseOptions, cached: CachedPrefix, found: Importance
-    ) -> CachedPrefix:
-        start, end = cached.num_tokens, len(request.prompt)
+        self, request: GenerationRequest, sparse_options: SparseOptions, plan: PromptPlan, found: Importance
+    ) -> PromptPlan:
+        start, end = plan.num_cached, len(request.prompt)
         protected = (*sparse_options.protected, range(max(0, end - max(self._window, CHUNK)), end))
         kept = select(
             found[start:], start, self._keep if sparse_options.keep is None else sparse_options.keep, protected
         )
         num_dropped = end - start - len(kept)
         if not num_dropped:
-            return self._whole(request, cached, Bypass.ALL_KEPT)
-        if self._pool is not None:
-            self._pool.leave_out(request.request_id)
+            return self._whole(request, plan, Bypass.ALL_KEPT)
+        self._prefixes.leave_out(request.request_id)
         self._num_thinned += 1
         self._num_kept += len(kept)
         self._num_dropped += num_dropped
-        return replace(cached, kept=kept, sparse=SparseUsage(len(kept), num_dropped))
-
-    @property
-    def num_preparing(self) -> int:
-        """See PrefixIndex."""
-        return self._prefixes.num_preparing + len(self._scoring)
+        return replace(plan, kept=kept, sparse=SparseUsage(len(kept), num_dropped))
 
     def end(self, request_id: str) -> None:
-        """See PrefixIndex."""
-        self._prefixes.end(request_id)
         self._scored.pop(request_id, None)
         if request_id in self._scoring:
             del self._scoring[request_id]
@@ -156,11 +181,21 @@ class SparsePrefill:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the draft model has work."""
         return bool(self._scoring)
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self.draft.reserved_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.draft.state_bytes
+
+    @property
+    def records_bytes(self) -> int:
+        return self.draft.records_bytes
+
     def advance(self, limit_s: float | None) -> None:
-        """A step of the draft model with this time limit for prompt tokens; None for no limit."""
         try:
             for one in self.draft.advance(limit_s):
                 self._note(self._scoring.pop(one.request_id), one)
@@ -175,8 +210,10 @@ class SparsePrefill:
         self._scored[one.request_id] = one.importance
         self._remembered.put(key, one.importance)
 
+    def evict(self, num_bytes: int) -> int:
+        return self.draft.evict(num_bytes)
+
     def clear(self) -> int:
-        """Drop what is kept of prompts and isn't in use. Returns the bytes freed."""
         self._remembered.clear()
         return self.draft.clear()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.pool import PrefixPool
+from headrace.engine.pool import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
 from headrace.scheduler.scheduler import Scheduler
@@ -42,9 +42,9 @@ class SparseDraft:
     """
 
     def __init__(
-        self, name: str, runner: Runner, scheduler: Scheduler, prefixes: PrefixPool | None, weights_bytes: int
+        self, name: str, runner: Runner, scheduler: Scheduler, prefixes: PrefixCache, weights_bytes: int
     ) -> None:
-        """runner: one that records queries. prefixes: the runner's; None for none."""
+        """runner: one that records queries. prefixes: the runner's."""
         self.name = name
         self.weights_bytes = weights_bytes
         self._runner = runner
@@ -72,7 +72,7 @@ class SparseDraft:
     @property
     def records_bytes(self) -> int:
         """Held by the prefix cache."""
-        return 0 if self._prefixes is None else self._prefixes.num_bytes
+        return self._prefixes.num_bytes
 
     def begin(self, request: GenerationRequest) -> None:
         """Start on a request's prompt. Raises ContextTooLong for one that the draft model has no room for."""
@@ -134,8 +134,8 @@ class SparseDraft:
 
     def evict(self, num_bytes: int) -> int:
         """Evict this much of the prefix cache, or all that isn't in use. Returns the bytes freed."""
-        return 0 if self._prefixes is None else self._prefixes.evict(num_bytes)
+        return self._prefixes.evict(num_bytes)
 
     def clear(self) -> int:
         """Evict everything from the prefix cache that isn't in use. Returns the bytes freed."""
-        return 0 if self._prefixes is None else self._prefixes.clear()
+        return self._prefixes.clear()

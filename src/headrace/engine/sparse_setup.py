@@ -13,14 +13,13 @@ import mlx.core as mx
 from headrace.backend.device import Device
 from headrace.config import Config
 from headrace.engine.memory import fitting_context, state_cost
-from headrace.engine.pool import PrefixPool
+from headrace.engine.pool import PrefixCache, PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import SparsePrefill
 from headrace.engine.sparse_draft import LOOKAHEAD, SparseDraft
 from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel, load
 from headrace.models.source import ModelFiles
-from headrace.scheduler.prefixes import PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sparse.scoring import num_scoring_layers
@@ -84,18 +83,18 @@ def start_sparse(
     budget_bytes: int,
     chunk_tokens: int,
     max_model_len: int,
-    prefixes: PrefixIndex,
-    pool: PrefixPool | None,
+    prefixes: PrefixCache,
     window: int,
 ) -> SparsePrefill:
-    """The draft model's engine, with `budget_bytes` for its states, preceding the served model's prefix cache.
+    """The stage with the draft model's engine, which has `budget_bytes` for its states.
 
     max_model_len: the served model's. The rest as for SparsePrefill.
     """
     cost, knobs = draft.cost, config.engine
-    own = None
-    if pool is not None:
+    own, stages = PrefixCache(), []
+    if prefixes.is_on:
         own = PrefixPool(draft.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
+        stages.append(own)
     longest = max_model_len + LOOKAHEAD
     if draft.model.context_length is not None:
         longest = min(longest, draft.model.context_length)
@@ -104,13 +103,12 @@ def start_sparse(
         chunk_tokens,
         fitting_context(budget_bytes, cost.num_bytes, longest),
         memory=MemoryBudget(budget_bytes, cost.num_bytes, cost.record_bytes),
-        prefixes=own,
+        stages=stages,
     )
     runner = Runner(draft.model.packed, draft.model.tokens.end, own, records_queries=True)
     return SparsePrefill(
         SparseDraft(draft.name, runner, scheduler, own, draft.weights_bytes),
         prefixes,
-        pool,
         threshold=knobs.sparse_threshold,
         keep=knobs.sparse_keep,
         window=window,

@@ -275,8 +275,13 @@ class _MadeUpRequests:
             most = max([each.number for each in piece.drafts], default=0)
             self._speculator = Speculator(served.head, most, self._planned, _AsPlanned(self._planned))
         prefixes = served.make_cache() if piece.caches else None
+        stages = [] if prefixes is None else [prefixes]
         self._scheduler = Scheduler(
-            piece.num_rows, _LARGEST_CHUNK, piece.num_tokens, memory=served.memory, prefixes=prefixes
+            piece.num_rows,
+            _LARGEST_CHUNK,
+            piece.num_tokens,
+            memory=served.memory,
+            stages=stages,
         )
         ahead = served.model.is_compiled
         self._runner = Runner(

@@ -10,6 +10,7 @@ from headrace.scheduler.live_request import LiveRequest
 from headrace.scheduler.reservations import MemoryBudget, Reservation, Reservations
 from headrace.scheduler.sequence import Sequence
 from headrace.types.request import GenerationRequest
+from headrace.types.status import WaitReason
 
 RESERVED_OUTPUT_TOKENS = 512
 """Bytes for output are reserved in steps of this many tokens, the first step together with the prompt.
@@ -87,19 +88,20 @@ class Admission:
 
     def preempt_for(
         self, candidates: Iterable[Sequence], reserve: Callable[[], bool], num_rows: int, num_running: int
-    ) -> tuple[Preempted, ...] | None:
+    ) -> tuple[Preempted, ...] | WaitReason:
         """Preempt candidates one by one until there are `num_rows` free rows and `reserve` succeeds.
 
-        num_running counts the candidates too. Returns those preempted, or None and changes nothing if all of them are
-        not enough.
+        num_running counts the candidates too. Returns those preempted; if all of them are not enough, changes nothing
+        and returns what is lacking.
         """
         preempted: list[Preempted] = []
         left = iter(candidates)
         while not (self.has_rows(num_rows, num_running - len(preempted)) and reserve()):
             sequence = next(left, None)
             if sequence is None:
+                has_rows = self.has_rows(num_rows, num_running - len(preempted))
                 self.undo_preemptions(preempted)
-                return None
+                return WaitReason.MEMORY if has_rows else WaitReason.ROWS
             preempted.append(self.preempt(sequence))
         return tuple(preempted)
 

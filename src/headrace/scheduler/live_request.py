@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from headrace.scheduler.sequence import Sequence, sequence_ids
 from headrace.types.events import SparseUsage, TokenLogprobs
 from headrace.types.request import GenerationRequest, SelectedTokens
-from headrace.types.status import Phase, RequestStatus
+from headrace.types.status import Phase, RequestStatus, WaitReason
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class LiveRequest:
             self.first_output_s = now
             self.num_first_tokens = self.num_output
 
-    def status(self, now: float) -> RequestStatus:
+    def status(self, now: float, waits_for: WaitReason | None) -> RequestStatus:
         """Its status at `now`, in monotonic seconds. The prompt counts once among the computed tokens."""
         prompt = len(self.request.prompt)
         num_computed = self.sequences[0].num_computed
@@ -87,16 +87,22 @@ class LiveRequest:
             age_s=max(0.0, now - self.added_s),
             session=self.request.session,
             priority=self.request.priority,
+            waits_for=waits_for,
             route=self.request.route,
             reuse=self.reuse,
             sparse=self.sparse,
         )
 
+    @property
+    def oldest_preempted(self) -> Sequence | None:
+        """The first of its choices if all unfinished ones are preempted, else None."""
+        left = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+        return left[0] if left and all(sequence.is_preempted for sequence in left) else None
+
     def _phase(self) -> Phase:
         if not self.is_started:
             return Phase.QUEUED
-        left = [sequence for sequence in self.sequences if sequence.finish_reason is None]
-        if left and all(sequence.is_preempted for sequence in left):
+        if self.oldest_preempted is not None:
             return Phase.PREEMPTED
         return Phase.PREFILL if self.first_output_s is None else Phase.DECODE
 

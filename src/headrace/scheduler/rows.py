@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from headrace.scheduler.admission import Admission, Preempted
 from headrace.scheduler.live_request import LiveRequest
 from headrace.scheduler.preemption import lower_ranked, younger_ones
 from headrace.scheduler.prefill import PrefillTurns
-from headrace.scheduler.prefixes import PrefixIndex
 from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.stages import PromptStages
 from headrace.scheduler.waiting import FairShares, WaitingQueue
 from headrace.types.request import GenerationRequest
+from headrace.types.status import WaitReason
+
+ROOM = {WaitReason.ROWS, WaitReason.MEMORY}
+"""What a request lacks that no other may overtake."""
 
 
 class Rows:
@@ -28,16 +32,18 @@ class Rows:
         admission: Admission,
         waiting: WaitingQueue,
         shares: FairShares,
-        prefixes: PrefixIndex,
+        stages: PromptStages,
         prefill: PrefillTurns,
     ) -> None:
         self._admission = admission
         self._waiting = waiting
         self._shares = shares
-        self._prefixes = prefixes
+        self._stages = stages
         self._prefill = prefill
         self._started: dict[str, Sequence] = {}
         self._preempted: list[str] = []
+        self._held_back: dict[str, WaitReason] = {}
+        """Requests and preempted sequences that were tried for the next step, and why they wait, by id."""
         self.num_preemptions = 0
         """How often a sequence was preempted."""
 
@@ -59,6 +65,22 @@ class Rows:
         if sequence.id in self._preempted:
             self._preempted.remove(sequence.id)
 
+    def waits_for(self, live: LiveRequest) -> WaitReason | None:
+        """What a request waits for, as of the last plan; None if it runs."""
+        preempted = live.oldest_preempted if live.is_started else None
+        if live.is_started and preempted is None:
+            return None
+        known = self._held_back.get(live.id if preempted is None else preempted.id)
+        if known is not None:
+            return known
+        if preempted is not None:
+            return WaitReason.MEMORY if preempted.lacks_bytes else WaitReason.TURN
+        if (waits_for := self._stages.waits_for(live.id)) is not None:
+            return waits_for
+        if not self._admission.has_rows(len(live.sequences), len(self.running())):
+            return WaitReason.ROWS
+        return WaitReason.TURN if ROOM & set(self._held_back.values()) else WaitReason.STEP
+
     def take_preempted(self) -> tuple[str, ...]:
         """Sequences preempted since the last call."""
         preempted = tuple(self._preempted)
@@ -79,7 +101,7 @@ class Rows:
                 continue
             younger = younger_ones(sequence, self._started.values())
             preempted = self._admission.preempt_for(younger, partial(self._admission.reserve_next, sequence), 0, 0)
-            if preempted is None:
+            if isinstance(preempted, WaitReason):
                 preempted = (self._admission.preempt(sequence),)
             self._preempt(preempted, lacks_bytes=True)
 
@@ -97,66 +119,63 @@ class Rows:
         """
         short = [sequence.id for sequence in self._started.values() if sequence.lacks_bytes]
         none_may_start = bool(short)
-        held_back = set(short)
+        self._held_back = dict.fromkeys(short, WaitReason.MEMORY)
         while True:
             has_row = self._admission.has_rows(1, len(self.running()))
-            live = None if none_may_start else self._waiting.next(held_back, has_row=has_row)
-            preempted = self._next_preempted(held_back)
+            live = None if none_may_start else self._waiting.next(self._held_back, has_row=has_row)
+            preempted = self._next_preempted()
             if preempted is not None and (
                 live is None or self._waiting.goes_first(preempted.request, live.request, has_row=has_row)
             ):
-                if not self._resume(preempted):
-                    held_back.add(preempted.id)
-                    none_may_start = True
-            elif live is None:
+                tried, lacking = preempted.id, self._resume(preempted)
+            elif live is not None:
+                tried, lacking = live.id, self._start(live)
+            else:
                 return
-            elif not self._start(live, held_back):
-                none_may_start = True
+            if lacking is not None:
+                self._held_back[tried] = lacking
+                none_may_start |= lacking in ROOM
 
-    def _next_preempted(self, held_back: Iterable[str]) -> Sequence | None:
+    def _next_preempted(self) -> Sequence | None:
         """The next in turn of those preempted before this step; ties: the oldest."""
-        passed = {*held_back, *self._preempted}
+        passed = {*self._held_back, *self._preempted}
         preempted = [each for each in self._started.values() if each.is_preempted and each.id not in passed]
         return min(preempted, key=lambda each: self._waiting.turn(each.request), default=None)
 
-    def _resume(self, sequence: Sequence) -> bool:
-        """Resume a preempted sequence, if need be by preempting others. Returns whether it runs."""
+    def _resume(self, sequence: Sequence) -> WaitReason | None:
+        """Resume a preempted sequence, if need be by preempting others. Returns why not, if it must wait."""
         has_row = self._admission.has_rows(1, len(self.running()))
         preempted = self._preempt_for(sequence.request, 1, partial(self._admission.resume, sequence))
-        if preempted is None:
-            return False
+        if isinstance(preempted, WaitReason):
+            return preempted
         self._preempt(preempted, lacks_bytes=False)
         sequence.resume()
         self._waiting.resume(sequence.request, has_row=has_row)
-        return True
+        return None
 
-    def _start(self, live: LiveRequest, held_back: set[str]) -> bool:
-        """Start a request, if need be by preempting others. Returns False and changes nothing if it must wait.
-
-        A request that should wait for another one's prompt is added to `held_back`.
-        """
+    def _start(self, live: LiveRequest) -> WaitReason | None:
+        """Start a request, if need be by preempting others. Returns why not, and changes nothing, if it must wait."""
         has_row = self._admission.has_rows(1, len(self.running()))
         preempted = self._preempt_for(live.request, len(live.sequences), partial(self._admission.start, live))
-        if preempted is None:
-            return False
-        cached = self._prefixes.find(live.request)
-        if cached is None:
+        if isinstance(preempted, WaitReason):
+            return preempted
+        plan = self._stages.prepare(live.request)
+        if isinstance(plan, WaitReason):
             # others may slip past: what it waits for is already running
             for sequence in live.sequences:
                 self._admission.end(sequence)
             self._admission.undo_preemptions(preempted)
-            held_back.add(live.id)
-            return True
+            return plan
         self._preempt(preempted, lacks_bytes=False)
-        if cached.kept is not None:
-            self._select_tokens(live, cached.num_tokens, cached.kept)
+        if plan.kept is not None:
+            self._select_tokens(live, plan.num_cached, plan.kept)
         self._waiting.start(live, has_row=has_row)
         live.is_started = True
-        live.reuse, live.sparse = cached.report, cached.sparse
-        live.sequences[0].skip(cached.num_tokens)
+        live.reuse, live.sparse = plan.reuse, plan.sparse
+        live.sequences[0].skip(plan.num_cached)
         self._started.update((sequence.id, sequence) for sequence in live.sequences)
         self._prefill.join(live.sequences[0])
-        return True
+        return None
 
     def _select_tokens(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
         """Leave out prompt tokens, and release their bytes."""
@@ -168,9 +187,8 @@ class Rows:
 
     def _preempt_for(
         self, request: GenerationRequest, num_rows: int, reserve: Callable[[], bool]
-    ) -> tuple[Preempted, ...] | None:
-        """Preempt lower-ranked sequences for those of a request. Returns None and changes nothing if that is not
-        enough."""
+    ) -> tuple[Preempted, ...] | WaitReason:
+        """Preempt lower-ranked sequences for those of a request; see Admission.preempt_for."""
         candidates = lower_ranked(request, self._started.values(), self._shares)
         return self._admission.preempt_for(candidates, reserve, num_rows, len(self.running()))
 

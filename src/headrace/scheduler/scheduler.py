@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
@@ -10,10 +11,10 @@ from headrace.scheduler.admission import Admission, expected_output_tokens
 from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest
 from headrace.scheduler.prefill import PrefillTurns, first_in_turn
-from headrace.scheduler.prefixes import NoPrefixes, PrefixIndex
 from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.rows import Rows
 from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.stages import PromptStages, Stage
 from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN, StepTimeModel
 from headrace.scheduler.waiting import FairShares, WaitingQueue
 from headrace.types.events import TokenOutput
@@ -63,12 +64,12 @@ class Scheduler:
         *,
         memory: MemoryBudget,
         max_queue: int | None = None,
-        prefixes: PrefixIndex | None = None,
+        stages: SequenceOf[Stage] = (),
     ) -> None:
         """max_num_seqs: sequences at once. chunk_tokens: prompt tokens per step. max_model_len: tokens of a context.
 
-        max_queue: requests that may wait for others to end; None for any number. Raises ConfigError for a count under 1
-        and a negative max_queue.
+        max_queue: requests that may wait for others to end; None for any number. stages: before a request starts.
+        Raises ConfigError for a count under 1 and a negative max_queue.
         """
         for knob, count, least in (
             ("max_num_seqs", max_num_seqs, 1),
@@ -85,8 +86,8 @@ class Scheduler:
         self._waiting = WaitingQueue(self._shares)
         self._prefill = PrefillTurns()
         self._step_times = StepTimeModel()
-        self._prefixes = NoPrefixes() if prefixes is None else prefixes
-        self._rows = Rows(self._admission, self._waiting, self._shares, self._prefixes, self._prefill)
+        self._stages = PromptStages(stages)
+        self._rows = Rows(self._admission, self._waiting, self._shares, self._stages, self._prefill)
         self._live: dict[str, LiveRequest] = {}
         self._sequences: dict[str, Sequence] = {}
         self._released: list[str] = []
@@ -126,7 +127,8 @@ class Scheduler:
 
     def status(self, now: float) -> tuple[RequestStatus, ...]:
         """Every request in progress, in order of arrival."""
-        return tuple(live.status(now) for live in self._live.values() if not live.is_aborted)
+        going = [live for live in self._live.values() if not live.is_aborted]
+        return tuple(live.status(now, self._rows.waits_for(live)) for live in going)
 
     def add(self, request: GenerationRequest, now: float) -> None:
         """Queue a request that was submitted at `now`.
@@ -227,9 +229,9 @@ class Scheduler:
         return released
 
     def forget_ended(self) -> None:
-        """Tell the prefix cache which requests are over, once their rows have been freed."""
+        """Tell the stages which requests are over, once their rows have been freed."""
         for request_id in self._ended:
-            self._prefixes.end(request_id)
+            self._stages.end(request_id)
         self._ended.clear()
 
     def _plan_prefill(self, running: list[Sequence], num_rows: int, prompts_s: float | None) -> list[Chunk]:
@@ -248,7 +250,7 @@ class Scheduler:
         return self._prefill.plan(prompts, budget) if budget > 0 else []
 
     def _is_queue_too_long(self) -> bool:
-        return self._max_queue is not None and len(self._waiting) - self._prefixes.num_preparing > self._max_queue
+        return self._max_queue is not None and len(self._waiting) - self._stages.num_preparing > self._max_queue
 
     def _retry_after_s(self) -> float:
         """Estimated seconds until a place in the queue is free, at least 1."""

@@ -19,6 +19,27 @@ class Phase(StrEnum):
     """Every unfinished choice is preempted."""
 
 
+class WaitReason(StrEnum):
+    """What a waiting request waits for."""
+
+    ROWS = "rows"
+    """As many sequences run as may (`max_num_seqs`)."""
+    MEMORY = "memory"
+    """The memory for states is reserved for others."""
+    TURN = "turn"
+    """Another request starts or resumes first, which waits for rows or memory itself."""
+    PREFIX = "prefix"
+    """A running request computes a prefix that both share."""
+    DISK = "disk"
+    """A part of the prompt's state is read from the disk cache."""
+    MEDIA = "media"
+    """The vision tower encodes images or videos."""
+    SCORES = "scores"
+    """Sparse prefill's draft model scores the prompt."""
+    STEP = "step"
+    """The step in progress: it has just arrived."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
     """One request in progress.
@@ -27,6 +48,7 @@ class RequestStatus:
     num_computed_tokens: with sparse prefill, only kept tokens are ever computed.
     num_output_tokens: over all its choices.
     age_s: since submission.
+    waits_for: as of the last step's plan; None unless it is queued or preempted.
     tokens_per_s: output tokens per second since the first one; 0 before the second.
     """
 
@@ -40,6 +62,7 @@ class RequestStatus:
     age_s: float
     session: str
     priority: int
+    waits_for: WaitReason | None = None
     reuse: str = ""
     """What of the prompt came out of the prefix cache, and why no more; empty before it starts."""
     route: Route = Route.TEXT

@@ -1,0 +1,232 @@
+"""Before the first request: loads the configured model and makes the engine's parts, on the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from headrace.backend import blas, device, limits
+from headrace.backend.device import Device
+from headrace.config import Config, set_up_libraries
+from headrace.engine.disk_cache import DiskLoader, open_disk_tier
+from headrace.engine.drafting import prepare_drafting
+from headrace.engine.features import FeatureCache
+from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
+from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
+from headrace.engine.pool import PrefixPool
+from headrace.engine.runner import Runner
+from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
+from headrace.engine.warm_up import prepare_warm_up
+from headrace.errors import ModelError
+from headrace.grammar.factory import ConstraintFactory
+from headrace.models.load import LoadedModel, load
+from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
+from headrace.models.smollm2 import fetch
+from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
+from headrace.models.vision import load_tower
+from headrace.models.vlm import Tower, VlmWrapper, whole_tower
+from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.stages import Stage
+from headrace.state.disk import DiskTier
+from headrace.state.sequence import StateCost
+from headrace.types.model import ModelDescription
+
+logger = logging.getLogger(__name__)
+
+BUFFER_CACHE_SHARE = 0.05
+"""Share of the memory that MLX may keep in freed buffers."""
+
+FEATURES_SHARE = 0.05
+"""Share of the memory for states that embeddings of images and videos may take when no request needs them."""
+
+MINIATURE = Path(__file__).parent.parent / "miniature"
+"""The model that ships inside the package."""
+
+_IN_PACKAGE = {"miniature": MINIATURE, "miniature-draft": MINIATURE / "draft"}
+
+PREFILL_CHUNK = {"cpu": 256, "cuda": 2048, "metal": 2048}
+"""Prompt tokens per step unless the configuration says otherwise: a step stays under about a second."""
+
+
+def prepare(
+    config: Config, inbox: queue.SimpleQueue[Command], constraints: ConstraintFactory | None
+) -> tuple[Loop, ModelDescription]:
+    """Everything before the first request, on the engine's thread."""
+    set_up_libraries()
+    products = blas.install(config.models.numerics)
+    limits.restore_open_files()
+    here = _current_device()
+    files = model_files(config)
+    knobs = config.engine
+    loaded = _load(config, files, here, constraints)
+    drafting = prepare_drafting(config, files, loaded, here)
+    found = _find_tower(config, files, loaded, here)
+    draft = _find_draft(config, files, loaded, here)
+    weights_bytes = mx.get_active_memory()
+    budget_bytes = state_budget(here.memory_bytes, knobs.gpu_memory_utilization)
+    sample = sample_state(loaded.packed, drafting.head)
+    cost = sample.cost()
+    own_context = loaded.context_length or knobs.max_model_len or DEFAULT_CONTEXT
+    of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
+    # a window of drafts stands behind what the scheduler knows of a sequence
+    memory = MemoryBudget(
+        budget_bytes - of_draft, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
+    )
+    max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
+    tower = None if found is None else found[0]
+    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
+    report = (
+        f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
+        f"BLAS: {products.name} ({products.reason})",
+        *loaded.report,
+        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
+        f"{memory.budget_bytes / 1e9:.1f} GB for all",
+        *drafting.report,
+        *(() if found is None else (found[1],)),
+        *(() if disk is None else (disk.report,)),
+        *(() if draft is None else (draft.line(config, of_draft),)),
+    )
+    parts, stages = Parts(), list[Stage]()
+    if knobs.prefix_cache == "on":
+        _add_prefix_cache(parts, stages, files.name, cost, disk)
+    if tower is not None:
+        parts.features = features = FeatureCache(tower, int(FEATURES_SHARE * budget_bytes))
+        stages.append(features)
+    chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
+    if draft is not None:
+        window = loaded.packed.largest_window
+        parts.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, parts.prefixes, window)
+        stages.append(sparse)
+    scheduler = Scheduler(
+        knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, stages=stages
+    )
+    states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
+    warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
+    report = (*report, *warm_up.report)
+    runner = Runner(
+        loaded.packed,
+        loaded.tokens.end,
+        parts.prefixes,
+        constraints,
+        drafting.speculator,
+        parts.features,
+        pool=states,
+        ahead=loaded.packed.is_compiled,
+    )
+    loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes), inbox)
+    description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
+    return loop, description if draft is None else replace(description, sparse_draft=draft.name)
+
+
+def _load(config: Config, files: ModelFiles, here: Device, constraints: ConstraintFactory | None) -> LoadedModel:
+    models = config.models
+    loaded = load(
+        files,
+        dtype=models.dtype,
+        numerics=models.numerics,
+        self_check=models.self_check,
+        device=here,
+        tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
+        whole_vlm=models.vision == "auto",
+    )
+    if constraints is not None:
+        constraints.warm_up()
+    return loaded
+
+
+def _current_device() -> Device:
+    here = device.current()
+    # MLX keeps freed buffers for reuse without a limit, and other processes can't use that memory
+    mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
+    return here
+
+
+def _find_draft(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> LoadedDraft | None:
+    """The model that finds what of a prompt is worth computing; None if none is configured."""
+    name = config.engine.sparse_draft
+    if name is None:
+        return None
+    try:
+        return load_draft(config, files, model_files(config, name), loaded, here)
+    except ModelError as error:
+        raise ModelError(f"--sparse-draft: {error}") from error
+
+
+def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> tuple[Tower, str] | None:
+    """The model's vision tower and a line about it; None if it has none that is known, or none is wanted."""
+    if config.models.vision != "auto" or not loaded.packed.takes_media:
+        return None
+    model = loaded.packed.model
+    if isinstance(model, VlmWrapper):
+        return whole_tower(model, files)
+    return load_tower(files, dtype=config.models.dtype, device=here, has_axes=loaded.packed.has_axes)
+
+
+def _add_prefix_cache(parts: Parts, stages: list[Stage], name: str, cost: StateCost, disk: DiskTier | None) -> None:
+    """name: identifies the weights where there is no disk tier with their fingerprint."""
+    weights = name if disk is None else disk.weights
+    pool = PrefixPool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
+    parts.prefixes = pool
+    stages.append(pool)
+    if disk is not None:
+        parts.disk = loader = DiskLoader(disk, pool)
+        stages.append(loader)
+
+
+def model_files(config: Config, name: str | None = None) -> ModelFiles:
+    """A model's folder and what its files say; fetches it if need be. Raises ModelError.
+
+    name: of a model, as on the command line; None for the configured one.
+    """
+    name = config.model if name is None else name
+    is_path = Path(name).expanduser().is_dir()
+    if (built_in := built_in_folder(name)) is not None:
+        return read_files(f"headrace-{name}", built_in)
+    if name == "smollm2" and not is_path:
+        return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
+    directory = locate(name)
+    return read_files(directory.name if is_path else name, directory)
+
+
+def built_in_folder(name: str) -> Path | None:
+    """The folder of a model inside the package; a folder of that name in the working directory takes precedence."""
+    return None if Path(name).expanduser().is_dir() else _IN_PACKAGE.get(name)
+
+
+def preview(config: Config) -> Preview:
+    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
+    name = config.model
+    if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
+        return preview_on_hub(name)
+    return preview_folder(model_files(config))
+
+
+def held_weights_bytes(config: Config) -> int:
+    """What the configured model's weights will take in memory, as far as its files tell."""
+    files, here = model_files(config), device.current()
+    stored = preview_folder(files).weights_bytes
+    foreseen = foresee(files.config, item_bytes=4)
+    return stored if foreseen is None else foreseen.held_bytes(stored, config.models.dtype, here)
+
+
+def _describe(
+    files: ModelFiles, loaded: LoadedModel, max_model_len: int, report: tuple[str, ...], *, takes_media: bool
+) -> ModelDescription:
+    return ModelDescription(
+        name=files.name,
+        directory=files.directory,
+        model_type=files.model_type,
+        config=files.config,
+        text_config=files.text_config,
+        generation_config=files.generation_config,
+        max_model_len=max_model_len,
+        tokens=loaded.tokens,
+        eos_token_ids=files.eos_token_ids,
+        report=report,
+        takes_media=takes_media,
+    )
