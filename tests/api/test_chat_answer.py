@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from headrace.api.answer_encoder import AnswerHeading, server_sent
-from headrace.api.openai_chat_answer import ChatAnswer
+from headrace.api.openai_answer import ChatAnswer
 from headrace.types.events import (
     Event,
     Finished,
@@ -77,13 +77,13 @@ def test_usage_stands_in_a_chunk_of_its_own_without_choices() -> None:
 
 def test_all_chunks_carry_one_id_and_satisfy_the_official_types() -> None:
     answer = ChatAnswer(HEADING)
-    for chunk in [answer.ping(), *chunks(answer=answer), answer.usage_chunk(EVENTS[-1].usage)]:
+    for chunk in [answer.empty_chunk(), *chunks(answer=answer), answer.usage_chunk(EVENTS[-1].usage)]:
         parsed = ChatCompletionChunk.model_validate(chunk, strict=True)
         assert (parsed.id, parsed.model, parsed.created) == ("chatcmpl-1", "m", HEADING.created)
 
 
 def test_a_ping_is_a_chunk_that_says_nothing() -> None:
-    choice = ChatAnswer(HEADING).ping()["choices"][0]
+    choice = ChatAnswer(HEADING).empty_chunk()["choices"][0]
     assert (choice["delta"], choice["finish_reason"]) == ({}, None)
 
 
@@ -91,7 +91,7 @@ def test_a_ping_never_belongs_to_a_choice_that_has_ended() -> None:
     answer = ChatAnswer(HEADING, 3)
     for choice, pinged in ((0, 1), (2, 1), (1, 0)):
         list(answer.chunks(Finished(FinishReason.STOP, Usage(1, 1), choice)))
-        assert answer.ping()["choices"][0]["index"] == pinged
+        assert answer.empty_chunk()["choices"][0]["index"] == pinged
 
 
 def test_a_whole_answer_holds_what_the_stream_said() -> None:
@@ -191,6 +191,7 @@ def test_an_answer_without_thinking_has_no_field_for_it() -> None:
 def test_the_thinking_field_has_the_name_that_the_server_gives_it() -> None:
     answer = ChatAnswer(HEADING, reasoning_field="reasoning")
     assert chunks(answer=answer)[1]["choices"][0]["delta"] == {"reasoning": "hm"}
+    answer = ChatAnswer(HEADING, reasoning_field="reasoning")
     assert answer.whole(EVENTS)["choices"][0]["message"]["reasoning"] == "hm so"
 
 

@@ -8,7 +8,7 @@ import pytest
 from openai.types import Completion
 
 from headrace.api.answer_encoder import AnswerHeading
-from headrace.api.openai_completion_answer import CompletionAnswer
+from headrace.api.openai_answer import CompletionAnswer
 from headrace.types.events import (
     Event,
     Finished,
@@ -56,13 +56,13 @@ def test_a_stream_says_the_text_of_each_choice_with_its_index_and_each_ends_once
         Finished(FinishReason.STOP, Usage(4, 4), 3),
         Finished(FinishReason.STOP, Usage(4, 4), 1),
     ]
-    streamed = chunks(events, CompletionAnswer(HEADING, 2, 2))
+    streamed = chunks(events, CompletionAnswer(HEADING, 4, choices_per_prompt=2))
     told = [(each["choices"][0]["index"], each["choices"][0]["text"]) for each in streamed]
     assert told == [(2, "c"), (0, "a"), (0, ""), (1, "b"), (2, ""), (3, "d"), (3, ""), (1, "")]
     reasons = [each["choices"][0]["finish_reason"] for each in streamed]
     assert reasons == [None, None, "length", None, "stop", None, "stop", "stop"]
     assert {(each["id"], each["object"], each["model"]) for each in streamed} == {("cmpl-1", "text_completion", "m")}
-    whole = CompletionAnswer(HEADING, 2, 2).whole(events)
+    whole = CompletionAnswer(HEADING, 4, choices_per_prompt=2).whole(events)
     Completion.model_validate(whole, strict=True)
     assert [(each["index"], each["text"]) for each in whole["choices"]] == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
     assert whole["choices"][0]["finish_reason"] == "length"
@@ -77,10 +77,10 @@ def test_usage_stands_in_a_chunk_of_its_own_without_choices() -> None:
 
 
 def test_a_ping_says_nothing_and_belongs_to_a_choice_that_goes_on() -> None:
-    answer = CompletionAnswer(HEADING, 1, 2)
-    assert (answer.ping()["choices"][0]["index"], answer.ping()["choices"][0]["text"]) == (0, "")
+    answer = CompletionAnswer(HEADING, 2)
+    assert (answer.empty_chunk()["choices"][0]["index"], answer.empty_chunk()["choices"][0]["text"]) == (0, "")
     list(answer.chunks(Finished(FinishReason.STOP, USAGE, 0)))
-    assert answer.ping()["choices"][0]["index"] == 1
+    assert answer.empty_chunk()["choices"][0]["index"] == 1
 
 
 def test_log_probabilities_stand_at_the_place_of_their_token_in_the_text() -> None:
@@ -116,7 +116,7 @@ def test_log_probabilities_that_nobody_asked_for_are_null() -> None:
 def test_a_prompts_log_probabilities_stand_in_all_of_its_choices() -> None:
     told = (score(1, b"a", None), score(2, b"b", -1.0))
     ends = [Finished(FinishReason.STOP, USAGE, choice) for choice in range(4)]
-    whole = CompletionAnswer(HEADING, 2, 2).whole([Started(4), PromptScores(2, told), *ends])
+    whole = CompletionAnswer(HEADING, 4, choices_per_prompt=2).whole([Started(4), PromptScores(2, told), *ends])
     wanted = [None, {"2": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}}]
     assert [each.get("prompt_logprobs") for each in whole["choices"]] == [None, None, wanted, wanted]
 

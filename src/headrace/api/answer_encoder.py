@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic_core import to_json
 
 from headrace.errors import HeadraceError
-from headrace.types.events import Event, Usage
+from headrace.types.events import Event, TokenScore, Usage
 
 # Some clients' readers take these (U+0085, U+2028, U+2029) for line ends, although the event-stream standard does not.
 # JSON does not escape them.
 _SOFT_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+# JSON has no infinity; this stands for the log-probability of an impossible token.
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,28 @@ def sparse_detail(usage: Usage) -> dict[str, Any]:
             "bypassed": [reason.value for reason in usage.sparse.bypasses],
         }
     }
+
+
+def logprob_entries(scores: Iterable[TokenScore], without_bytes: list[int] | None = None) -> list[dict[str, Any]]:
+    """Log-probabilities of an answer's tokens, with their alternatives, in OpenAI's form.
+
+    without_bytes: the bytes of a special token, which is not part of the text.
+    """
+    return [
+        {**_entry(score, without_bytes), "top_logprobs": [_entry(each, without_bytes) for each in score.top]}
+        for score in scores
+    ]
+
+
+def _entry(score: TokenScore, without_bytes: list[int] | None) -> dict[str, Any]:
+    assert score.logprob is not None, "an answer's tokens all have log-probabilities"
+    data = without_bytes if score.data is None else list(score.data)
+    return {"token": score.text, "logprob": shown_logprob(score.logprob), "bytes": data}
+
+
+def shown_logprob(logprob: float) -> float:
+    """A log-probability that JSON can represent."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def server_sent(data: dict[str, Any], event: str | None = None) -> bytes:

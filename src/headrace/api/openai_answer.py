@@ -1,4 +1,4 @@
-"""What the answers of chats and completions share.
+"""Answers of chats and completions: events as chunks of a stream, or as one object folded from the same chunks.
 
 A stream is: chunks with text, for each choice a chunk with its finish reason, a usage chunk if requested, `[DONE]`. No
 other chunk has usage unless requested, because one client drops the text next to it. A failed stream ends with an error
@@ -8,49 +8,97 @@ the answer is complete.
 
 from __future__ import annotations
 
+import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from headrace.api.answer_encoder import server_sent, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, logprob_entries, server_sent, shown_logprob, sparse_detail
 from headrace.api.openai_errors import error_body
 from headrace.errors import HeadraceError
-from headrace.types.events import Event, Finished, Progress, Started, TokenScore, Usage
+from headrace.types.events import (
+    Event,
+    Finished,
+    HiddenScores,
+    Progress,
+    PromptScores,
+    Reasoning,
+    Started,
+    Text,
+    TokenScore,
+    ToolArguments,
+    ToolCallStart,
+    Usage,
+)
 
 DONE = b"data: [DONE]\n\n"
 
-# JSON has no infinity; this stands for the log-probability of an impossible token.
-_LEAST_LOGPROB = -9999.0
 
+class ChunkedAnswer(ABC):
+    """An AnswerEncoder.
 
-class ChunkWriter(Protocol):
-    """Encodes the chunks of one answer, and the whole of it."""
-
-    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Chunks for one event."""
-
-    def ping(self) -> dict[str, Any]:
-        """An empty chunk."""
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for usage."""
-
-    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The answer as one object; `events` are all events of the session."""
-
-
-class ChunkedAnswer:
-    """Sends chunks as a stream (an AnswerEncoder).
-
-    include_usage: end with a usage chunk. counts_progress: put the usage so far into every chunk.
+    num_choices: over all prompts.
+    includes_logprobs: whether they were requested.
+    include_usage: a stream ends with a usage chunk. counts_progress: every chunk has the usage so far.
     """
 
-    def __init__(self, writer: ChunkWriter, *, include_usage: bool = False, counts_progress: bool = False) -> None:
-        self._writer = writer
+    chunk_kind: ClassVar[str]
+    whole_kind: ClassVar[str]
+
+    def __init__(
+        self,
+        heading: AnswerHeading,
+        num_choices: int = 1,
+        *,
+        includes_logprobs: bool = False,
+        include_usage: bool = False,
+        counts_progress: bool = False,
+    ) -> None:
+        self._heading = heading
+        self._open = list(range(num_choices))
+        self._num_choices = num_choices
+        self._includes_logprobs = includes_logprobs
         self._include_usage = include_usage
         self._counts_progress = counts_progress
         self._usage: Usage | None = None
 
     def pieces(self, event: Event) -> Iterator[bytes]:
+        for chunk in self.chunks(event):
+            yield self._sent(chunk)
+
+    def ping(self) -> bytes:
+        return self._sent(self.empty_chunk())
+
+    def end(self) -> bytes:
+        if self._usage is None or not self._include_usage:
+            return DONE
+        return server_sent(self.usage_chunk(self._usage)) + DONE
+
+    def failure(self, error: HeadraceError) -> bytes:
+        return server_sent(error_body(error))
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The answer as one object. Raises ValueError if a choice has not finished."""
+        chunks = [chunk for event in events for chunk in self.chunks(event)]
+        if self._usage is None or self._open:
+            raise ValueError("each choice of an answer ends with Finished")
+        pieces: list[list[dict[str, Any]]] = [[] for _ in range(self._num_choices)]
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                pieces[choice["index"]].append(choice)
+        choices = [self._joined(index, each) for index, each in enumerate(pieces)]
+        prompt = next(
+            ({"prompt_logprobs": each["prompt_logprobs"]} for each in chunks if "prompt_logprobs" in each), {}
+        )
+        return {
+            **self._heading.of(self.whole_kind),
+            "choices": choices,
+            "usage": usage_body(self._usage),
+            **prompt,
+        }
+
+    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Chunks for one event. Raises TypeError for one without a form."""
         match event:
             case Started(num_prompt_tokens, route):
                 self._usage = Usage(num_prompt_tokens, 0, route=route)
@@ -59,27 +107,199 @@ class ChunkedAnswer:
                 return
             case Finished():
                 self._usage = event.usage
-        for chunk in self._writer.chunks(event):
-            yield self._sent(chunk)
+                self._open.remove(event.choice)
+        for choices in self._written(event):
+            yield {**self._heading.of(self.chunk_kind), **choices}
 
-    def ping(self) -> bytes:
-        return self._sent(self._writer.ping())
+    def empty_chunk(self) -> dict[str, Any]:
+        """A chunk without text, of an unfinished choice."""
+        index = self._open[0] if self._open else 0
+        return {**self._heading.of(self.chunk_kind), **self._piece(index)}
 
-    def end(self) -> bytes:
-        if self._usage is None or not self._include_usage:
-            return DONE
-        return server_sent(self._writer.usage_chunk(self._usage)) + DONE
-
-    def failure(self, error: HeadraceError) -> bytes:
-        return server_sent(error_body(error))
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The usage chunk, which has no choices."""
+        return {**self._heading.of(self.chunk_kind), "choices": [], "usage": usage_body(usage)}
 
     def _sent(self, chunk: dict[str, Any]) -> bytes:
         if self._counts_progress and self._usage is not None:
             chunk = {**chunk, "usage": usage_body(self._usage)}
         return server_sent(chunk)
 
-    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        return self._writer.whole(events)
+    @abstractmethod
+    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Chunks for one event, without the heading."""
+
+    @abstractmethod
+    def _piece(self, index: int) -> dict[str, Any]:
+        """A chunk without text for a choice, without the heading."""
+
+    @abstractmethod
+    def _joined(self, index: int, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A choice from its parts of all chunks."""
+
+
+class ChatAnswer(ChunkedAnswer):
+    """reasoning_field: the name of the thinking text's field."""
+
+    chunk_kind = "chat.completion.chunk"
+    whole_kind = "chat.completion"
+
+    def __init__(
+        self,
+        heading: AnswerHeading,
+        num_choices: int = 1,
+        *,
+        reasoning_field: str = "reasoning_content",
+        **options: bool,
+    ) -> None:
+        super().__init__(heading, num_choices, **options)
+        self._reasoning_field = reasoning_field
+
+    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case Started():
+                for choice in range(self._num_choices):
+                    yield self._piece(choice, {"role": "assistant", "content": ""})
+            case PromptScores(_, scores):
+                yield {"choices": [], "prompt_logprobs": prompt_logprobs_body(scores)}
+            case Text(text, choice, scores):
+                yield self._piece(choice, {"content": text}, scores)
+            case Reasoning(text, choice, scores):
+                yield self._piece(choice, {self._reasoning_field: text}, scores)
+            case HiddenScores(scores, choice):
+                yield self._piece(choice, {}, scores)
+            case ToolCallStart(index, id, name, choice):
+                call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                yield self._piece(choice, {"tool_calls": [call]})
+            case ToolArguments(index, text, choice):
+                yield self._piece(choice, {"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+            case Finished(reason, _, choice, scores):
+                yield self._piece(choice, {}, scores, reason.value)
+            case _:
+                raise TypeError(f"a chat's answer has no form for {type(event).__name__}")
+
+    def _piece(
+        self,
+        index: int,
+        delta: dict[str, Any] | None = None,
+        scores: Sequence[TokenScore] = (),
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        logprobs = {"content": logprob_entries(scores), "refusal": None} if scores else None
+        choice = {"index": index, "delta": delta or {}, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"choices": [choice]}
+
+    def _joined(self, index: int, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        deltas = [piece["delta"] for piece in pieces]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        reasoning = "".join(delta.get(self._reasoning_field, "") for delta in deltas)
+        calls: dict[int, list[dict[str, Any]]] = {}
+        for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+            calls.setdefault(call["index"], []).append(call)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls and not content:
+            message["content"] = None
+        if reasoning:
+            message[self._reasoning_field] = reasoning
+        if calls:
+            message["tool_calls"] = [_joined_call(each) for each in calls.values()]
+        logprobs = None
+        if self._includes_logprobs:
+            entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+            logprobs = {"content": entries, "refusal": None}
+        finish_reason = pieces[-1]["finish_reason"]
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _joined_call(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    arguments = "".join(piece["function"]["arguments"] for piece in pieces)
+    start = pieces[0]
+    return {
+        "id": start["id"],
+        "type": "function",
+        "function": {"name": start["function"]["name"], "arguments": arguments},
+    }
+
+
+class CompletionAnswer(ChunkedAnswer):
+    """choices_per_prompt: consecutive ones belong to one prompt."""
+
+    chunk_kind = whole_kind = "text_completion"
+
+    def __init__(
+        self, heading: AnswerHeading, num_choices: int = 1, *, choices_per_prompt: int = 1, **options: bool
+    ) -> None:
+        super().__init__(heading, num_choices, **options)
+        self._choices_per_prompt = choices_per_prompt
+        self._offsets = [_Offsets() for _ in range(num_choices)]
+
+    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case Started():
+                pass
+            case PromptScores(first, scores):
+                body = prompt_logprobs_body(scores)
+                for choice in range(first, first + self._choices_per_prompt):
+                    (piece,) = self._piece(choice)["choices"]
+                    yield {"choices": [{**piece, "prompt_logprobs": body}]}
+            case Text(text, choice, scores):
+                yield self._piece(choice, text, scores)
+            case HiddenScores(scores, choice):
+                yield self._piece(choice, "", scores)
+            case Finished(reason, _, choice, scores):
+                yield self._piece(choice, "", scores, reason.value)
+            case _:
+                raise TypeError(f"a completion's answer has no form for {type(event).__name__}")
+
+    def _piece(
+        self, index: int, text: str = "", scores: Sequence[TokenScore] = (), finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        logprobs = _logprob_lists(scores, self._offsets[index]) if scores else None
+        return {"choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]}
+
+    def _joined(self, index: int, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        logprobs = None
+        if self._includes_logprobs:
+            parts = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+            logprobs = {
+                name: [each for part in parts for each in part[name]] for name in _logprob_lists((), _Offsets())
+            }
+        joined = {"text": "".join(piece["text"] for piece in pieces), "logprobs": logprobs}
+        # The last piece has the finish reason, one may have the prompt's log-probabilities.
+        return {name: value for piece in pieces for name, value in piece.items()} | joined
+
+
+class _Offsets:
+    """Where a choice's tokens begin in its text, in characters; the parts of one character share its offset."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, score: TokenScore) -> int:
+        offset = self._length
+        self._length += len(self._utf8.decode(score.data or b""))
+        return offset
+
+
+def _logprob_lists(scores: Sequence[TokenScore], offsets: _Offsets) -> dict[str, list[Any]]:
+    return {
+        "tokens": [score.text for score in scores],
+        "token_logprobs": [None if score.logprob is None else shown_logprob(score.logprob) for score in scores],
+        "top_logprobs": [_top(score) for score in scores],
+        "text_offset": [offsets.next(score) for score in scores],
+    }
+
+
+def _top(score: TokenScore) -> dict[str, float] | None:
+    """The most likely tokens and the sampled one. Of tokens with the same text, the most likely one is kept."""
+    if score.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for each in (*score.top, score):
+        assert each.logprob is not None
+        top.setdefault(each.text, shown_logprob(each.logprob))
+    return top
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -99,11 +319,6 @@ def usage_body(usage: Usage) -> dict[str, Any]:
             "rejected_prediction_tokens": usage.num_drafted_tokens - usage.num_accepted_tokens,
         },
     }
-
-
-def shown_logprob(logprob: float) -> float:
-    """A log-probability that JSON can represent."""
-    return max(logprob, _LEAST_LOGPROB)
 
 
 def prompt_logprobs_body(scores: Sequence[TokenScore]) -> list[dict[str, Any] | None]:

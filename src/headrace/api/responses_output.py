@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from headrace.api.openai_answer import shown_logprob
+from headrace.api.answer_encoder import logprob_entries
 from headrace.api.responses_custom_input import CustomInput
 from headrace.api.responses_items import new_id
 from headrace.api.responses_tools import DeclaredTool
@@ -54,7 +54,7 @@ class MessageOutput:
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
         self._text.append(text)
         self.score(scores)
-        logprobs = _logprobs(scores) if self._includes_logprobs else []
+        logprobs = logprob_entries(scores, []) if self._includes_logprobs else []
         yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs}
 
     def score(self, scores: Iterable[TokenScore]) -> None:
@@ -68,7 +68,7 @@ class MessageOutput:
         yield "response.content_part.done", {"content_index": 0, "part": part}
 
     def _part(self) -> dict[str, Any]:
-        logprobs = _logprobs(self._scores) if self._includes_logprobs else []
+        logprobs = logprob_entries(self._scores, []) if self._includes_logprobs else []
         return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": logprobs}
 
 
@@ -175,12 +175,3 @@ def _call(item_id: str, kind: str, status: str, call_id: str, tool: DeclaredTool
     call = {"id": item_id, "type": kind, "status": status, "call_id": call_id, "name": tool.name}
     # Omitted if there is none: clients look a namespaced tool up there.
     return call if tool.namespace is None else {**call, "namespace": tool.namespace}
-
-
-def _logprobs(scores: Iterable[TokenScore]) -> list[dict[str, Any]]:
-    return [{**_scored(score), "top_logprobs": [_scored(each) for each in score.top]} for score in scores]
-
-
-def _scored(score: TokenScore) -> dict[str, Any]:
-    assert score.logprob is not None, "an answer's tokens all have log-probabilities"
-    return {"token": score.text, "logprob": shown_logprob(score.logprob), "bytes": list(score.data or b"")}

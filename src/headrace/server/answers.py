@@ -16,11 +16,9 @@ from starlette.responses import JSONResponse, Response
 from headrace.api.answer_encoder import AnswerEncoder, AnswerHeading
 from headrace.api.anthropic_answer import MessagesAnswer
 from headrace.api.anthropic_request import read_messages
-from headrace.api.openai_answer import ChunkedAnswer
+from headrace.api.openai_answer import ChatAnswer, CompletionAnswer
 from headrace.api.openai_chat import read_chat_completion
-from headrace.api.openai_chat_answer import ChatAnswer
 from headrace.api.openai_completion import read_completion
-from headrace.api.openai_completion_answer import CompletionAnswer
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
@@ -56,15 +54,16 @@ class Dialect(Generic[Asked]):
 
 
 def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
-    def form(call: Call[ChatRequest], heading: AnswerHeading) -> ChunkedAnswer:
+    def form(call: Call[ChatRequest], heading: AnswerHeading) -> ChatAnswer:
         options = call.request.options
-        writer = ChatAnswer(
+        return ChatAnswer(
             heading,
             options.num_choices,
             includes_logprobs=options.num_logprobs is not None,
+            include_usage=call.include_usage,
+            counts_progress=options.counts_progress,
             reasoning_field=config.reasoning_field,
         )
-        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=options.counts_progress)
 
     return Dialect(partial(read_chat_completion, model=session.traits), session.chat, form)
 
@@ -75,15 +74,16 @@ def messages_dialect(session: Session) -> Dialect[ChatRequest]:
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
-    def form(call: Call[CompletionRequest], heading: AnswerHeading) -> ChunkedAnswer:
+    def form(call: Call[CompletionRequest], heading: AnswerHeading) -> CompletionAnswer:
         options = call.request.options
-        writer = CompletionAnswer(
+        return CompletionAnswer(
             heading,
-            len(call.request.prompts),
-            options.num_choices,
+            len(call.request.prompts) * options.num_choices,
             includes_logprobs=options.num_logprobs is not None,
+            include_usage=call.include_usage,
+            counts_progress=options.counts_progress,
+            choices_per_prompt=options.num_choices,
         )
-        return ChunkedAnswer(writer, include_usage=call.include_usage, counts_progress=options.counts_progress)
 
     return Dialect(partial(read_completion, model=session.traits), session.complete, form)
 
