@@ -45,7 +45,6 @@ class ModelFamily:
 
     @property
     def switches_thinking(self) -> bool:
-        """Whether a prompt can turn thinking on or off."""
         return bool(self.thinking_key or self.thinking_words or self.thinking_off)
 
     @property
@@ -65,7 +64,6 @@ class ModelFamily:
 
     @property
     def keep_special_tokens(self) -> frozenset[str]:
-        """Texts of special tokens that mark thinking and answers."""
         frames = [marker for pair in (*self.answer_frames, *self.think_variants) for marker in pair]
         markers = (self.think_open, self.think_close, *frames, *self.special_markers)
         return frozenset(marker for marker in markers if marker)

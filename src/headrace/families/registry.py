@@ -48,13 +48,11 @@ def detect_reasoning_keys(chat_template: str) -> tuple[str, ...]:
 
 
 def detect_thinking_key(chat_template: str) -> str | None:
-    """The variable that switches thinking, None if the template reads none."""
     code = _STRING.sub("''", " ".join(_CODE.findall(chat_template)))
     return next((name for name in SWITCHES if _reads_variable(code, name)), None)
 
 
 def detect_thinking_words(chat_template: str) -> tuple[str, str] | None:
-    """Words in the system message that switch thinking on and off, None if the template has none."""
     return THINKING_WORDS if THINKING_WORDS[1] in chat_template else None
 
 

@@ -174,5 +174,4 @@ _BY_MODEL_TYPE = {model_type: vision for vision in _VISIONS for model_type in vi
 
 
 def find_vision(model_type: str) -> PatchVision | None:
-    """The vision record of this model type; None if unknown."""
     return _BY_MODEL_TYPE.get(model_type)

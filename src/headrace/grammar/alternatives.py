@@ -46,7 +46,6 @@ class Shape:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The properties that must be given."""
         return tuple(dict.fromkeys(name for part in self.option for name in part.get("required") or ()))
 
     def schema_of(self, name: str) -> Any:
@@ -59,7 +58,6 @@ class Shape:
 
 
 def object_shapes(schema: Any, root: Any) -> tuple[Shape, ...]:
-    """The alternatives that allow an object."""
     return tuple(Shape(option) for option in alternatives(schema, root) if "object" in types_of(option))
 
 
@@ -76,7 +74,6 @@ def _alternatives(schema: Any, root: Any, depth: int) -> list[Alternative]:
 
 
 def _choices(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[Sequence[Alternative]]:
-    """The alternatives of each combinator in a schema."""
     if "$ref" in schema:
         yield _alternatives(resolved(schema["$ref"], root), root, depth)
     for each in schema.get("allOf", ()):
@@ -87,7 +84,6 @@ def _choices(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[Seque
 
 
 def _schemas_of(part: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """A subschema's schemas for a property."""
     listed = part.get("properties") or {}
     patterns = [each for pattern, each in (part.get("patternProperties") or {}).items() if is_found(pattern, name)]
     if name in listed:

@@ -13,7 +13,7 @@ from headrace.errors import InvalidRequest
 from headrace.grammar.arguments import Arguments
 from headrace.grammar.call_bodies import body_rule, calls_after_start
 from headrace.grammar.faults import describe_fault
-from headrace.grammar.lark import ANY_TEXT, Rules, containing, exactly, json_value, literal, regex
+from headrace.grammar.lark import ANY_TEXT, Rules, json_value, literal, regex, regex_containing, regex_of_text
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.tool_calls.forms import MessageFormat
@@ -118,11 +118,10 @@ def _guarantees(form: OutputForm, syntax: CallSyntax | None, rules: Rules) -> Ou
 
 def _thought(thinking: ThinkingForm | None) -> tuple[str, ...]:
     """Regular expressions of texts that begin as thinking does. An answer must not: it would be parsed as thinking."""
-    return () if thinking is None else (_BEFORE_START + exactly(thinking.start_marker) + ANY_TEXT,)
+    return () if thinking is None else (_BEFORE_START + regex_of_text(thinking.start_marker) + ANY_TEXT,)
 
 
 def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
-    """The rule of what may precede the answer."""
     if thinking is None:
         return ""
     rest = f"{rules.until(thinking.end_marker)} {regex(_AFTER_END)}"
@@ -141,11 +140,14 @@ def call_rules(
     if syntax is None or not syntax.forms:
         what = "no known syntax" if syntax is None else f"the syntax {syntax.name}"
         message = f"the model writes its calls in {what}, which can't be enforced"
-        raise InvalidRequest(message, param=_what_limits(calls))
+        raise InvalidRequest(message, param=_limiting_field(calls))
     tools = [Arguments(tool) for tool in calls.tools]
-    unclear = "".join(exactly(each.start_marker[0]) for each in syntax.forms if not each.is_clear)
+    unclear = "".join(regex_of_text(each.start_marker[0]) for each in syntax.forms if not each.is_clear)
     # A start marker with a special token may not be spelled in other tokens either.
-    refused = (*refused, *(containing(each.start_marker) for each in syntax.forms if rules.split(each.start_marker)[1]))
+    refused = (
+        *refused,
+        *(regex_containing(each.start_marker) for each in syntax.forms if rules.split(each.start_marker)[1]),
+    )
     options = []
     for each in syntax.forms:
         begun = (
@@ -159,8 +161,7 @@ def call_rules(
     return options
 
 
-def _what_limits(calls: CallsForm) -> str:
-    """The request field because of which calls are constrained."""
+def _limiting_field(calls: CallsForm) -> str:
     if calls.is_required:
         return "tool_choice"
     return "tools" if any(tool.strict for tool in calls.tools) else "parallel_tool_calls"
@@ -173,14 +174,13 @@ def messages_rule(
     answers: Sequence[str],
     calls: CallsForm | None,
 ) -> str:
-    """A sequence of messages: thoughts, then an answer or a call."""
     thoughts = ""
     if thinking is not None:
         rest = f"{rules.until(thinking.end_marker)} {rules.marker(messages.turn)}"
         whole = f"({rules.marker(thinking.start_marker)} {rest})*"
         thoughts = f"{rest} {whole}" if thinking.is_open else whole
     if calls is not None and not calls.is_required and not answers:
-        answers = [rules.text(refused=[containing(mark) for mark in messages.markers])]
+        answers = [rules.text(refused=[regex_containing(mark) for mark in messages.markers])]
     options = [f"{rules.marker(messages.answer)} ({each})" for each in answers]
     for tool in calls.tools if calls is not None else ():
         call = body_rule(rules, messages.body, Arguments(tool))

@@ -65,11 +65,6 @@ def _begin(matcher: Matcher) -> None:
         matcher.accept((32 * word + int(mask[word]).bit_length() - 1,))
 
 
-def schema_violation_on_trial(schema: Any, text: str) -> str | None:
-    """See `schema_violation`."""
-    return schema_violation(schema, text)
-
-
 log = logging.getLogger("headrace.grammar")
 
 Result = TypeVar("Result")
@@ -105,7 +100,6 @@ class Compiler:
         self._vocabulary = vocabulary
 
     def warm_up(self) -> None:
-        """Start a process in the background and load the vocabulary."""
         _sandbox().warm(take_vocabulary, self._vocabulary.table, timeout_s=_VOCABULARY_S)
 
     def output(self, form: OutputForm) -> CompiledOutput:
@@ -128,7 +122,7 @@ class Compiler:
     def schema_violation(self, schema: Any, text: str) -> str | None:
         """Why a text is no JSON value that matches the schema; None if it is one or if that is unknown."""
         try:
-            return _sandbox().run(schema_violation_on_trial, schema, text, timeout_s=CHECK_S)
+            return _sandbox().run(schema_violation, schema, text, timeout_s=CHECK_S)
         except WorkCancelled:
             raise
         except Exception as error:

@@ -48,8 +48,7 @@ class Constraint(Protocol):
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         """At most `limit` tokens that must come next, or whose text must; empty if there is a choice."""
 
-    def copy(self) -> Constraint:
-        """An independent copy."""
+    def copy(self) -> Constraint: ...
 
 
 def num_words(vocab_size: int) -> int:
@@ -90,7 +89,6 @@ class AllOf:
             part.accept(token_ids)
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """See Constraint: from the first part that forces anything."""
         return next((forced for part in self._parts if (forced := part.forced_tokens(limit))), ())
 
     def copy(self) -> AllOf:
@@ -98,7 +96,6 @@ class AllOf:
 
 
 def _both(masks: Sequence[Mask | None]) -> Mask | None:
-    """Combine masks of one width."""
     joined: Mask | None = None
     for mask in masks:
         if mask is not None:

@@ -71,7 +71,6 @@ class ConstraintFactory:
         return _spec(output, thinking, self._find(output.grammar))
 
     def schema_violation(self, schema: Any, text: str) -> str | None:
-        """Why a text is no JSON value that matches the schema; None if it is one or if that is unknown."""
         return self._compiler.schema_violation(schema, text)
 
     def begin(self, spec: ConstraintSpec, stop_token_ids: frozenset[int]) -> Constraint:
@@ -98,7 +97,6 @@ def _spec(
 
 
 def _key(form: OutputForm) -> str:
-    """Names a form by its content."""
     values = [] if form.structure is None else [form.structure.value]
     values += [] if form.calls is None else [tool.parameters for tool in form.calls.tools]
     if _is_larger(values, MAX_CHARACTERS):

@@ -93,7 +93,7 @@ _PHRASES = (
     ("lexer error", "it can't be read"),
     ("Expected", "it can't be read"),
 )
-"""What a part of an error's text stands for, the most telling first."""
+"""The phrase for a part of an error's text, the most specific first."""
 
 _PLACE = re.compile(r"(?:at )?([0-9]{1,9})\(([0-9]{1,9})\):")
 _REASON = re.compile(r"^error: ([a-zA-Z][a-zA-Z ,<='-]{0,120})$", re.MULTILINE)
@@ -102,7 +102,7 @@ _REASON = re.compile(r"^error: ([a-zA-Z][a-zA-Z ,<='-]{0,120})$", re.MULTILINE)
 
 def describe_fault(error: str, *, has_lines: bool = False) -> str:
     """The fault without any of the client's text. has_lines: the error counts lines of the client's text."""
-    phrase = next((said for part, said in _PHRASES if part in error), "it can't be compiled")
+    phrase = next((known for part, known in _PHRASES if part in error), "it can't be compiled")
     if found := _REASON.search(error):
         phrase = f"{phrase}: {found[1]}" if "look" not in phrase else phrase
     keywords = [word for word in dict.fromkeys(re.findall(r"[$A-Za-z]+", error)) if word in _KEYWORDS]

@@ -40,7 +40,6 @@ class Rules:
         return self._named("TEXT", f": {body}")
 
     def text_of(self, start: str) -> str:
-        """The grammar with this start rule."""
         lines = [f"{name}{body}" for (_, body), name in self._names.items()]
         return "\n".join([*lines, f"start: {start}", ""])
 
@@ -65,8 +64,8 @@ class Rules:
         """
         first, special = self.split(end_marker)
         if not special:
-            return self.rule(self.text(ANY_TEXT + exactly(first), refused=refused), lazy=True)
-        text = self.text(refused=(containing(end_marker), *refused))
+            return self.rule(self.text(ANY_TEXT + regex_of_text(first), refused=refused), lazy=True)
+        text = self.text(refused=(regex_containing(end_marker), *refused))
         return f"{self.terminal(f'{text} {literal(first)}') if first else text} {special}"
 
     def split(self, marker: str) -> tuple[str, str]:
@@ -85,18 +84,15 @@ class Rules:
 
 
 def literal(text: str) -> str:
-    """A fixed text."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def exactly(text: str) -> str:
-    """The regular expression of one text."""
+def regex_of_text(text: str) -> str:
     return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text).replace("\n", r"\n")
 
 
-def containing(text: str) -> str:
-    """The regular expression of texts that contain a text."""
-    return ANY_TEXT + exactly(text) + ANY_TEXT
+def regex_containing(text: str) -> str:
+    return ANY_TEXT + regex_of_text(text) + ANY_TEXT
 
 
 def regex(pattern: str, *, ascii_classes: str = "") -> str:
@@ -105,5 +101,4 @@ def regex(pattern: str, *, ascii_classes: str = "") -> str:
 
 
 def json_value(schema: Any) -> str:
-    """A JSON value that fits a schema."""
     return f"%json {json.dumps(schema)}"

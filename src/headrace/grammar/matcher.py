@@ -20,11 +20,11 @@ _FAILURES = (
     ("NoExtension", "the model has no token for the required text"),
     ("forced bytes", "the model has no token for the required text"),
 )
-"""What errors of llguidance are that a grammar is to blame for, by a part of their texts."""
+"""Errors of llguidance that are the grammar's fault, by a part of their texts."""
 
 
 def compiled_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
-    """A grammar in llguidance's syntax that nothing has come of yet. Raises InvalidRequest."""
+    """A matcher at the beginning of a grammar in llguidance's syntax. Raises InvalidRequest."""
     compiled = translated(LLMatcher)(vocabulary.compiled, grammar, log_level=0, limits=LIMITS)
     if compiled.is_error():
         raise InvalidRequest(f"the grammar can't be compiled: {describe_fault(compiled.get_error())}")
@@ -32,10 +32,10 @@ def compiled_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 class Matcher:
-    """A Constraint: a grammar and how far a sequence has come in it.
+    """A Constraint: a sequence's position in a grammar.
 
-    Where the grammar may end, the sequence's stop tokens may come, and nowhere else, whatever their text is. Where only
-    one text may come, only the tokens may that it is usually written in.
+    Stop tokens are allowed exactly where the grammar may end, whatever their text. Where only one text is possible,
+    only its usual tokens are allowed.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing but a stop token may come."""
         return self._has_stopped or self._grammar.is_stopped()
 
     @translated
@@ -78,7 +77,6 @@ class Matcher:
         return num_valid + self._may_end_after(before_stop)
 
     def _may_end_after(self, token_ids: list[int]) -> bool:
-        """Whether the text may end behind tokens that may come."""
         num_consumed = self._grammar.try_consume_tokens(token_ids)
         may_end: bool = self._grammar.is_accepting()
         if num_consumed and not self._grammar.rollback(num_consumed):
@@ -133,7 +131,6 @@ class Matcher:
         return copy
 
     def _mask(self) -> Mask:
-        """Where the sequence stands now."""
         mask: Mask = np.zeros(num_words(self._vocabulary.size), dtype=np.uint32)
         self._grammar.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._grammar.is_error():

@@ -1,4 +1,4 @@
-"""Texts that stand in an output as they are, without quotes: what a schema says of them."""
+"""What a schema allows of texts that are written without quotes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _LOOKS = {
     "null": r"\s*[nN]([uU][lL][lL]|[oO][nN][eE])\s*",
     "number": _NUMBER,
 }
-"""Texts that may be read as a value of another type where one may stand, and some more."""
+"""Texts that may be read as a value of another type, and some more."""
 
 _APART = {
     "array": rf"\s*([^\s\[]{ANY_TEXT})?",
     "object": rf"\s*([^\s{{]{ANY_TEXT})?",
 }
-"""The other way round: texts that are read as no value of a type, and few less."""
+"""Texts that are not read as a value of a type, or nearly all of these."""
 
-_SAYS_NOTHING = frozenset(
+_FOR_TEXTS_ONLY = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "type", "nullable"),
         *("$comment", "$schema", "$id", "$defs", "definitions", "minLength", "maxLength", "pattern", "format"),
@@ -57,7 +57,7 @@ _BRACKETS = ("array", "object")
 
 @dataclass(frozen=True, slots=True)
 class RawText:
-    """A text that stands in the output as it is, without quotes.
+    """A text that is written without quotes.
 
     values: the only ones, None for any. min_length, max_length: in characters. patterns: each matches it as a whole.
     others: none of them does.
@@ -71,7 +71,6 @@ class RawText:
 
     @property
     def is_free(self) -> bool:
-        """Whether any text will do."""
         return self == RawText()
 
 
@@ -79,9 +78,10 @@ class RawText:
 class RawValue:
     """A value that may be a text without quotes.
 
-    texts: what it may be as one. rest: the schema of what it may be else, None if that is nothing or looks like one of
-    the texts anyway. has_brackets: that begins with a bracket, as none of the texts does. unenforced: keywords that the
-    texts are not held to.
+    texts: those of its values that are texts.
+    rest: the schema of its other values, None if there are none or they look like texts anyway.
+    has_brackets: other values may begin with a bracket, and no text does.
+    unenforced: keywords that the texts are not held to.
     """
 
     texts: tuple[RawText, ...]
@@ -91,7 +91,7 @@ class RawValue:
 
 
 def raw_value(found: Sequence[Alternative]) -> RawValue | None:
-    """A value that fits in one of several alternatives; None if it is no text in any of them."""
+    """A value that matches one of several alternatives; None if none of them allows a text."""
     textual = [option for option in found if "string" in types_of(option)]
     if not textual:
         return None
@@ -110,18 +110,17 @@ def raw_value(found: Sequence[Alternative]) -> RawValue | None:
 
 
 def has_brackets(found: Sequence[Alternative]) -> bool:
-    """Whether a value that fits in one of several alternatives may begin with a bracket."""
+    """Whether a value that matches one of the alternatives may begin with a bracket."""
     return any(not types_of(option).isdisjoint(_BRACKETS) for option in found)
 
 
 def without_brackets(texts: Sequence[RawText]) -> tuple[RawText, ...]:
-    """Those of the texts that don't begin with a bracket."""
     apart = (_apart(text, _BRACKETS) for text in texts)
     return tuple(text for text in apart if text.values != ())
 
 
 def _apart(text: RawText, types: Iterable[str]) -> RawText:
-    """Those of the texts that don't look like a value of one of the types."""
+    """The texts that don't look like a value of one of the types."""
     patterns = tuple(_APART[each] for each in types if each in _APART)
     others = tuple(dict.fromkeys(_LOOKS[each] for each in types if each in _LOOKS))
     if text.values is None:
@@ -135,12 +134,12 @@ def _apart(text: RawText, types: Iterable[str]) -> RawText:
 
 
 def _limits_others(option: Alternative) -> bool:
-    """Whether a value that is no text is held to more than its type."""
-    return bool(types_of(option) - {"string"}) and any(set(part) - _SAYS_NOTHING for part in option)
+    """Whether the schema limits more than the type of a value that is no text."""
+    return bool(types_of(option) - {"string"}) and any(set(part) - _FOR_TEXTS_ONLY for part in option)
 
 
 def _without_texts(found: Sequence[Alternative]) -> Any:
-    """The schema of what fits in one of several alternatives and is no text."""
+    """The schema of the values of the alternatives that are no texts."""
     return {"anyOf": [{"allOf": [{"type": sorted(types_of(option) - {"string"})}, *option]} for option in found]}
 
 
@@ -182,7 +181,7 @@ def _patterns(part: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _searched(pattern: str) -> str:
-    """What a text matches as a whole that the pattern is found in; anchors say that nothing stands beside it."""
+    """The regular expression of whole texts in which a pattern is found; its anchors exclude text beside it."""
     is_first, is_last = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[is_first : len(pattern) - is_last]
     return f"{'' if is_first else ANY_TEXT}({inner}){'' if is_last else ANY_TEXT}"

@@ -1,4 +1,4 @@
-"""JSON schemas: what of them can be held to, and whether a text fits one."""
+"""JSON schemas: checked and compiled for llguidance, and whether a text matches one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from headrace.grammar.vocabulary import TokenTable, Vocabulary
 WHITE_SPACE = r" |\r?\n[ \t]{0,20}"
 """Between the parts of a JSON text: a space, or a new line and its indentation.
 
-With any white space allowed, a model that has nothing to say writes spaces for ever.
+With any white space allowed, some models write spaces without end.
 """
 
 _DIALECTS = (jsonschema.Draft202012Validator, jsonschema.Draft7Validator)
-"""How a schema that doesn't say its own dialect is read: the first of which it is one."""
+"""Dialects of a schema without `$schema`: the first whose meta-schema it matches."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -34,7 +34,7 @@ _SINGLES = (
 _DEFINITIONS = ("$schema", "$id", "$defs", "definitions")
 
 _LOCATING_S = 0.5
-"""How long a fault is searched for in the parts of a schema, each of which is compiled separately."""
+"""Time limit for locating a fault in the parts of a schema, each of which is compiled separately."""
 
 
 def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any:
@@ -49,7 +49,7 @@ def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any
         if not is_checked:
             check_schema(schema, param)
         normal = _normalised(schema)
-        if (fault := _fault(normal)) is not None:
+        if (fault := _llguidance_fault(normal)) is not None:
             raise InvalidRequest(_located(normal, fault), param=param)
     except RecursionError as error:
         raise InvalidRequest("the JSON schema is nested too deeply", param=param) from error
@@ -117,7 +117,6 @@ def _dialect(schema: Any) -> Any:
 
 
 def _language_errors(dialect: Any, schema: Any) -> jsonschema.ValidationError | None:
-    """The most relevant fault of a schema by its meta-schema; None if there is none."""
     language = dialect(dialect.META_SCHEMA, registry=REGISTRY)
     return jsonschema.exceptions.best_match(language.iter_errors(schema))
 
@@ -136,7 +135,7 @@ def _normalised(schema: Any) -> Any:
     """The schema without meaningless keywords and with `nullable` translated."""
     if not isinstance(schema, Mapping):
         return schema
-    changed = _changed(schema, _normalised)
+    changed = _with_subschemas_changed(schema, _normalised)
     if changed.get("uniqueItems") is False:
         del changed["uniqueItems"]
     if changed.pop("nullable", None) is True:
@@ -145,8 +144,7 @@ def _normalised(schema: Any) -> Any:
     return changed
 
 
-def _changed(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with each direct subschema changed."""
+def _with_subschemas_changed(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     changed = dict(schema)
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, Mapping):
@@ -164,8 +162,7 @@ def _with_white_space(schema: Any) -> Any:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}} if isinstance(schema, Mapping) else schema
 
 
-def _fault(schema: Any) -> str | None:
-    """llguidance's error for a schema."""
+def _llguidance_fault(schema: Any) -> str | None:
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(_with_white_space(schema)))
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     return messages[0] if is_error else None
@@ -181,7 +178,7 @@ def _located(schema: Any, fault: str) -> str:
         if part is False and path:
             continue
         alone = {**definitions, **part} if isinstance(part, Mapping) and path else part
-        if (inner := _fault(alone)) is not None:
+        if (inner := _llguidance_fault(alone)) is not None:
             return f"the JSON schema can't be enforced: at {_pointer(path)}: {describe_fault(inner)}"
     return f"the JSON schema can't be enforced: {describe_fault(fault)}"
 
@@ -219,10 +216,9 @@ def is_found(pattern: str, text: str) -> bool | None:
 @lru_cache(128)
 def _compiled(pattern: str) -> LLMatcher:
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    return LLMatcher(_bytes(), grammar, log_level=0)
+    return LLMatcher(_byte_vocabulary(), grammar, log_level=0)
 
 
 @cache
-def _bytes() -> LLTokenizer:
-    """A vocabulary with a token for each byte."""
+def _byte_vocabulary() -> LLTokenizer:
     return Vocabulary(TokenTable(tuple(bytes([byte]) for byte in range(256)), frozenset(), {})).compiled

@@ -17,18 +17,15 @@ class Lines(Protocol):
     """Tracks lines and quotes in an answer."""
 
     @property
-    def begins_line(self) -> bool:
-        """Whether the line has only white space so far."""
+    def begins_line(self) -> bool: ...
 
     @property
     def may_be_quoted(self) -> bool:
-        """Whether the next text stands in a code fence, or in backticks if these are closed."""
+        """Whether the next text is in a code fence, or in backticks if these are closed."""
 
-    def push(self, text: str) -> None:
-        """Advance by some text."""
+    def push(self, text: str) -> None: ...
 
-    def copy(self) -> Lines:
-        """An independent copy."""
+    def copy(self) -> Lines: ...
 
 
 class _Phase(Enum):
@@ -78,7 +75,6 @@ class ThinkingBudget:
 
     @property
     def is_over(self) -> bool:
-        """Never: an answer may be anything."""
         return False
 
     def num_legal(self, drafts: Sequence[int]) -> int:

@@ -23,8 +23,7 @@ class TokenText(Protocol):
     """What grammars need of a tokenizer."""
 
     @property
-    def token_ids(self) -> TokenIds:
-        """All token ids."""
+    def token_ids(self) -> TokenIds: ...
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -37,11 +36,9 @@ class TokenText(Protocol):
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token adds to a text; None if it adds none."""
 
-    def token_text(self, token_id: int) -> str:
-        """A token's text, or a special token's name."""
+    def token_text(self, token_id: int) -> str: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,6 @@ class TokenTable:
 
     @cached_property
     def digest(self) -> str:
-        """Identifies the table."""
         return sha256(pickle.dumps((self.texts, sorted(self.special_ids), sorted(self.added_tokens)))).hexdigest()
 
 

@@ -129,7 +129,6 @@ class PrefixDigests:
         self._hash = blake2b(digest_size=_DIGEST_BYTES)
 
     def of(self, length: int) -> TextDigest:
-        """Of the first `length` characters."""
         if length < self._length:
             self._length, self._hash = 0, blake2b(digest_size=_DIGEST_BYTES)
         self._hash.update(_as_bytes(self._text[self._length : length]))
@@ -151,7 +150,6 @@ def _as_bytes(text: str) -> bytes:
 
 
 def digest_of_variables(variables: Mapping[str, Any]) -> bytes:
-    """Of a template's variables, which are JSON values."""
     return digest_of(repr(sorted(variables.items(), key=lambda item: item[0])))
 
 

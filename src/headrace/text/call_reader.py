@@ -18,12 +18,12 @@ Nothing is held back under a grammar.
 class CallReader:
     """Reads calls in the answer's text and in thinking.
 
-    say: receives what turns out to be answer text. faults: of calls, in the order found.
+    emit_text: receives what turns out to be answer text. faults: of calls, in the order found.
     start_markers, bare_starts: with which a call may begin; the latter only at the start of a line.
     """
 
     def __init__(self, parser: CallParser, tools: Tools, reader: Reader, emitter: Emitter) -> None:
-        self.say: Callable[[str], None] = emitter.text
+        self.emit_text: Callable[[str], None] = emitter.text
         self.start_markers = parser.start_markers
         self.bare_starts = parser.bare_starts
         self.faults: list[CallFault] = []
@@ -31,13 +31,13 @@ class CallReader:
         self._tools = tools
         self._reader = reader
         self._emitter = emitter
-        self._said = 0
+        self._num_emitted = 0
 
     def read(self, start_marker: str) -> Reading[None]:
         """Read a construct that begins with a start marker here, as calls or as text."""
         reader, start = self._reader, self._reader.pos
         sink = CallSink(self._tools, reader)
-        self._said = start
+        self._num_emitted = start
         self._hold_back(start)
         try:
             yield from self._run(sink)
@@ -47,7 +47,7 @@ class CallReader:
             sink.decide()
             self._pass_on(sink)
             if sink.is_text is not False:
-                self._say_until(reader.pos)
+                self._emit_until(reader.pos)
         self.faults += sink.faults
         reader.settled = None
         reader.set_limit(None)
@@ -55,7 +55,7 @@ class CallReader:
     def read_in_thinking(self, start_marker: str, end_markers: tuple[str, ...]) -> Reading[bool]:
         """Read possible calls at the end of thinking that never closes. Returns whether they were calls.
 
-        Otherwise it was a mention, and the reader stands after it but before following white space, however far it had
+        Otherwise it was a mention, and the reader is after it but before following white space, however far it had
         to read.
         """
         reader, start = self._reader, self._reader.pos
@@ -81,7 +81,6 @@ class CallReader:
         return True
 
     def _run(self, sink: CallSink) -> Reading[None]:
-        """Run the parser, and pass on what is certain whenever it waits."""
         reader, done = self._reader, sink.done
         parsing = self._parser.read(reader, sink)
         while True:
@@ -106,7 +105,7 @@ class CallReader:
                 yield
 
     def _reach_limit(self, sink: CallSink) -> None:
-        """Decide what the construct is: what was held back of it is passed on."""
+        """Decide whether the construct is text, and pass on what was held back of it."""
         if sink.is_text is None and sink.has_complete:
             sink.decide()
             if not sink.is_text:
@@ -118,7 +117,6 @@ class CallReader:
         self._reader.set_limit(None)
 
     def _hold_back(self, start: int) -> None:
-        """Hold back all but the first characters of what may be a call."""
         if self._tools.guarantees is None:
             self._reader.set_limit(start + MAX_HELD)
 
@@ -140,24 +138,22 @@ class CallReader:
             done = sink.done
 
     def _pass_on(self, sink: CallSink) -> None:
-        """Pass on what is certain of the construct."""
         if sink.is_text:
             # Between calls the parser only looks ahead.
-            self._say_until(sink.done if sink.current is None else sink.written)
+            self._emit_until(sink.done if sink.current is None else sink.written)
         elif sink.is_text is False:
             for call in sink.take_certain():
                 self._emitter.call(call)
 
     def _fail(self, sink: CallSink, problem: NotACall, start_marker: str, start: int) -> None:
-        """Continue after a construct turned out not to be a call."""
         reader = self._reader
         if not reader.is_cut:
             sink.note(problem)
         if sink.is_text:
             self._pass_on(sink)
             if isinstance(problem, OutOfText):
-                self._say_until(len(reader.text))
-            reader.pos = self._said
+                self._emit_until(len(reader.text))
+            reader.pos = self._num_emitted
         elif sink.is_committed:
             self._pass_on(sink)
             reader.pos = len(reader.text) if reader.ended else sink.written
@@ -167,10 +163,10 @@ class CallReader:
             self._pass_on(sink)
             reader.pos = sink.done
         else:
-            self.say(start_marker)
+            self.emit_text(start_marker)
             reader.pos = start + len(start_marker)
 
-    def _say_until(self, end: int) -> None:
-        if end > self._said:
-            self.say(self._reader.text[self._said : end])
-            self._said = end
+    def _emit_until(self, end: int) -> None:
+        if end > self._num_emitted:
+            self.emit_text(self._reader.text[self._num_emitted : end])
+            self._num_emitted = end

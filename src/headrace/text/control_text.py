@@ -115,7 +115,6 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 def _branches(texts: list[str]) -> str:
-    """The pattern of sorted texts, all different."""
     shared = os.path.commonprefix(texts)
     rests = [rest for text in texts if (rest := text[len(shared) :])]
     if not rests:

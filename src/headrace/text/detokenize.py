@@ -40,11 +40,9 @@ class PieceDecoder(Protocol):
     def bytes_of(self, token_id: int, piece: str) -> bytes:
         """The bytes of a token alone, in mid-text. Changes nothing."""
 
-    def push(self, token_id: int, piece: str) -> str:
-        """Take the next token and return final text."""
+    def push(self, token_id: int, piece: str) -> str: ...
 
-    def finish(self) -> str:
-        """Return what was held back."""
+    def finish(self) -> str: ...
 
 
 class TokenPieces:
@@ -134,11 +132,9 @@ class MetaspaceDecoder:
         self._drops_marks = drops_first_mark
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """The piece with spaces for its marks."""
         return piece.replace(_SPACE_MARK, " ").encode()
 
     def push(self, token_id: int, piece: str) -> str:
-        """Take a token; nothing is ever held."""
         text = piece.replace(_SPACE_MARK, "" if self._drops_marks else " ")
         self._drops_marks = False
         return text
@@ -194,7 +190,6 @@ class ByteFallbackDecoder:
         self._long_run: codecs.IncrementalDecoder | None = None
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
-        """The piece's byte or text."""
         piece = self._rule.replaced(piece)
         byte = _byte_of_fallback(piece)
         return piece.encode() if byte is None else bytes([byte])
@@ -215,7 +210,6 @@ class ByteFallbackDecoder:
         return self._strip(self._long_run.decode(held))
 
     def finish(self) -> str:
-        """The last run ends here."""
         return self._strip(self._end_run())
 
     def _end_run(self) -> str:
@@ -318,7 +312,6 @@ class Detokenizer:
         return self._without_prompt("".join(texts))
 
     def finish(self) -> str:
-        """The held-back text, after the last id."""
         return self._without_prompt(self._decoder.finish())
 
     def _without_prompt(self, text: str) -> str:

@@ -21,7 +21,6 @@ class StopCutter:
 
     @property
     def stopped(self) -> bool:
-        """Whether one was found: no more text comes."""
         return self.found is not None
 
     @property
@@ -46,12 +45,10 @@ class StopCutter:
         return text[: len(text) - num_held]
 
     def flush(self) -> str:
-        """End the run: what was held is text after all."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """The string that is complete first, and where it begins."""
         starts = ((text.find(string), string) for string in self._strings)
         found = [(start + len(string), start, string) for start, string in starts if start >= 0]
         return min(found)[1:] if found else None
@@ -81,7 +78,6 @@ class Emitter:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has ended the answer."""
         return self._cutter.stopped
 
     @property
@@ -126,7 +122,6 @@ class Emitter:
         self._release_space()
 
     def taken(self) -> tuple[ParsedEvent, ...]:
-        """The events since the last time."""
         events, self._events = tuple(self._events), []
         return events
 

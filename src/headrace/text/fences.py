@@ -40,12 +40,11 @@ class LineTracker:
 
     @property
     def may_be_quoted(self) -> bool:
-        """Whether the next text stands in a code fence, or in backticks if these are closed."""
+        """Whether the next text is in a code fence, or in backticks if these are closed."""
         return self.is_fenced or bool(self.open_ticks)
 
     @property
     def begins_line(self) -> bool:
-        """Whether the line has only white space so far."""
         return not self._line.strip()
 
     @property

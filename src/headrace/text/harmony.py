@@ -1,10 +1,10 @@
-"""Tell apart answer, thinking and calls in gpt-oss' output, which is a row of messages with headers.
+"""Separates answer, thinking and calls in gpt-oss' output, which is a sequence of messages with headers.
 
     <|channel|>analysis<|message|>…<|end|>                                              thinking
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>       a call
     <|start|>assistant<|channel|>final<|message|>…<|return|>                            the answer
 
-The recipient may stand in front of the channel, a call may come on any channel, and commentary without a recipient is
+The recipient may precede the channel, a call may come on any channel, and commentary without a recipient is
 for the user. The format is described in OpenAI's harmony cookbook article.
 """
 
@@ -40,7 +40,7 @@ class HarmonyOutput:
 
     def read(self) -> Reading[None]:
         if self._calls is not None:
-            self._calls.say = self._say
+            self._calls.emit_text = self._emit_answer
         if self._is_thinking:
             yield from self._body()
         while not self._emitter.stopped and not (yield from self._reader.is_done()):
@@ -55,7 +55,7 @@ class HarmonyOutput:
             if self._calls is not None and (yield from self._call(header)):
                 return
             if self._calls is None:
-                self._say(header)
+                self._emit_answer(header)
                 reader.pos += len(header)
         elif header is not None:
             channel = _CHANNEL_NAME.search(header)
@@ -93,27 +93,26 @@ class HarmonyOutput:
         return self._emitter.num_calls > num_before or self._reader.pos > start + len(header)
 
     def _body(self) -> Reading[None]:
-        """The text of a message up to its end."""
         reader = self._reader
         while not self._emitter.stopped and not (yield from reader.is_done()):
             found = [(at, end) for end in _ENDS if (at := reader.text.find(end, reader.pos)) >= 0]
             if not found:
                 held = 0 if reader.ended else max(overlap(reader.text[reader.pos :], end) for end in _ENDS)
-                self._tell(len(reader.text) - held)
+                self._emit_until(len(reader.text) - held)
                 if held:
                     yield
                 continue
             at, end = min(found)
-            self._tell(at)
+            self._emit_until(at)
             reader.pos = at + len(end)
             if not self._is_thinking and (yield from self._is_quoted()):
-                self._say(end)
+                self._emit_answer(end)
                 continue
             if end == _START:
                 reader.pos = at
                 if (yield from self._header()) is None:
                     reader.pos = at + len(end)
-                    self._tell_text(end)
+                    self._emit(end)
                     continue
                 reader.pos = at
             return
@@ -121,16 +120,16 @@ class HarmonyOutput:
     def _is_quoted(self) -> Reading[bool]:
         return self._lines.is_fenced or (yield from closes_quote(self._reader, self._lines.open_ticks))
 
-    def _tell(self, end: int) -> None:
+    def _emit_until(self, end: int) -> None:
         text, self._reader.pos = self._reader.text[self._reader.pos : end], max(end, self._reader.pos)
-        self._tell_text(text)
+        self._emit(text)
 
-    def _tell_text(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if self._is_thinking:
             self._emitter.reasoning(text)
         elif text:
-            self._say(text)
+            self._emit_answer(text)
 
-    def _say(self, text: str) -> None:
+    def _emit_answer(self, text: str) -> None:
         self._lines.push(text)
         self._emitter.text(text)

@@ -137,7 +137,7 @@ class TurnForms:
         return len(self.known[0]) + len(self.known[1]) + len(self.opening) + len(self.wanted)
 
     def find(self, rendered: str, start: int) -> slice | None:
-        """Where the turn stands in a rendered conversation, at `start` or later."""
+        """The turn's place in a rendered conversation, at `start` or later."""
         at = rendered.find(self.opening, start) if self.opening else -1
         while at >= 0:
             for form in self.known:
@@ -163,7 +163,7 @@ class TurnCache:
         """A renderer under a template's variables; None if the template writes turns in one form anyway."""
         # Tools are written before the first question; the short conversations do without them.
         short = {name: value for name, value in variables.items() if name != "tools"}
-        # Some templates write the date: the rendering of one question tells whether anything has changed.
+        # Some templates write the date: the rendering of one question shows whether anything has changed.
         shown = RequestRenderer(self._source, short).try_render((QUESTION,))
         salt = digest_of(repr(shown), digest_of_variables(short))
         alone = RequestRenderer(self._source, short, keeps_edges=True)

@@ -13,8 +13,9 @@ from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, T
 
 SystemNotes = Literal["stable", "hoist"]
 
-# Claude Code's first line. It differs in every session, so it would invalidate the cache of everything after it.
-_VOLATILE_LINE = "x-anthropic-billing-header:"
+# Beginnings of first lines that clients write anew in every session (the one known is Claude Code's). Such a line would
+# invalidate the cache of everything after it.
+_VOLATILE_LINES = ("x-anthropic-billing-header:",)
 
 # How a system message is shown on the user's side if it can't be a system message.
 _NOTE = "<system-note>\n{text}\n</system-note>"
@@ -41,7 +42,6 @@ def content_text(message: ChatMessage) -> str:
 
 
 def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
-    """All media of a conversation, in order."""
     return tuple(part for message in messages for part in message.content if isinstance(part, MediaPart))
 
 
@@ -118,7 +118,7 @@ def _without_volatile_line(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessa
         return messages
     first, *others = messages
     text = content_text(first)
-    if not text.startswith(_VOLATILE_LINE):
+    if not text.startswith(_VOLATILE_LINES):
         return messages
     rest = text.partition("\n")[2]
     return (replace(first, content=_as_text_part(rest)), *others) if rest else tuple(others)

@@ -33,7 +33,7 @@ MAX_BLOCK = 2048
 class PlainOutput:
     """State of one answer: its mode and its position in lines."""
 
-    _minds_quotes = True
+    _respects_quotes = True
 
     def __init__(
         self, family: ModelFamily, reader: Reader, emitter: Emitter, calls: CallReader | None, *, thinking_open: bool
@@ -61,7 +61,7 @@ class PlainOutput:
 
     def read(self) -> Reading[None]:
         if self._calls is not None:
-            self._calls.say = self._say
+            self._calls.emit_text = self._emit_answer
         if self._end_markers and self._repeated_starts:
             # The prompt has opened the block, and some models open it again.
             yield from self._reader.take_any(self._repeated_starts)
@@ -72,18 +72,17 @@ class PlainOutput:
     # Thinking
 
     def _read_thinking(self) -> Reading[None]:
-        """Read some thinking, or the next marker."""
         reader = self._reader
         markers = (*self._end_markers, *self._start_markers_in_thinking())
         at, marker = _first(reader.text, markers)
         if marker is None:
             # The newline before a marker belongs to it, so a trailing one has to wait, too.
             held = max(max(overlap(reader.text, each), overlap(reader.text, "\n" + each)) for each in markers)
-            self._think(len(reader.text) - (0 if reader.ended else held))
+            self._emit_thinking(len(reader.text) - (0 if reader.ended else held))
             if held and not reader.ended:
                 yield
             return
-        self._think(at - (at > 0 and reader.text[at - 1] == "\n"))
+        self._emit_thinking(at - (at > 0 and reader.text[at - 1] == "\n"))
         if marker in self._end_markers:
             yield from self._close_thinking(marker)
         else:
@@ -93,11 +92,11 @@ class PlainOutput:
         reader = self._reader
         has_newline = reader.text[reader.pos] == "\n"
         end = reader.pos + has_newline + len(end_marker)
-        if not has_newline and self._last_thought == "`" and self._minds_quotes and self._lines.open_ticks:
+        if not has_newline and self._last_thought == "`" and self._respects_quotes and self._lines.open_ticks:
             reader.pos = end
             if not (yield from reader.is_done()) and reader.text[end] == "`":  # quoted
                 reader.pos = end - len(end_marker)
-                self._think(end)
+                self._emit_thinking(end)
                 return
         reader.pos = end
         self._lines = LineTracker()
@@ -107,20 +106,18 @@ class PlainOutput:
         yield from self._skip_newlines(2)
 
     def _read_calls_in_thinking(self, start_marker: str) -> Reading[None]:
-        """Calls if thinking ends with them, else more thinking."""
         assert self._calls is not None
         start = self._reader.pos
         self._reader.pos += self._reader.text[start] == "\n" and not start_marker.startswith("\n")
         if (yield from self._calls.read_in_thinking(start_marker, self._end_markers)):
             return
         end, self._reader.pos = self._reader.pos, start
-        self._think(end)
+        self._emit_thinking(end)
 
     def _start_markers_in_thinking(self) -> tuple[str, ...]:
-        """Start markers of calls that count in thinking that may never close."""
         return self._call_starts
 
-    def _think(self, end: int) -> None:
+    def _emit_thinking(self, end: int) -> None:
         text = self._reader.text[self._reader.pos : end]
         if text:
             self._lines.push(text)
@@ -131,7 +128,6 @@ class PlainOutput:
     # Answer
 
     def _read_answer(self) -> Reading[None]:
-        """Read some of the answer's text, or the next marker."""
         reader = self._reader
         start = self._next_candidate()
         if start > 0:
@@ -164,7 +160,6 @@ class PlainOutput:
         return end if newline < 0 else newline
 
     def _markers_that_count(self) -> tuple[str, ...]:
-        """Markers that count at this point of the answer."""
         markers = self._start_markers_that_count()
         if self._at_output_start:
             markers += self._stray_end_marker
@@ -184,8 +179,8 @@ class PlainOutput:
         return start_markers
 
     def _is_quoted(self, length: int) -> Reading[bool]:
-        """Whether the next marker, of this length, stands in a code fence or in backticks."""
-        if not self._minds_quotes:
+        """Whether the next marker, of this length, is in a code fence or in backticks."""
+        if not self._respects_quotes:
             return False
         if self._lines.is_fenced:
             return True
@@ -230,19 +225,17 @@ class PlainOutput:
             self._lines = LineTracker()
 
     def _consume(self, length: int) -> None:
-        """Emit the next characters."""
         text = self._reader.text[self._reader.pos : self._reader.pos + length]
         self._reader.pos += length
-        self._say(text)
+        self._emit_answer(text)
 
-    def _say(self, text: str) -> None:
+    def _emit_answer(self, text: str) -> None:
         self._at_output_start = False
         self._answer_begun = self._answer_begun or not text.isspace()
         self._lines.push(text)
         self._emitter.text(text)
 
     def _skip_newlines(self, most: int) -> Reading[None]:
-        """Skip newlines that belong to a marker."""
         reader = self._reader
         while most and not (yield from reader.is_done()) and reader.text[reader.pos] == "\n":
             reader.pos += 1
@@ -265,7 +258,7 @@ class ConstrainedOutput(PlainOutput):
     markers, never in thinking, after text only where the grammar allows it, and quotes make no difference.
     """
 
-    _minds_quotes = False
+    _respects_quotes = False
 
     def __init__(
         self,
@@ -290,20 +283,20 @@ class ConstrainedOutput(PlainOutput):
         )
         self._bare_starts = ()
         self._is_mixed = guarantees.is_mixed
-        self._has_spoken = False
+        self._has_answer_text = False
 
     def _start_markers_in_thinking(self) -> tuple[str, ...]:
         return ()
 
     def _start_markers_that_count(self) -> list[str]:
-        if not self._has_spoken:
+        if not self._has_answer_text:
             return super()._start_markers_that_count()
         return [*self._call_starts] if self._is_mixed or self._emitter.num_calls else []
 
     def _close_thinking(self, end_marker: str) -> Reading[None]:
         yield from super()._close_thinking(end_marker)
-        self._has_spoken = False
+        self._has_answer_text = False
 
-    def _say(self, text: str) -> None:
-        self._has_spoken = True
-        super()._say(text)
+    def _emit_answer(self, text: str) -> None:
+        self._has_answer_text = True
+        super()._emit_answer(text)

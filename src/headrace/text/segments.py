@@ -1,11 +1,11 @@
-"""Where a text may be cut so that its segments come to the same tokens as the whole.
+"""Finds where a text may be cut so that its segments have the same tokens as the whole.
 
-A tokenizer splits a text at added tokens first. It normalises, splits and merges what stands between two of them
+A tokenizer splits a text at added tokens first. It normalises, splits and merges what is between two of them
 separately, so a text may be cut behind such a token, and only there for tokenizers of all kinds. What comes right after
 the token may depend on it: some tokens take white space on their right, and some tokenizers put a space before a
 text. So every segment but the first begins with the token that the segment before ends with.
 
-Not every added token will do. Its spelling must be that token wherever it stands:
+Not every added token will do. Its spelling must be that token everywhere:
 
 - It is matched before the text is normalised, and not only as a whole word.
 - No other token contains its spelling, and none ends as it begins, or else the other one could be found in its place.
@@ -63,14 +63,12 @@ NO_CUTS = Cuts({})
 
 
 def find_cuts(backend: Backend) -> Cuts:
-    """The cuts that are safe for a tokenizer."""
     if backend.encode_special_tokens or _draws(backend.model):
         return NO_CUTS
     return Cuts(_safe_tokens(backend))
 
 
 def _safe_tokens(backend: Backend) -> dict[str, int]:
-    """Spellings and ids of added tokens that a text may be cut behind."""
     added = backend.get_added_tokens_decoder()
     raw = {token.content: token_id for token_id, token in added.items() if not token.normalized}
     texts = [text for text in _apart(raw) if not added[raw[text]].single_word]
@@ -79,14 +77,14 @@ def _safe_tokens(backend: Backend) -> dict[str, int]:
 
 
 def _draws(model: Model) -> bool:
-    """Whether a model's tokens are drawn by lot, as in training."""
+    """Whether a model samples how it splits a text, as in training."""
     if isinstance(model, BPE):
         return bool(model.dropout)
     return isinstance(model, Unigram) and (model.alpha is not None or model.nbest_size is not None)
 
 
 def _apart(spellings: Collection[str]) -> list[str]:
-    """Those that no other one can overlap."""
+    """The spellings that no other one can overlap."""
     joined = "\0".join(spellings)
     ends = {each[start:] for each in spellings for start in range(1, len(each))}
     return [

@@ -67,12 +67,10 @@ class StreamParser:
 
     @property
     def stopped(self) -> bool:
-        """A stop string ended the answer: no more events come."""
         return self._emitter.stopped
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer, or None."""
         return self._emitter.stop_string
 
     @property
@@ -86,11 +84,9 @@ class StreamParser:
 
     @property
     def faults(self) -> tuple[CallFault, ...]:
-        """Faults of calls, each once."""
         return () if self._calls is None else tuple(dict.fromkeys(self._calls.faults))
 
     def push(self, text: str) -> tuple[ParsedEvent, ...]:
-        """Take text; returns the events that it made certain."""
         if not self.stopped:
             self._reader.push(text)
             next(self._reading, None)

@@ -175,13 +175,13 @@ class ChatTemplate:
         source = self._source
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
-        said = request.messages
-        if said and not source.traits.shows_tools and (tools := _shown_tools(request)):
-            said = (tools_note(tools, self._family.call_syntax), *said)
+        given = request.messages
+        if given and not source.traits.shows_tools and (tools := _shown_tools(request)):
+            given = (tools_note(tools, self._family.call_syntax), *given)
         words, thinking = self._family.thinking_words, self._thinking_switch(request)
-        if said and words is not None and thinking is not None:
-            said = with_system_line(said, words[0] if thinking else words[1])
-        messages = normalise(said, source.traits, self._system_notes)
+        if given and words is not None and thinking is not None:
+            given = with_system_line(given, words[0] if thinking else words[1])
+        messages = normalise(given, source.traits, self._system_notes)
         variables = self._variables(request)
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
             assert self._turns is not None
@@ -196,7 +196,6 @@ class ChatTemplate:
         return RenderedPrefixes(rendered, messages, renderer.try_render, self._prefixes, salt)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """The template's variables besides the messages."""
         for name in request.template_options:
             if name in _RESERVED_OPTIONS:
                 raise InvalidRequest(f"{name} can't be set by a template option", param="chat_template_kwargs")
@@ -288,7 +287,6 @@ def _known_effort(effort: str, efforts: tuple[str, ...]) -> str:
 
 
 def _shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools in the prompt's header."""
     return [template_tool(tool) for tool in request.tools if not tool.is_deferred]
 
 

@@ -199,7 +199,6 @@ def _closed_opening(before: str, prompted: str, earlier: str, think_close: str) 
 
 
 def _common_end(texts: Sequence[str | None]) -> str | None:
-    """The common suffix of two texts; None if one is missing."""
     first, second = texts
     if first is None or second is None:
         return None
@@ -207,7 +206,6 @@ def _common_end(texts: Sequence[str | None]) -> str | None:
 
 
 def common_length(first: str | tuple[int, ...], second: str | tuple[int, ...]) -> int:
-    """Length of the common prefix of two texts, or of two prompts."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -50,7 +50,6 @@ class TokenBound:
 
 
 def find_token_bound(backend: Backend) -> TokenBound | None:
-    """The bound of a tokenizer; None if none is certain."""
     if type(backend.model).__name__ != "BPE":
         return None
     normalizers = parts_of(backend.normalizer, "normalizers")

@@ -98,7 +98,6 @@ class Tokenizer:
         return token_ids
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
-        """A lower bound on the tokens of texts, from their length; 0 if this tokenizer has none."""
         return 0 if self._bound is None else self._bound.least_num_tokens(texts)
 
     def encode_mixed(self, runs: Sequence[tuple[str, bool]]) -> EncodedIds:

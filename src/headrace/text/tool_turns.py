@@ -67,7 +67,6 @@ def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def tools_note(tools: Sequence[dict[str, Any]], syntax: CallSyntax | None) -> ChatMessage:
-    """A system message that describes the tools and how to call them."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     form = _LIST if syntax is not None and syntax.asked_as == "list" else _ELEMENTS
     return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=form)),))
@@ -163,7 +162,6 @@ def _with_results_as_text(messages: tuple[ChatMessage, ...], traits: TemplateTra
 
 
 def _one_call_a_turn(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Every call in a separate turn, with its results after it."""
     index = 0
     while index < len(messages):
         message = messages[index]

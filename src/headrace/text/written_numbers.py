@@ -29,7 +29,6 @@ def parse_written(text: str) -> Any:
 
 
 def as_written(rendered: str) -> str:
-    """A rendered text with its numbers as they were written."""
     if _PREFIX not in rendered:
         return rendered
     return _SPELLED.sub(lambda match: _number(match[1]), rendered)

@@ -96,7 +96,7 @@ class Tools:
 
 
 class CallSink:
-    """Takes the calls of one construct (a call or a list of calls) from its machine.
+    """Takes the calls of one construct (a call or a list of calls) from its parser.
 
     A construct is calls as a whole or text as a whole: one undeclared name makes it text, unless calls of it have been
     passed on by then.
@@ -129,7 +129,6 @@ class CallSink:
 
     @property
     def has_complete(self) -> bool:
-        """Whether there are complete calls to pass on."""
         return bool(self.calls) and self.calls[0] is not self.current
 
     def is_json(self, key: str) -> bool:
@@ -159,7 +158,6 @@ class CallSink:
         return self._tools.schema(name)
 
     def write(self, text: str) -> None:
-        """Add JSON text of the call's arguments."""
         self.written = self._reader.safe_pos
         if self.current is not None and self.current.is_declared:
             self.current.pieces.append(text)
@@ -172,12 +170,12 @@ class CallSink:
         yield
 
     def decide(self) -> None:
-        """Decide by the names read so far what the construct is; without any it stays undecided."""
+        """Decide by the names read so far whether the construct is text; without any it stays undecided."""
         if self.is_text is None and self.calls:
             self.is_text = self.has_undeclared
 
     def commit(self) -> None:
-        """Decide that what is being read is what it is so far."""
+        """Decide by what has been read, and pass on even an unfinished call."""
         self.decide()
         self.is_committed = self.current is not None
 
@@ -190,7 +188,6 @@ class CallSink:
         return certain
 
     def drop_current(self) -> None:
-        """What is being read is no call."""
         self.calls = [call for call in self.calls if call is not self.current]
         self.current = None
 

@@ -17,7 +17,7 @@ class TagSyntax:
     key_open, key_end, value_open, value_close: around a parameter; `value_open` is empty where the key's end is enough.
     frame: what belongs to the tags on each side of a value if it is there, a newline at most.
     newline: between two tags, as templates write it.
-    type_flags: what stands before `value_open` for a text and for another value.
+    type_flags: texts before `value_open`, of a text and of another value.
     """
 
     wrapper: tuple[str, str] | None
@@ -41,7 +41,6 @@ class TagSyntax:
         return tuple(tag for tag in whole if tag.startswith("<") and tag.endswith(">"))
 
     def after_key(self, *, is_text: bool) -> str:
-        """The marker between a key and its value."""
         between = self.newline if self.value_open.startswith("<") else ""
         return self.key_end + between + self.type_flags[not is_text] + self.value_open
 
@@ -88,7 +87,6 @@ class CallForm:
     is_clear: bool = True
 
     def without_list(self) -> CallForm:
-        """Calls without the markers around the whole list."""
         return CallForm(self.body, self.lead, join=self.join)
 
 
@@ -111,7 +109,6 @@ class MessageFormat:
 
 
 def json_list(start_marker: str, close: str = "]", lead: str = "[") -> CallForm:
-    """A list of JSON objects."""
     return CallForm(JsonBody('{"name": "', '", "arguments": ', "}"), start_marker, lead=lead, join=", ", close=close)
 
 

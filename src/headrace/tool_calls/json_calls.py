@@ -68,7 +68,6 @@ class LlamaCalls(CallParser):
 
 
 def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:
-    """A list of call objects, or consecutive objects."""
     sink.is_unit = True
     yield from reader.skip_space()
     sink.is_meant = (yield from reader.peek()) in "[{"
@@ -123,7 +122,6 @@ class _CallObject:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the name and the arguments are there."""
         return self._schema is not None and self._has_arguments
 
     def members(self) -> Reading[bool]:
@@ -193,7 +191,7 @@ def read_arguments(reader: Reader, schema: Schema, write: Write, ends: Sequence[
     is_last = not (yield from reader.skip_space())
     if is_last and (not ends or reader.is_cut):
         raise OutOfText
-    if is_last or (yield from _comes_any(reader, ends)) or (yield from take_null(reader)):
+    if is_last or (yield from _comes_next(reader, ends)) or (yield from take_null(reader)):
         write_none(schema, write)
         return
     quote = yield from reader.take_any(JSON.quotes)
@@ -232,8 +230,7 @@ def ignore(text: str) -> None:
     """Discards text."""
 
 
-def _comes_any(reader: Reader, literals: Sequence[str]) -> Reading[bool]:
-    """Whether one of the literals comes next; does not skip it."""
+def _comes_next(reader: Reader, literals: Sequence[str]) -> Reading[bool]:
     start = reader.pos
     found = yield from reader.take_any(literals)
     reader.pos = start

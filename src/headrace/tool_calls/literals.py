@@ -1,4 +1,4 @@
-"""Reads a value spelled as JSON, as Python or in Gemma's way, and writes it as JSON incrementally.
+"""Reads a value spelled as JSON, as Python or as Gemma does, and writes it as JSON incrementally.
 
 Beyond strict JSON it accepts what is unambiguous: bare line breaks in strings, backslashes that escape nothing, `True`
 and `None`, a trailing comma. A schema converts a value of another type where nothing is lost: 4711 is "4711" where a
@@ -30,7 +30,7 @@ _PYTHON_ESCAPES = {
 }  # fmt: skip
 _NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
-MAX_UNTOLD = 1 << 16
+MAX_HELD_TEXT = 1 << 16
 """Characters of a string that is held back until its end, because its meaning is known only then."""
 
 MAX_ZEROS = 400
@@ -95,7 +95,6 @@ class LiteralReader:
             yield from self._scalar(schema)
 
     def mapping(self, schema: Schema) -> Reading[None]:
-        """An object in braces."""
         yield from self._reader.expect("{")
         self._write("{")
         is_first = True
@@ -107,7 +106,6 @@ class LiteralReader:
         self._write("}")
 
     def key(self) -> Reading[str]:
-        """A key and its colon."""
         if (quote := (yield from self._reader.take_any(self._spelling.quotes))) is not None:
             key = yield from self.string_text(quote, _MAX_KEY)
             yield from self._reader.skip_space()
@@ -118,7 +116,7 @@ class LiteralReader:
             raise NotACall("a key without quotes")
         return key
 
-    def string_text(self, quote: str, max_length: int = MAX_UNTOLD) -> Reading[str]:
+    def string_text(self, quote: str, max_length: int = MAX_HELD_TEXT) -> Reading[str]:
         """The text of a string whose opening quote has been read. Raises NotACall for a longer one."""
         pieces: list[str] = []
         yield from self._string_pieces(quote, pieces.append, self._reader.pos + max_length)
@@ -225,7 +223,6 @@ class LiteralReader:
         self._write(json_text)
 
     def _scalar_text(self) -> Reading[str]:
-        """A number or a word, up to its end."""
         ends = ",]})" if not self._spelling.bare else ",]}"
         reader, start = self._reader, self._reader.pos
         while True:

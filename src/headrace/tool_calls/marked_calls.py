@@ -214,6 +214,5 @@ class HarmonyCall(CallParser):
 
 
 def recipient_of(header: str) -> str | None:
-    """The recipient of a message; None for the user."""
     match = _RECIPIENT.search(header)
     return None if match is None else match[1]

@@ -57,7 +57,6 @@ class Reader:
 
     @property
     def ended(self) -> bool:
-        """Whether no more text comes."""
         return self._has_ended and not self._waiting
 
     @property

@@ -1,4 +1,4 @@
-"""What a JSON schema says of a value's types, for parsers and grammars."""
+"""The types of values that a JSON schema allows, for parsers and grammars."""
 
 from __future__ import annotations
 
@@ -115,15 +115,14 @@ class Schema:
                 return Schema(branch["items"], self._root)
         return ANY
 
-    def lists(self, name: str) -> bool:
-        """Whether this property is declared."""
+    def declares(self, name: str) -> bool:
         return any(name in branch.get("properties", ()) for branch in self._branches)
 
     def allows(self, name: str) -> bool:
         """Whether an object may have such a property: it is declared, or undeclared ones are expected."""
-        lists_any = any(branch.get("properties") for branch in self._branches)
+        declares_any = any(branch.get("properties") for branch in self._branches)
         takes_others = any(branch.get("additionalProperties") for branch in self._branches)
-        return self.lists(name) or name in self.required or takes_others or not lists_any
+        return self.declares(name) or name in self.required or takes_others or not declares_any
 
     def _read(self, part: Any, depth: int) -> frozenset[str] | None:
         """The types that a subschema allows; None if they are not known. Adds its branches, inner ones first."""

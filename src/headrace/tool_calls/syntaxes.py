@@ -95,7 +95,7 @@ _GLM = TagSyntax(
     key_open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", value_close="</arg_value>",
     newline=MAYBE_NEWLINE,
 )  # fmt: skip
-# V3.2, and V4 with another wrapper. A flag says whether a value is a string; the parser takes the schema's word for it.
+# V3.2, and V4 with another wrapper. A flag says whether a value is a string; the parser relies on the schema.
 _DSML = TagSyntax(
     wrapper=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     call_open='<｜DSML｜invoke name="', name_end='">', call_close="</｜DSML｜invoke>",
@@ -253,5 +253,4 @@ PROMPTED = SYNTAXES["hermes"]
 
 
 def detect_syntax(chat_template: str) -> CallSyntax | None:
-    """The syntax that the template writes or describes, None if none is known."""
     return next((syntax for syntax in _IN_SEARCH_ORDER if syntax.is_shown_by(chat_template)), None)

@@ -38,14 +38,12 @@ class TagCursor:
         self.reader = reader
 
     def is_at_call(self) -> Reading[bool]:
-        """Whether a call's start marker comes next; does not skip it."""
         start = self.reader.pos
         is_call = yield from self.reader.take(self.syntax.call_open)
         self.reader.pos = start
         return is_call
 
     def open_call(self) -> Reading[str]:
-        """Skip a call's opening and return its name."""
         yield from self.reader.expect(self.syntax.call_open)
         if self.syntax.name_end:
             name = (yield from self.reader.take_until(self.syntax.name_end, MAX_NAME)).strip()
@@ -128,7 +126,6 @@ class TextValue:
         return f"a value is no {' or '.join(sorted(self._schema.types or ()))}" if converted is None else None
 
     def _may_be_other(self) -> bool:
-        """Whether what is held may become a value that is no string."""
         types, begun = self._schema.types, self._held.strip()
         if types is None or types & {"array", "object"}:
             return not begun or begun[0] in "[{" or len(begun) <= _MAX_OTHER
@@ -156,7 +153,7 @@ class ValueEnd:
         self._fits = fits
         self._end_marker = cursor.syntax.value_close
         self._tags = (self._end_marker,) if fits is None else (self._end_marker, cursor.syntax.call_open)
-        self._told = cursor.reader.pos
+        self._passed_on = cursor.reader.pos
         self._depth = 0
         self._doubt: _Doubt | None = None
 
@@ -167,20 +164,20 @@ class ValueEnd:
             at = yield from self._next_tag(search, value)
             if at is None:  # the text ends, or the value was undecided for long enough
                 if self._doubt is None:
-                    self._tell(len(self._reader.text), value)
+                    self._pass_on(len(self._reader.text), value)
                     raise OutOfText
                 if not self._doubt.is_quoted or (len(self._reader.text) <= self._deadline and self._reader.ended):
-                    self._end(self._doubt.at, value)
+                    self._finish(self._doubt.at, value)
                     return
                 self._doubt = None
                 continue
             if self._fits is None:
-                self._end(at, value)
+                self._finish(at, value)
                 return
             is_end_marker = self._reader.text.startswith(self._end_marker, at)
             end = yield from (self._end_marker_at(at) if is_end_marker else self._call_at(at))
             if end is not None:
-                self._end(end, value)
+                self._finish(end, value)
                 return
             search = at + 1
 
@@ -197,7 +194,7 @@ class ValueEnd:
             first = min(found, default=None)
             if self._doubt is None:
                 num_open = max(overlap(reader.text, tag) for tag in tags) if first is None else 0
-                self._tell(len(reader.text) - num_open if first is None else first, value)
+                self._pass_on(len(reader.text) - num_open if first is None else first, value)
             elif (first is None and len(reader.text) > self._deadline + max(map(len, tags))) or (
                 first is not None and first > self._deadline
             ):
@@ -263,18 +260,16 @@ class ValueEnd:
         is_certain = is_last or (yield from reader.take_any(start_markers)) is not None
         return is_closed or is_certain, is_certain
 
-    def _tell(self, end: int, value: TextValue) -> None:
-        """Pass on text up to an index."""
+    def _pass_on(self, end: int, value: TextValue) -> None:
         text = self._reader.text
         # The newline before an end marker belongs to it.
-        if self._syntax.frame and end > self._told and text[end - 1] == self._syntax.frame:
+        if self._syntax.frame and end > self._passed_on and text[end - 1] == self._syntax.frame:
             end -= 1
-        if end > self._told:
-            value.add(text[self._told : end])
-            self._told = self._reader.settled = end
+        if end > self._passed_on:
+            value.add(text[self._passed_on : end])
+            self._passed_on = self._reader.settled = end
 
-    def _end(self, at: int, value: TextValue) -> None:
-        """The value ends at an index; its end marker follows."""
-        self._tell(at, value)
+    def _finish(self, at: int, value: TextValue) -> None:
+        self._pass_on(at, value)
         self._reader.pos = at + len(self._end_marker)
         self._reader.settled = None

@@ -122,11 +122,11 @@ class TagReader:
             raise NotACall("a parameter comes twice")
         self._sink.write(f"{', ' if self._given else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._given.add(key)
-        schema = self._schema.of_property(key) if self._schema.lists(key) else self._unlisted(key)
+        schema = self._schema.of_property(key) if self._schema.declares(key) else self._unlisted(key)
         yield from self._value(schema, is_json=self._sink.is_json(key))
 
     def _unlisted(self, key: str) -> Schema:
-        """The schema of an undeclared parameter: as the tool says of others, else a text."""
+        """The schema of an undeclared parameter: that of additional properties, else a text."""
         schema = self._schema.of_property(key)
         return TEXT if schema is ANY else schema
 
