@@ -17,11 +17,8 @@ from media.test_image import saved
 from PIL import Image
 
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.media import inline
-from headrace.media.addresses import is_public
-from headrace.media.fetch import MediaFetcher
-from headrace.media.inline import read_data_url, split_frames
-from headrace.media.remote import RemoteMedia
+from headrace.media.fetch import MediaFetcher, read_data_url, split_frames
+from headrace.media.remote import RemoteMedia, is_public
 from headrace.types.media import MediaPolicy
 
 PNG = saved(Image.fromarray(picture("hash", (8, 8))), "PNG")
@@ -342,7 +339,7 @@ def test_a_host_that_fails_is_named_as_such() -> None:
 def test_percent_encoded_bytes_are_those_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(8)
     for length in (1, 2, 3, 5, 64 * 1024):
-        monkeypatch.setattr(inline, "_SLICE_CHARACTERS", length)
+        monkeypatch.setattr("headrace.media.fetch._SLICE_CHARACTERS", length)
         for _ in range(100):
             data = "".join(draw.choices(["%41", "%e2", "%", "%4", "b", "é"], k=draw.randrange(30)))
             assert read_data_url(f"data:,{data}", 1000, "image") == unquote_to_bytes(data)

@@ -11,9 +11,8 @@ import pytest
 from media.reference import cases, name, picture, vision_of
 from PIL import Image
 
-from headrace.media.patches import scaled, to_patches
+from headrace.media.patches import scaled, to_patches, video_size
 from headrace.media.prepare import prepare_image
-from headrace.media.scaling import video_size
 from headrace.types.media import MediaLimits
 
 IMAGES = [case for case in cases("pixels") if case["kind"] == "image"]

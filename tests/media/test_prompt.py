@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from media.reference import REFERENCE, cases, from_repeats, from_runs, name, options_of, profile_of
 
-from headrace.media.positions import Block, media_positions
+from headrace.media.patches import PreparedImage, PreparedMedia, PreparedVideo
 from headrace.media.prepare import choose_frames
-from headrace.media.prepared import PreparedImage, PreparedMedia, PreparedVideo
 from headrace.media.profile import VisionProfile
-from headrace.media.prompt import ExpandedPrompt, expand, expanded_length, num_media_tokens
-from headrace.media.sampling import FrameTimes, SampledFrames, group_times, sample
+from headrace.media.prompt import Block, ExpandedPrompt, expand, expanded_length, media_positions, num_media_tokens
+from headrace.media.video import FrameTimes, SampledFrames, group_times, sample
 from headrace.types.media import MediaLimits
 
 VISION_START, VISION_END, IMAGE, VIDEO = 151652, 151653, 151655, 151656

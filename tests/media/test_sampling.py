@@ -11,14 +11,14 @@ from media.reference import cases, from_runs, name, options_of, samples_nothing,
 
 from headrace.families.vision import FrameSampling
 from headrace.media.prepare import choose_frames
-from headrace.media.sampling import (
+from headrace.media.prompt import timestamp_text
+from headrace.media.video import (
     FrameTimes,
     SampledFrames,
     frame_times,
     group_times,
     num_sampled,
     sample,
-    timestamp_text,
 )
 from headrace.types.media import MediaLimits, MediaOptions
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from media.reference import cases, name, vision_of
 
 from headrace.families.vision import PixelRange
-from headrace.media.scaling import image_size, video_size
+from headrace.media.patches import image_size, video_size
 
 
 @pytest.mark.parametrize("case", cases("image"), ids=name)

@@ -18,10 +18,10 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 
 from headrace.errors import UnsupportedField
 from headrace.families.vision import GEMMA4_VISION, VisionTokens
+from headrace.media.patches import size_within_tokens
 from headrace.media.prepare import prepare_image
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import expand
-from headrace.media.scaling import size_within_tokens
 from headrace.types.media import Bidirectional, MediaLimits, MediaOptions
 
 CONFIG: dict[str, Any] = {

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from media.video_files import CODECS, shade, video_file
 
 from headrace.errors import InvalidRequest
-from headrace.media.sampling import FrameTimes
-from headrace.media.video import read_frames, read_outline
+from headrace.media.video import FrameTimes, read_frames, read_outline
 from headrace.types.media import MediaLimits
 
 LIMITS = MediaLimits()

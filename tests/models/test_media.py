@@ -17,7 +17,7 @@ from models.embedding import embed
 
 from headrace.backend import blas, device
 from headrace.backend.kernels import Kernels
-from headrace.media.positions import Block, media_positions
+from headrace.media.prompt import Block, media_positions
 from headrace.models.install import Level, choose_levels
 from headrace.models.load import LoadedModel, load
 from headrace.models.media import inputs_within, row_media

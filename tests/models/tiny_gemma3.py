@@ -18,8 +18,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_vlm.models.gemma3.config import ModelConfig, TextConfig, VisionConfig
 from mlx_vlm.models.gemma3.gemma3 import Model
 
-from headrace.media.digest import pixel_digest
-from headrace.media.patches import to_patches
+from headrace.media.patches import pixel_digest, to_patches
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.types.media import MediaInput, PromptMedia
 

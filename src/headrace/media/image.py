@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -30,16 +32,26 @@ def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
             _check_size(size, max_pixels, param)
     except ValueError as error:
         raise InvalidRequest(f"{param}: {error}", param=param) from error
+    broken = InvalidRequest(f"{param}: the image can't be read or is broken", param=param)
+    too_large = InvalidRequest(f"{param}: the image has more than {max_pixels} pixels", param=param)
+    with decoder_errors_as(broken):
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                _check_size(image.size, max_pixels, param)
+                return _rgb_pixels(ImageOps.exif_transpose(image))
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise too_large from error
+
+
+@contextmanager
+def decoder_errors_as(refusal: InvalidRequest) -> Iterator[None]:
+    """Raise `refusal` for any exception of a decoder: they fail in any way on malformed bytes."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image.size, max_pixels, param)
-            return _rgb_pixels(ImageOps.exif_transpose(image))
+        yield
     except (InvalidRequest, MemoryError):
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InvalidRequest(f"{param}: the image has more than {max_pixels} pixels", param=param) from error
-    except Exception as error:  # decoders fail in any way on malformed bytes
-        raise InvalidRequest(f"{param}: the image can't be read or is broken", param=param) from error
+    except Exception as error:
+        raise refusal from error
 
 
 def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:

@@ -11,12 +11,20 @@ import numpy as np
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.vision import UNKNOWN_VISION, FrameSampling, PatchVision, PixelRange
 from headrace.media.image import decode_image
-from headrace.media.patches import Pixels, scaled, to_patches
-from headrace.media.prepared import PreparedImage, PreparedMedia, PreparedVideo
+from headrace.media.patches import (
+    Pixels,
+    PreparedImage,
+    PreparedMedia,
+    PreparedVideo,
+    Size,
+    image_size,
+    scaled,
+    size_within_tokens,
+    to_patches,
+    video_size,
+)
 from headrace.media.prompt import num_media_tokens
-from headrace.media.sampling import FrameTimes, SampledFrames, group_times, num_sampled, sample
-from headrace.media.scaling import Size, image_size, size_within_tokens, video_size
-from headrace.media.video import read_frames, read_outline
+from headrace.media.video import FrameTimes, SampledFrames, group_times, num_sampled, read_frames, read_outline, sample
 from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
 
 

@@ -1,4 +1,11 @@
-"""Inserts media into a prompt: one placeholder per token."""
+"""Inserts media into a prompt: one placeholder per token, and positions over time, row and column (M-RoPE).
+
+Text has the same position on all three axes. A media block starts at the position after the text before it: its tokens
+have that number plus their time, row and column in the block. The following text continues with the next number unused
+on any axis. This is how the models were trained (arXiv 2409.12191, section 2.1; the first release of each in
+transformers). transformers 5.24 differs for a Qwen2.5-VL video with more time steps than rows or columns: the text
+after it starts within its time, and the answer jumps past it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.families.vision import PatchVision
-from headrace.media.digest import pixel_digest
-from headrace.media.patches import Pixels
-from headrace.media.positions import Block, media_positions
-from headrace.media.prepared import PreparedImage, PreparedMedia, PreparedVideo
+from headrace.media.patches import Pixels, PreparedImage, PreparedMedia, PreparedVideo, pixel_digest
 from headrace.media.profile import VisionProfile
-from headrace.media.sampling import timestamp_text
 from headrace.types.media import MediaInput, PromptMedia
 
 EncodeText = Callable[[str], Sequence[int]]
@@ -67,6 +71,45 @@ def expanded_length(num_tokens: int, grown: Sequence[tuple[int, int]]) -> int:
 def num_media_tokens(grid: tuple[int, int, int], vision: PatchVision) -> int:
     """Placeholders for a grid of patches, timestamps excluded."""
     return grid[0] * grid[1] * grid[2] // vision.merge_size**2
+
+
+def timestamp_text(seconds: float) -> str:
+    """The timestamp before a group of frames."""
+    return f"<{seconds:.1f} seconds>"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Placeholders from `start` on: rows * columns tokens for each of `times`, in steps since the block's start."""
+
+    start: int
+    times: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        """Index after the last placeholder."""
+        return self.start + len(self.times) * self.rows * self.columns
+
+
+def media_positions(num_tokens: int, blocks: Sequence[Block]) -> tuple[npt.NDArray[np.int32], int]:
+    """Positions [3, num_tokens] (time, row, column), and the rope delta added to later tokens' indices.
+
+    blocks: in the prompt's order, without overlap.
+    """
+    positions = np.empty((3, num_tokens), dtype=np.int32)
+    index, counter = 0, 0
+    for block in blocks:
+        num_text = block.start - index
+        positions[:, index : block.start] = np.arange(counter, counter + num_text)
+        counter += num_text
+        inside = np.stack(np.meshgrid(block.times, range(block.rows), range(block.columns), indexing="ij"))
+        positions[:, block.start : block.end] = counter + inside.reshape(3, -1)
+        counter += max(max(block.times) + 1, block.rows, block.columns)
+        index = block.end
+    positions[:, index:] = np.arange(counter, counter + num_tokens - index)
+    return positions, counter - index
 
 
 class _Expansion:

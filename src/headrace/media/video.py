@@ -1,4 +1,4 @@
-"""Reads a video's frame times and decodes some of its frames.
+"""Reads a video's frame times, chooses the frames to take, and decodes these.
 
 Frames are scaled as they are decoded, so memory never exceeds what the model takes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from headrace.errors import InvalidRequest
+from headrace.families.vision import FrameSampling
+from headrace.media.image import decoder_errors_as
 from headrace.media.patches import Pixels
-from headrace.media.sampling import FrameTimes, frame_times
 from headrace.types.media import MediaLimits
 
 # Self-contained formats; playlists and the like, which refer to other files, are excluded.
@@ -51,19 +53,19 @@ def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
 
     Raises InvalidRequest that names `param` for a file that is broken or over the limits.
     """
-    with _opened(data, param) as (container, stream), _decoding(param):
+    with _opened(data, param) as (container, stream), decoder_errors_as(_broken(param)):
         stamps = _packet_stamps(container, stream, limits, param)
         base, rate = stream.time_base, stream.average_rate
         _check_frame(stream.codec_context.width, stream.codec_context.height, limits, param)
     if stamps is None:  # some containers only give the decoding order
-        with _opened(data, param) as (container, stream), _decoding(param):
+        with _opened(data, param) as (container, stream), decoder_errors_as(_broken(param)):
             stamps = [frame.pts for frame in _decoded(container, stream, limits, param) if frame.pts is not None]
     if not stamps or not base:
         raise _broken(param)
     stamps = sorted(set(stamps))
     frames = frame_times([float(stamp * base) for stamp in stamps], float(rate) if rate else None)
     _check_length(frames, limits, param)
-    with _opened(data, param) as (container, stream), _decoding(param):
+    with _opened(data, param) as (container, stream), decoder_errors_as(_broken(param)):
         first = next(_decoded(container, stream, limits, param), None)
     if first is None:
         raise _broken(param)
@@ -99,25 +101,14 @@ def read_frames(
 @contextmanager
 def _opened(data: bytes, param: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The file and its video stream."""
-    with _decoding(param):
+    with decoder_errors_as(_broken(param)):
         container = av.open(io.BytesIO(data), "r", options=_OPTIONS)
     with container:
-        with _decoding(param):
+        with decoder_errors_as(_broken(param)):
             stream = container.streams.best("video")
         if not isinstance(stream, VideoStream):
             raise InvalidRequest(f"{param}: the file holds no video", param=param)
         yield container, stream
-
-
-@contextmanager
-def _decoding(param: str) -> Iterator[None]:
-    """Translate any decoder exception to InvalidRequest."""
-    try:
-        yield
-    except (InvalidRequest, MemoryError):
-        raise
-    except Exception as error:  # decoders fail in any way on malformed bytes
-        raise _broken(param) from error
 
 
 def _packet_stamps(container: InputContainer, stream: VideoStream, limits: MediaLimits, param: str) -> list[int] | None:
@@ -144,7 +135,7 @@ def _packet_stamps(container: InputContainer, stream: VideoStream, limits: Media
 def _decoded(container: InputContainer, stream: VideoStream, limits: MediaLimits, param: str) -> Iterator[VideoFrame]:
     frames = container.decode(stream)
     for number in itertools.count():
-        with _decoding(param):
+        with decoder_errors_as(_broken(param)):
             frame = next(frames, None)
         if frame is None:
             return
@@ -158,7 +149,7 @@ def _upright(frame: VideoFrame, param: str) -> Pixels:
     """RGB pixels as a player shows them: phones store frames in sensor orientation."""
     if frame.is_corrupt:
         raise _broken(param)
-    with _decoding(param):
+    with decoder_errors_as(_broken(param)):
         pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
     quarters = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
@@ -184,3 +175,86 @@ def _too_many(limits: MediaLimits, param: str) -> InvalidRequest:
 
 def _broken(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: the video can't be read, is broken or truncated", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTimes:
+    """When a video's frames are shown.
+
+    rate: mean frames per second.
+    times: of each frame in seconds, rising, if the rate varies; None: frame i is shown at i / rate.
+    """
+
+    num_frames: int
+    rate: float
+    times: tuple[float, ...] | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first frame's start to the last one's end."""
+        return self.num_frames / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFrames:
+    """indices: of the sampled frames, non-decreasing. times: the time of each in seconds."""
+
+    indices: tuple[int, ...]
+    times: tuple[float, ...]
+
+
+def frame_times(shown: Sequence[float], declared_rate: float | None) -> FrameTimes:
+    """When frames are shown, from their times in seconds in rising order; at least one.
+
+    The declared rate is used if every frame is within half a frame of it; otherwise the measured rate.
+    """
+    first, num_frames = shown[0], len(shown)
+    measured = (num_frames - 1) / (shown[-1] - first) if shown[-1] > first else None
+    for rate in (declared_rate, measured):
+        if rate and all(abs((time - first) * rate - index) < 0.5 for index, time in enumerate(shown)):
+            return FrameTimes(num_frames, rate)
+    if measured is None:  # a single moment of unknown duration
+        return FrameTimes(num_frames, declared_rate or 1.0)
+    return FrameTimes(num_frames, measured, tuple(time - first for time in shown))
+
+
+def num_sampled(num_frames: int, rate: float, sampling: FrameSampling, multiple_of: int = 1) -> int:
+    """Number of frames to sample: `fps` per second, within the limits, at most all.
+
+    The order of operations, which decides rounding, is that of transformers.
+    multiple_of: rounded down to such a number, unless that leaves nothing.
+    """
+    wanted = int(num_frames / rate * sampling.fps)
+    num_samples = min(max(wanted, sampling.min_frames), sampling.max_frames, num_frames)
+    return num_samples // multiple_of * multiple_of or num_samples
+
+
+def sample(frames: FrameTimes, num_samples: int, *, with_last: bool = True) -> SampledFrames:
+    """Evenly spaced frames from the first to the last, or without the last to the start of the last part.
+
+    With a constant rate by index, rounded half to even, or down without the last. Otherwise by time: the frame shown at
+    each moment, so that a long still scene gets its share; the moment becomes the timestamp.
+    """
+    if frames.times is None:
+        indices = _indices(frames.num_frames, num_samples, with_last)
+        return SampledFrames(indices, tuple(index / frames.rate for index in indices))
+    times = frames.times
+    moments = np.linspace(0.0, times[-1], num_samples, endpoint=with_last).tolist()
+    return SampledFrames(tuple(bisect_right(times, moment) - 1 for moment in moments), tuple(moments))
+
+
+def _indices(num_frames: int, num_samples: int, with_last: bool) -> tuple[int, ...]:
+    if with_last:
+        return tuple(np.linspace(0, num_frames - 1, num_samples).round().astype(int).tolist())
+    # In single precision, as torch.arange: small shortfalls decide rounding.
+    starts = (np.arange(num_samples) * (num_frames / num_samples)).astype(np.float32)
+    return tuple(starts.astype(int).tolist())
+
+
+def group_times(times: Sequence[float], group_size: int) -> tuple[float, ...]:
+    """Seconds of each group of `group_size` frames: the mean of its first and last frame.
+
+    The last frame is repeated to fill the last group.
+    """
+    padded = [*times, *[times[-1]] * (-len(times) % group_size)]
+    return tuple((padded[start] + padded[start + group_size - 1]) / 2 for start in range(0, len(padded), group_size))

@@ -12,8 +12,7 @@ from headrace.cancellation import run_in_thread
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.lru_cache import LruCache
 from headrace.media.decoder import MAX_DECODERS, MediaDecoder
-from headrace.media.fetch import MediaFetcher
-from headrace.media.inline import split_frames
+from headrace.media.fetch import MediaFetcher, split_frames
 from headrace.media.prepare import MediaFiles
 from headrace.media.prompt import expanded_length
 from headrace.session.helper_gate import HelperGate

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from headrace.engine.engine import load_processor
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.media.decoder import MediaDecoder
-from headrace.media.digest import pixel_digest
-from headrace.media.patches import Pixels
+from headrace.media.patches import Pixels, pixel_digest
 from headrace.media.prepare import MediaFiles, prepare, read_pictures
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import EncodeText, ExpandedPrompt, expand, num_media_tokens
