@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from headrace.state.layer import LayerCost, LayerRecord
 
@@ -34,58 +34,60 @@ class ModuleRecord(LayerRecord):
         return cache_arrays(self.cache)
 
 
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A cache from before a window, and those of the window's inputs that it is to be fed again."""
+
+    cache: Any
+    inputs: mx.array
+    feed: Feed
+
+
 class ModuleState:
-    """Opaque: a cache, and while a window is open the cache from before it and the window's inputs."""
+    """Opaque: a cache, and after a window with dropped tokens what it is replayed from."""
 
     is_sliceable = False
 
     def __init__(self, cache: Any) -> None:
-        self.noted: dict[int, LayerRecord] = {}
+        self.snapshots: dict[int, LayerRecord] = {}
         self._cache = cache
-        self._before: Any = None
-        self._inputs: mx.array | None = None
-        self._feed: Feed | None = None
+        self._replay: _Replay | None = None
 
     def run(
-        self, feed: Feed, inputs: mx.array, num_certain: int, start: int = 0, marks: Sequence[int] = ()
+        self, feed: Feed, inputs: mx.array, num_certain: int, start: int = 0, snapshot_points: Sequence[int] = ()
     ) -> mx.array:
         """Feed a window `[1, n, ...]`, of which the first `num_certain` tokens can't be dropped.
 
-        start: how many tokens came before. marks: lengths inside the certain tokens at which to note a record.
+        start: how many tokens came before. snapshot_points: lengths inside the certain tokens.
         """
         self._settle()
-        if num_certain < inputs.shape[1]:
-            self._before, self._inputs, self._feed = copy.deepcopy(self._cache), inputs, feed
+        # a second reference to a cache's arrays would make the module copy them, so none is held of one that is trimmed
+        if num_certain < inputs.shape[1] and not _trims(self._cache):
+            self._replay = _Replay(copy.deepcopy(self._cache), inputs, feed)
         outputs, done = [], 0
-        for mark in marks:
-            outputs.append(feed(self._cache, inputs[:, done : mark - start]))
-            self.noted[mark] = ModuleRecord(copy.deepcopy(self._cache))
-            done = mark - start
+        for length in snapshot_points:
+            outputs.append(feed(self._cache, inputs[:, done : length - start]))
+            self.snapshots[length] = ModuleRecord(copy.deepcopy(self._cache))
+            done = length - start
         outputs.append(feed(self._cache, inputs[:, done:]))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens of the window."""
-        num_dropped = num_window - num_kept
-        if num_dropped == 0:
-            self._forget_window()
-        elif _trims(self._cache):
-            _trim(self._cache, num_dropped)
-            self._forget_window()
+        if num_kept == num_window:
+            self._replay = None
+        elif self._replay is None:
+            _trim(self._cache, num_window - num_kept)
         else:
-            assert self._inputs is not None
-            self._inputs = self._inputs[:, :num_kept]
-
-    def _forget_window(self) -> None:
-        self._before = self._inputs = self._feed = None
+            self._replay = replace(self._replay, inputs=self._replay.inputs[:, :num_kept])
 
     def _settle(self) -> None:
         """Replay the accepted part of a window that was cut."""
-        if self._inputs is not None and self._feed is not None:
-            self._cache = self._before
-            if self._inputs.shape[1]:
-                self._feed(self._cache, self._inputs)
-            self._forget_window()
+        if self._replay is not None:
+            self._cache = self._replay.cache
+            if self._replay.inputs.shape[1]:
+                self._replay.feed(self._cache, self._replay.inputs)
+            self._replay = None
 
     def checkpoint(self, length: int) -> ModuleRecord:
         """Replay, then copy."""
@@ -95,7 +97,7 @@ class ModuleState:
     def restore(self, record: ModuleRecord, length: int) -> None:
         """Continue from a copy of the record."""
         self._cache = copy.deepcopy(record.cache)
-        self._forget_window()
+        self._replay = None
 
     def cost(self) -> LayerCost:
         """The cache's bytes: per token for caches of keys and values, fixed for all others."""
@@ -109,9 +111,9 @@ class ModuleState:
         return LayerCost(fixed, per_token, max_tokens=windows.pop() if len(windows) == 1 else None)
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays of the caches and the stashed inputs."""
-        stashed = (*cache_arrays(self._before), self._inputs) if self._inputs is not None else ()
-        return (*cache_arrays(self._cache), *stashed)
+        """The arrays of the caches and the inputs to replay."""
+        replayed = () if self._replay is None else (*cache_arrays(self._replay.cache), self._replay.inputs)
+        return (*cache_arrays(self._cache), *replayed)
 
 
 def token_by_token(feed: Feed, cache: Any, inputs: mx.array) -> mx.array:
@@ -128,9 +130,10 @@ def cache_arrays(cache: Any) -> tuple[mx.array, ...]:
 def _trims(cache: Any) -> bool:
     """Whether the last tokens of an mlx-lm cache, or of all in a list, can be dropped.
 
-    Only caches that keep every token: others say so too (`is_trimmable`), but may have let old tokens go by then.
+    Others than KVCache say so too (`is_trimmable`), but may have let old tokens go by then, or keep the dropped ones:
+    ConcatenateKVCache puts new tokens after them.
     """
-    return all(type(part) in (KVCache, ConcatenateKVCache) for one in _as_list(cache) for part in caches_in(one))
+    return all(type(part) is KVCache for one in _as_list(cache) for part in caches_in(one))
 
 
 def _trim(cache: Any, num_tokens: int) -> None:
