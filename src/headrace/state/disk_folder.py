@@ -13,8 +13,8 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -63,15 +63,17 @@ class DiskFolder:
     def _write_key(self) -> None:
         """Write a key, unless another server does at the same time."""
         if self._key is None:
-            for file in self.files():  # made with a key that is lost
-                self.remove(file.name)
-        part = self._part(_KEY)
-        try:
-            with _create(part) as opened:
-                opened.write(self._key or secrets.token_bytes(KEY_BYTES))
-            _give_name(part, self.path / _KEY)
-        finally:
-            part.unlink(missing_ok=True)
+            for stored in self.files():  # made with a key that is lost
+                self.remove(stored.name)
+        with self._unfinished(_KEY) as (file, part):
+            file.write(self._key or secrets.token_bytes(KEY_BYTES))
+            file.flush()
+            try:
+                os.link(part, self.path / _KEY)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links
+                part.replace(self.path / _KEY)
 
     def key(self) -> bytes:
         """The key for digests and signatures, common to all servers of the folder. Raises OSError."""
@@ -93,7 +95,7 @@ class DiskFolder:
                 raise OSError(errno.EINVAL, "not a regular file")
             if mode & 0o077:
                 os.fchmod(number, 0o600)
-        except BaseException:
+        except OSError:
             file.close()
             raise
         return file
@@ -154,20 +156,26 @@ class DiskFolder:
     def write(self, name: str, write: Callable[[BinaryIO], None]) -> int:
         """Write a file atomically under its name; returns its bytes. Raises OSError."""
         self.create()
+        with self._unfinished(name) as (file, part):
+            with suppress(OSError):  # on a file system without locks a crash may leave the file
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write(file)
+            num_bytes = file.tell()
+            part.replace(self.path / name)
+        self._sync()
+        return num_bytes
+
+    @contextmanager
+    def _unfinished(self, name: str) -> Iterator[tuple[BinaryIO, Path]]:
+        """A new private file with a temporary name, which it loses with the block. Raises OSError."""
         part = self._part(name)
+        part.unlink(missing_ok=True)
         try:
-            with _create(part) as file:
-                with suppress(OSError):  # a file system without locks: what a crash leaves there has to be looked for
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                write(file)
-                num_bytes = file.tell()
-                part.replace(self.path / name)
-            self._sync()
-        except BaseException:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                yield file, part
+        finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-            raise
-        return num_bytes
 
     def _part(self, name: str) -> Path:
         return self.path / f".{name}.{os.getpid()}-{threading.get_ident()}.part"
@@ -194,19 +202,3 @@ class DiskFolder:
         except OSError:
             return False
         return True
-
-
-def _create(path: Path) -> BinaryIO:
-    """A new private file, replacing whatever had its name. Raises OSError."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _give_name(part: Path, path: Path) -> None:
-    """Give a file its name, unless one has it already. Raises OSError."""
-    try:
-        os.link(part, path)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without hard links
-        part.replace(path)
