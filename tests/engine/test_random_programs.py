@@ -156,7 +156,7 @@ class World:
                 continue
             if live.in_prompt:
                 num_junk, num_certain = 0, end - start
-            marks = self.pool.marks(live.request.request_id, start, end) if live.in_prompt else ()
+            marks = self.pool.snapshot_points(live.request.request_id, start, end) if live.in_prompt else ()
             certain = min(num_certain, end - start)
             live.state.begin(end - start + num_junk, certain, tuple(mark for mark in marks if mark < end))
             rows.append((live, end - start, num_junk, marks))

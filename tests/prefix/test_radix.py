@@ -7,7 +7,7 @@ from hashlib import sha256
 import pytest
 from prefix.made_up import HERE, THERE, MadeUpStore, Shelf, made_up_tokens
 
-from headrace.prefix.key import MediaSpan, cache_key
+from headrace.prefix.key import MediaKey, cache_key
 from headrace.prefix.node import Mismatch, Piece
 from headrace.prefix.radix import PrefixTree
 
@@ -90,7 +90,7 @@ def test_the_third_of_a_longer_b_and_a_again_finds_what_the_first_left() -> None
 def test_a_system_prompt_is_shared_and_two_images_are_not() -> None:
     text, placeholders = A[:300], (151_655,) * 64
     cat, dog = (
-        cache_key(text + placeholders + B, [MediaSpan(300, 364, sha256(name).digest())]) for name in (b"cat", b"dog")
+        cache_key(text + placeholders + B, [MediaKey(300, 364, sha256(name).digest())]) for name in (b"cat", b"dog")
     )
     shelf = dense()
     shelf.put(cat)

@@ -30,21 +30,21 @@ def match_of(*stored: tuple[tuple[int, ...], list[int]], prompt: tuple[int, ...]
 
 
 def plan(match: Match, boundaries: tuple[Boundary, ...] = TURNS, most: int = 9) -> RestorePlan:
-    return plan_restore(match, boundaries, needs_snapshots=True, max_marks=most)
+    return plan_restore(match, boundaries, needs_snapshots=True, max_snapshots=most)
 
 
 def test_a_cold_prompt_is_marked_at_all_its_boundaries() -> None:
     cold = plan(match_of())
-    assert cold.marks == (200, 400, 600, 800, 990)
+    assert cold.snapshot_points == (200, 400, 600, 800, 990)
 
 
 def test_a_warm_prompt_is_marked_behind_its_beginning_only() -> None:
     warm = plan(match_of((KEY, [200, 600])))
-    assert warm.marks == (800, 990)
+    assert warm.snapshot_points == (800, 990)
 
 
 @pytest.mark.parametrize(
-    ("most", "marks"),
+    ("most", "points"),
     [
         (0, ()),
         (1, (990,)),
@@ -54,50 +54,52 @@ def test_a_warm_prompt_is_marked_behind_its_beginning_only() -> None:
         (5, (200, 600, 700, 800, 990)),
     ],
 )
-def test_the_best_marks_are_taken_when_there_are_too_many(most: int, marks: tuple[int, ...]) -> None:
+def test_the_best_snapshot_points_are_taken_when_there_are_too_many(most: int, points: tuple[int, ...]) -> None:
     match = match_of((KEY[:700] + OTHER, [1700]))
     assert match.branch_point == 700
-    assert plan(match, TURNS, most=most).marks == marks
+    assert plan(match, TURNS, most=most).snapshot_points == points
 
 
 def test_a_junction_close_behind_a_boundary_counts_as_the_boundary() -> None:
     match = match_of((KEY[:405] + OTHER, [1405]))
     assert match.branch_point == 405
-    assert plan(match).marks == (200, 400, 600, 800, 990)
-    assert plan(match, most=2).marks == (400, 990)
+    assert plan(match).snapshot_points == (200, 400, 600, 800, 990)
+    assert plan(match, most=2).snapshot_points == (400, 990)
 
 
 def test_a_junction_close_behind_the_restored_state_is_left_out() -> None:
     match = match_of((KEY[:405] + OTHER, [400, 1405]))
     assert (match.num_tokens, match.branch_point) == (400, 405)
-    assert plan(match, TURNS[-1:]).marks == (990,)
+    assert plan(match, TURNS[-1:]).snapshot_points == (990,)
 
 
 def test_no_mark_is_where_a_snapshot_lies_already() -> None:
     match = match_of((KEY, [200, 1000]))
     assert match.snapshot_lengths == (1000,)
-    assert plan(match, (Boundary(1000, PROMPT),)).marks == (999,)  # the branch_point serves the same prompt next time
+    assert plan(match, (Boundary(1000, PROMPT),)).snapshot_points == (
+        999,
+    )  # the branch_point serves the same prompt next time
 
 
 def test_a_prompt_without_its_own_boundary_is_marked_before_its_last_token() -> None:
-    assert plan(match_of(), ()).marks == (999,)
-    assert plan(match_of(), TURNS[:2]).marks == (200, 400, 999)
-    assert plan(match_of(), TURNS[:2], most=1).marks == (999,)
-    assert plan(match_of((KEY, [999])), ()).marks == ()
-    assert plan(match_of((KEY[:983], [983])), ()).marks == (999,)
-    assert plan(match_of((KEY[:984], [984])), ()).marks == ()
-    assert plan(match_of(prompt=KEY[:1]), ()).marks == ()
+    assert plan(match_of(), ()).snapshot_points == (999,)
+    assert plan(match_of(), TURNS[:2]).snapshot_points == (200, 400, 999)
+    assert plan(match_of(), TURNS[:2], most=1).snapshot_points == (999,)
+    assert plan(match_of((KEY, [999])), ()).snapshot_points == ()
+    assert plan(match_of((KEY[:983], [983])), ()).snapshot_points == (999,)
+    assert plan(match_of((KEY[:984], [984])), ()).snapshot_points == ()
+    assert plan(match_of(prompt=KEY[:1]), ()).snapshot_points == ()
     # one that is made ready to go on ends with a message, from which the next one starts
     for end in (984, 1000):
-        assert plan(match_of(), (Boundary(end, MESSAGE),)).marks == (end,)
-    assert plan(match_of(), (Boundary(983, MESSAGE),)).marks == (983, 999)
+        assert plan(match_of(), (Boundary(end, MESSAGE),)).snapshot_points == (end,)
+    assert plan(match_of(), (Boundary(983, MESSAGE),)).snapshot_points == (983, 999)
 
 
 def test_a_prompt_of_a_model_with_sliceable_layers_only_has_no_marks() -> None:
     shelf = Shelf(has_spans=True, needs_snapshots=False)
     shelf.put(KEY[:500])
     made = plan_restore(shelf.find(KEY), TURNS, needs_snapshots=False)
-    assert made.marks == ()
+    assert made.snapshot_points == ()
 
 
 def test_marks_beyond_the_prompt_are_refused() -> None:

@@ -142,7 +142,7 @@ def test_random_programs_equal_token_by_token(kind: str, program: list[tuple]) -
 def test_a_state_put_together_from_parts_goes_on_as_if_never_left(
     kind: str, chunks: list[int], marks: set[int], cut: int
 ) -> None:
-    """Spans of keys, cut anywhere, and a snapshot noted in the middle of a chunk."""
+    """Spans of keys, cut anywhere, and a snapshot taken in the middle of a chunk."""
     sequence = Sequence(packed(kind))
     snapshots: dict[int, SequenceRecord] = {}
     for num_tokens in chunks:
@@ -151,7 +151,7 @@ def test_a_state_put_together_from_parts_goes_on_as_if_never_left(
         if start == end:
             break
         inside = tuple(sorted(mark for mark in marks if start < mark < end))
-        sequence.state.begin(end - start, marks=inside)
+        sequence.state.begin(end - start, snapshot_points=inside)
         logits = sequence.model.forward([Row(sequence.state, SENTENCE[start:end])], [end - start - 1])
         mx.eval(logits, sequence.state.arrays())
         snapshots.update(sequence.state.take_snapshots())

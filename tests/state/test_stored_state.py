@@ -47,7 +47,7 @@ class Fixed:
 
     def __init__(self, record: LayerRecord) -> None:
         self._record = record
-        self.noted: dict[int, LayerRecord] = {}
+        self.snapshots: dict[int, LayerRecord] = {}
 
     def checkpoint(self, length: int) -> LayerRecord:
         return self._record

@@ -1,8 +1,8 @@
 """The prefix cache with its states: what prompts leave for later ones.
 
-A stage before the start of a request: `prepare` finds the cached prefix. The runner restores it, takes snapshots where
-`marks` says, and hands over what a sequence has computed when its prompt is done and when its row is freed. All of that
-happens between steps, on the engine's thread.
+A stage before the start of a request: `prepare` finds the cached prefix. The runner restores it, takes snapshots at
+`snapshot_points`, and hands over what a sequence has computed when its prompt is done and when its row is freed. All of
+that happens between steps, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headrace.prefix.key import MediaSpan, Namespace, cache_key, common_length
+from headrace.prefix.key import MediaKey, Namespace, cache_key, common_length
 from headrace.prefix.node import Match, Piece
 from headrace.prefix.radix import PrefixTree
 from headrace.prefix.restore import plan_restore
@@ -51,7 +51,7 @@ class _Prompt:
     """A request whose prompt is being computed.
 
     lookup: with the match locked.
-    marks: lengths at which snapshots are still to be taken.
+    snapshot_points: lengths at which snapshots are still to be taken.
     num_computed: tokens given to the runner.
     counts: whether it counts as a lookup, once it begins.
     snapshots, spans: copies of what it has computed that are not in the tree yet.
@@ -59,7 +59,7 @@ class _Prompt:
     """
 
     lookup: Lookup
-    marks: set[int]
+    snapshot_points: set[int]
     num_computed: int
     counts: bool
     snapshots: dict[int, SequenceRecord] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class PrefixCache:
     def leave_out(self, request_id: str) -> None:
         """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
 
-    def marks(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
+    def snapshot_points(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
         """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
         return ()
 
@@ -152,7 +152,7 @@ class PrefixPool(PrefixCache):
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
         namespace = Namespace(self._weights, salt=request.cache_salt)
         media = request.media.inputs if request.media is not None else ()
-        key = cache_key(request.prompt, [MediaSpan(each.start, each.end, each.digest) for each in media])
+        key = cache_key(request.prompt, [MediaKey(each.start, each.end, each.digest) for each in media])
         # log-probabilities of prompt tokens need every token's logits
         limit = 0 if request.num_prompt_logprobs is not None else len(key) - 1
         lookup = Lookup(namespace, key, self._tree.match(namespace, key, limit))
@@ -162,7 +162,7 @@ class PrefixPool(PrefixCache):
         restore = plan_restore(match, request.boundaries, needs_snapshots=self.needs_snapshots)
         self._tree.lock(match)
         counts = request.priority < IDLE_PRIORITY
-        self._prompts[request.request_id] = _Prompt(lookup, set(restore.marks), match.num_tokens, counts)
+        self._prompts[request.request_id] = _Prompt(lookup, set(restore.snapshot_points), match.num_tokens, counts)
         return replace(plan, num_cached=match.num_tokens, reuse=restore.report)
 
     def still_waits(self, request_id: str) -> bool:
@@ -178,8 +178,8 @@ class PrefixPool(PrefixCache):
             common = min(common_length(other.lookup.key, lookup.key), match.limit)
             if self.needs_snapshots:
                 if common > other.num_computed:
-                    other.marks.add(common)
-                taken = {length for length in other.snapshots.keys() | other.marks if length <= common}
+                    other.snapshot_points.add(common)
+                taken = {length for length in other.snapshots.keys() | other.snapshot_points if length <= common}
                 common = max(taken, default=0)
             if common - match.num_tokens >= WAIT_TOKENS:
                 return True
@@ -223,20 +223,20 @@ class PrefixPool(PrefixCache):
     def leave_out(self, request_id: str) -> None:
         prompt = self._prompts[request_id]
         prompt.is_done = prompt.is_sparse = True
-        prompt.marks.clear()
+        prompt.snapshot_points.clear()
 
-    def marks(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
+    def snapshot_points(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
         prompt = self._prompts[request_id]
         if not prompt.has_begun:  # not before: a waiting request may be looked up again and again
             prompt.has_begun = True
             self._tree.use(prompt.lookup.match, counts=prompt.counts)
         prompt.num_computed = max(prompt.num_computed, end)
-        return tuple(sorted(mark for mark in prompt.marks if start < mark <= end))
+        return tuple(sorted(length for length in prompt.snapshot_points if start < length <= end))
 
     def keep(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
         prompt = self._prompts[request_id]
         prompt.snapshots.update(snapshots)
-        prompt.marks -= snapshots.keys()
+        prompt.snapshot_points -= snapshots.keys()
 
     def copy(self, request_id: str, state: SequenceState) -> None:
         prompt = self._prompts[request_id]

@@ -198,8 +198,8 @@ class Runner:
         if ahead is not None:
             return replace(window, ahead=ahead, is_committed=True)
         num_certain = len(chunk.token_ids)
-        marks = tuple([mark for mark in self._marks(chunk) if mark < chunk.start + num_certain])
-        live.state.begin(window.num_tokens, num_certain, marks)
+        points = tuple([each for each in self._snapshot_points(chunk) if each < chunk.start + num_certain])
+        live.state.begin(window.num_tokens, num_certain, points)
         return window
 
     def _new(self, request: GenerationRequest) -> LiveSequence:
@@ -225,11 +225,11 @@ class Runner:
         assert self._constraints is not None, "the engine refuses constraints that it has no factory for"
         return self._constraints.begin(request.constraint, request.stop_token_ids)
 
-    def _marks(self, chunk: Chunk) -> tuple[int, ...]:
+    def _snapshot_points(self, chunk: Chunk) -> tuple[int, ...]:
         """Lengths up to the chunk's end at which a prompt leaves snapshots."""
         if chunk.output_index > 0:
             return ()
-        return self._prefixes.marks(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
+        return self._prefixes.snapshot_points(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
     def _compute(self, windows: Sequence[Window]) -> list[Outcome]:
         """At most one forward and one wait for the device."""
@@ -340,7 +340,7 @@ class Runner:
 
     def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
         """Hand over copies of what a chunk of a prompt has computed; they are stored once a token is drawn."""
-        if live.state.length in self._marks(chunk):
+        if live.state.length in self._snapshot_points(chunk):
             snapshots[live.state.length] = live.state.snapshot()
         self._prefixes.keep(chunk.request_id, snapshots)
         if chunk.samples:

@@ -162,7 +162,7 @@ class PackedModel:
         if self._compiled is None:
             # rows may share arrays
             return list({id(array): array for row in rows for array in row.state.arrays()}.values())
-        found = [array for row in rows if row.state.marks for array in row.state.noted_arrays()]
+        found = [array for row in rows if row.state.snapshot_points for array in row.state.snapshot_arrays()]
         if self._adapters.tap.keeps_hidden:
             found += [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]
         return found
@@ -276,7 +276,7 @@ class PackedModel:
         """Put the rows' hidden rows into their states, for a prediction head to read."""
         for span in step.spans:
             rows = span.state.layer(self.hidden_key, HiddenState)
-            rows.write(span.start, hidden, span.state.marks, span.lo, span.hi)
+            rows.write(span.start, hidden, span.state.snapshot_points, span.lo, span.hi)
             # asked for inside the window, so that what was restored of the head's entries is taken over with the rest
             span.state.full_attention(self.head_key, first=1)
 
@@ -330,7 +330,7 @@ class PackedModel:
 
 def _is_window(row: Row) -> bool:
     """As `mixers.fused.is_window`, but rows with a recorder go with the chunks."""
-    return len(row.token_ids) <= LONGEST_WINDOW and not row.state.marks and row.recorder is None
+    return len(row.token_ids) <= LONGEST_WINDOW and not row.state.snapshot_points and row.recorder is None
 
 
 def _placed(row: Row) -> RowMedia | None:

@@ -25,7 +25,7 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True)
-class MediaSpan:
+class MediaKey:
     """The placeholder tokens `start` to `end` of one media item.
 
     digest: of the item's whole content and everything else that decides its embeddings, at least 16 bytes.
@@ -36,7 +36,7 @@ class MediaSpan:
     digest: bytes
 
 
-def cache_key(token_ids: Sequence[int], media: Sequence[MediaSpan] = ()) -> tuple[int, ...]:
+def cache_key(token_ids: Sequence[int], media: Sequence[MediaKey] = ()) -> tuple[int, ...]:
     """The prompt's tokens, with media placeholders replaced by numbers unique to the item and its position.
 
     Text before an item has the same key as without the item; two different items never agree. Media numbers are
@@ -63,7 +63,7 @@ def cache_key(token_ids: Sequence[int], media: Sequence[MediaSpan] = ()) -> tupl
     return (*parts, *key[len(parts) :])
 
 
-def _media_numbers(span: MediaSpan, key: tuple[int, ...]) -> list[int]:
+def _media_numbers(span: MediaKey, key: tuple[int, ...]) -> list[int]:
     """One number per placeholder. Their count is hashed too: an item scaled differently has another count."""
     item = blake2b(span.digest, digest_size=NUM_DIGEST_BYTES)
     item.update(b"/%d" % (span.end - span.start))

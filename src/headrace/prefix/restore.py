@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.prefix.node import Match, Mismatch
 from headrace.types.request import Boundary, BoundaryKind
 
-MAX_MARKS = 6
+MAX_SNAPSHOTS = 6
 """Snapshots taken in one prefill. A snapshot of a hybrid model is as large as the keys and values of some thousand
 tokens, and one turn brings few new positions worth one."""
 BRANCH_POINT_TOKENS = 16
@@ -28,13 +28,13 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """marks: lengths at which to take snapshots, rising.
+    """snapshot_points: lengths at which to take snapshots, rising.
 
     report: how much of the prompt is reused, and where and why it differs from what is stored: one line for the log and
     the status page. It quotes no tokens.
     """
 
-    marks: tuple[int, ...]
+    snapshot_points: tuple[int, ...]
     report: str
 
 
@@ -43,20 +43,20 @@ def plan_restore(
     boundaries: Sequence[Boundary],
     *,
     needs_snapshots: bool,
-    max_marks: int = MAX_MARKS,
+    max_snapshots: int = MAX_SNAPSHOTS,
 ) -> RestorePlan:
     """The plan for a prompt.
 
     boundaries: of the prompt, rising.
-    needs_snapshots: whether the model has windowed or opaque layers; otherwise there are no marks. Raises ValueError
-    for a boundary or mark beyond the prompt.
+    needs_snapshots: whether the model has windowed or opaque layers; otherwise there are no snapshot points.
+    Raises ValueError for a boundary beyond the prompt.
     """
     boundaries = tuple(boundaries)
     for length in (boundary.num_tokens for boundary in boundaries):
         if not 0 <= length <= match.num_prompt_tokens:
-            raise ValueError(f"a mark at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
-    marks = _marks(match, boundaries, max_marks) if needs_snapshots else ()
-    return RestorePlan(marks, _report(match, boundaries))
+            raise ValueError(f"a boundary at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
+    points = _snapshot_points(match, boundaries, max_snapshots) if needs_snapshots else ()
+    return RestorePlan(points, _report(match, boundaries))
 
 
 def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
@@ -74,13 +74,13 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
     return report
 
 
-def _marks(match: Match, boundaries: tuple[Boundary, ...], max_marks: int) -> tuple[int, ...]:
-    """The best `max_marks` lengths that have no snapshot yet."""
+def _snapshot_points(match: Match, boundaries: tuple[Boundary, ...], max_snapshots: int) -> tuple[int, ...]:
+    """The best `max_snapshots` lengths that have no snapshot yet."""
     chosen: list[int] = []
-    for mark in _by_value(match, boundaries):
-        if mark > match.num_tokens and mark not in match.snapshot_lengths and mark not in chosen:
-            chosen.append(mark)
-    return tuple(sorted(chosen[:max_marks]))
+    for length in _by_value(match, boundaries):
+        if length > match.num_tokens and length not in match.snapshot_lengths and length not in chosen:
+            chosen.append(length)
+    return tuple(sorted(chosen[:max_snapshots]))
 
 
 def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
@@ -103,8 +103,8 @@ def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:
 
 
 def _before_last_token(match: Match, places: list[int]) -> list[int]:
-    mark = match.num_prompt_tokens - 1
-    return [mark] if mark - max(places) >= REPEAT_TOKENS else []
+    length = match.num_prompt_tokens - 1
+    return [length] if length - max(places) >= REPEAT_TOKENS else []
 
 
 def _branch_point(match: Match, places: list[int]) -> list[int]:

@@ -55,14 +55,14 @@ class FullAttentionState:
         self.layer = layer
         self.slot = slot
         self.first = first
-        self.noted: dict[int, LayerRecord] = {}
+        self.snapshots: dict[int, LayerRecord] = {}
         """Always empty: any length can be sliced out later."""
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put `[1, num_kv_heads, n, head_dim]` at token `start`."""
         self.slot.write(self.layer, start, keys, values)
 
-    def note(self, length: int) -> None:
+    def take_snapshot(self, length: int) -> None:
         """Nothing to do: any length can be sliced out later."""
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
@@ -135,7 +135,7 @@ class SlidingAttentionState:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.noted: dict[int, LayerRecord] = {}
+        self.snapshots: dict[int, LayerRecord] = {}
         self.base = 0
         self.capacity = 0
         self.keys: mx.array | None = None
@@ -165,9 +165,9 @@ class SlidingAttentionState:
         self.keys, self.values = moved
         self.base, self.capacity = oldest, capacity
 
-    def note(self, length: int) -> None:
+    def take_snapshot(self, length: int) -> None:
         """Record the state at `length`, inside what was just written."""
-        self.noted[length] = self.checkpoint(length)
+        self.snapshots[length] = self.checkpoint(length)
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`; `start` is at most a window behind the last write."""

@@ -131,7 +131,7 @@ def _by_layer(
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What a step leaves at the marks of all its rows: of each layer states and raw inputs `[num_stops, …]`."""
+    """What a step leaves at its rows' snapshot points: of each layer states and raw inputs `[num_stops, …]`."""
 
     states: dict[LayerKey, mx.array] = field(default_factory=dict)
     contexts: dict[LayerKey, mx.array] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class DeltaSlot:
     end: where its raw inputs end; 0 before any token.
     num_uncertain: tokens in the stash.
     num_replay: those of them, the first ones, that count and are not in the state yet.
-    pending: records to fill the tables from. marks: of the last window, each with what the step leaves there.
+    pending: records to fill the tables from. snapshot_points: of the last window, each with what the step leaves there.
     """
 
     is_sliceable: ClassVar[bool] = False
@@ -175,7 +175,7 @@ class DeltaSlot:
     num_uncertain: int = 0
     num_replay: int = 0
     pending: dict[LayerKey, RecurrentRecord] = field(default_factory=dict)
-    marks: dict[int, tuple[Stops, int]] = field(default_factory=dict)
+    snapshot_points: dict[int, tuple[Stops, int]] = field(default_factory=dict)
     _parity: int = 0
     """Which of its two rows of raw inputs and stash the last step has written."""
 
@@ -230,9 +230,9 @@ class DeltaSlot:
         return _by_layer(layers, states, [context[None] for context in contexts])
 
     def take_snapshots(self) -> dict[int, dict[LayerKey, LayerRecord]]:
-        """Copies of what the last window left at its marks, by length and layer."""
-        marks, self.marks = self.marks, {}
-        return {length: stops.records(place) for length, (stops, place) in marks.items()}
+        """Copies of what the last window left at its snapshot points, by length and layer."""
+        points, self.snapshot_points = self.snapshot_points, {}
+        return {length: stops.records(place) for length, (stops, place) in points.items()}
 
     def cost(self) -> list[LayerCost]:
         """One slot per layer, the same at every length."""

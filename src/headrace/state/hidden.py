@@ -42,7 +42,7 @@ class HiddenRecord(LayerRecord):
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Rows:
     """The rows `lo` to `hi` of an array `[1, n, hidden]`, possibly a whole step's.
 
     num_written: how many of them were the sequence's when it was added.
@@ -95,28 +95,30 @@ class HiddenState:
     is_sliceable = False
 
     def __init__(self) -> None:
-        self.noted: dict[int, LayerRecord] = {}
+        self.snapshots: dict[int, LayerRecord] = {}
         self.first = 0
         self.end = 0
         self.num_folded = 1
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_Rows] = []
 
-    def write(self, start: int, rows: mx.array, marks: tuple[int, ...], lo: int = 0, hi: int | None = None) -> None:
-        """Add the rows `lo` to `hi` of `[1, n, hidden]`, a window's that begins at token `start`; record each mark."""
+    def write(
+        self, start: int, rows: mx.array, snapshot_points: tuple[int, ...], lo: int = 0, hi: int | None = None
+    ) -> None:
+        """Add the rows `lo` to `hi` of `[1, n, hidden]`, of a window that begins at token `start`; take snapshots."""
         hi = rows.shape[1] if hi is None else hi
         if not self._pieces:
             self.first = self.end = start
         if len(self._pieces) == _MOST_PIECES:
             joined = copy_of(self.part(self.first, self.end))
-            self._pieces = [_Piece(joined, 0, self.end - self.first, self.end - self.first)]
-        piece = _Piece(rows, lo, hi, hi - lo)
+            self._pieces = [_Rows(joined, 0, self.end - self.first, self.end - self.first)]
+        piece = _Rows(rows, lo, hi, hi - lo)
         if rows.shape[1] > _LARGEST_SHARE * piece.num_written:
-            piece = _Piece(copy_of(piece.rows), 0, hi - lo, hi - lo)
+            piece = _Rows(copy_of(piece.rows), 0, hi - lo, hi - lo)
         self._pieces.append(piece)
         self.end += hi - lo
-        for mark in marks:
+        for length in snapshot_points:
             # by the time that the record is put to use the tokens before it are folded: see `fold`
-            self.noted[mark] = HiddenRecord(copy_of(self.part(mark - 1, mark)))
+            self.snapshots[length] = HiddenRecord(copy_of(self.part(length - 1, length)))
 
     def places(self, start: int, end: int) -> list[HiddenRows]:
         """Where the tokens' rows are held; at least one, possibly empty, place."""
@@ -146,7 +148,7 @@ class HiddenState:
             if piece.lo == piece.hi:
                 del self._pieces[0]
             elif piece.num_written > _LARGEST_REST:
-                self._pieces[0] = _Piece(copy_of(piece.rows), 0, piece.hi - piece.lo, piece.hi - piece.lo)
+                self._pieces[0] = _Rows(copy_of(piece.rows), 0, piece.hi - piece.lo, piece.hi - piece.lo)
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Drop the rows of dropped tokens."""
@@ -163,7 +165,7 @@ class HiddenState:
     def restore(self, record: HiddenRecord, length: int) -> None:
         """Start from the record's rows."""
         num_rows = 0 if record.rows is None else record.rows.shape[1]
-        self._pieces = [] if record.rows is None else [_Piece(record.rows, 0, num_rows, num_rows)]
+        self._pieces = [] if record.rows is None else [_Rows(record.rows, 0, num_rows, num_rows)]
         self.first, self.end = length - num_rows, length
         self.num_folded = self.first + 1
 

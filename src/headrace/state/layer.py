@@ -2,7 +2,7 @@
 
 A mixer writes a window of tokens; until `commit` says how many of them are kept, the window's uncertain tokens can
 still be dropped. A state that `is_sliceable` is valid at any length up to what was written, others only at the lengths
-of their records, of which `noted` has those that the last window left at its marks.
+of their records, of which `snapshots` has those of the last window.
 """
 
 from __future__ import annotations

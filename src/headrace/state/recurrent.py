@@ -20,7 +20,7 @@ from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 
 @dataclass(frozen=True, slots=True)
-class Stash:
+class UncertainTokens:
     """A row's uncertain tokens: `num_tokens` of row `row` of a step's `inputs` `[B, n, …]`, from `first` on.
 
     The rows of a step share the arrays: what is never replayed costs no operation.
@@ -88,12 +88,12 @@ class RecurrentState:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.noted: dict[int, LayerRecord] = {}
+        self.snapshots: dict[int, LayerRecord] = {}
         self.state: BatchRow | None = None
         self.window: BatchRow | None = None
         self.end = 0
         """Raw inputs in `window` that belong to committed tokens, or to the open window's."""
-        self.stash: Stash | None = None
+        self.stash: UncertainTokens | None = None
         self.num_replay = 0
         """Committed tokens, the first of the stash, that `state` has not seen yet."""
 
@@ -109,7 +109,7 @@ class RecurrentState:
             return self.window
         return BatchRow(self.window.alone()[:, self.end - length : self.end], 0)
 
-    def advance(self, state: BatchRow, window: BatchRow, stash: Stash | None, end: int | None = None) -> None:
+    def advance(self, state: BatchRow, window: BatchRow, stash: UncertainTokens | None, end: int | None = None) -> None:
         """A step ran: `state` is after the window's certain tokens, `stash` holds its uncertain ones.
 
         end: raw inputs in `window` that are this row's; None means all.
@@ -118,10 +118,10 @@ class RecurrentState:
         self.end = window.array.shape[1] if end is None else end
         self.num_replay = stash.num_tokens if stash is not None else 0
 
-    def note(self, length: int) -> None:
+    def take_snapshot(self, length: int) -> None:
         """Record the state as it is now, at `length`: called inside a scan, which then continues."""
         assert self.state is not None and self.window is not None
-        self.noted[length] = RecurrentRecord(self.state.copy(), self.window.copy())
+        self.snapshots[length] = RecurrentRecord(self.state.copy(), self.window.copy())
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens; the replay itself waits for the next step or checkpoint."""

@@ -112,8 +112,8 @@ class SequenceState:
         """What was restored last, until a window is opened."""
         self._parts: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
         """What was restored last out of parts, until a window is opened or a checkpoint is taken."""
-        self.marks: tuple[int, ...] = ()
-        """Lengths inside the open window at which windowed and opaque layers note a record."""
+        self.snapshot_points: tuple[int, ...] = ()
+        """Lengths inside the open window at which windowed and opaque layers take a snapshot."""
         self.length = 0
         """Committed tokens."""
         self.num_open = 0
@@ -121,21 +121,21 @@ class SequenceState:
         self.num_certain = 0
         """Tokens of the open window that can't be dropped."""
 
-    def begin(self, num_tokens: int, num_certain: int | None = None, marks: tuple[int, ...] = ()) -> None:
+    def begin(self, num_tokens: int, num_certain: int | None = None, snapshot_points: tuple[int, ...] = ()) -> None:
         """Open a window of `num_tokens` behind the committed ones and allocate it.
 
         num_certain: how many of them will surely be kept; None means all.
-        marks: lengths at which to take snapshots on the way, rising, inside the certain tokens; see `take_snapshots`.
+        snapshot_points: lengths inside the certain tokens, rising, of the snapshots for `take_snapshots`.
         """
         if self.num_open:
             raise RuntimeError("the last window is still open: commit or roll back first")
+        num_certain = num_tokens if num_certain is None else num_certain
+        start, end = self.length, self.length + num_certain
+        if snapshot_points and not start < snapshot_points[0] <= snapshot_points[-1] < end:
+            raise ValueError(f"snapshot points {snapshot_points} do not lie inside the tokens {start} to {end}")
         self._restored = self._parts = None
         self.reserve(num_tokens)
-        self.num_open = num_tokens
-        self.num_certain = num_tokens if num_certain is None else num_certain
-        if marks and not self.length < marks[0] <= marks[-1] < self.length + self.num_certain:
-            raise ValueError(f"marks {marks} do not lie inside {self.num_certain} tokens after {self.length}")
-        self.marks = marks
+        self.num_open, self.num_certain, self.snapshot_points = num_tokens, num_certain, snapshot_points
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether so many tokens fit behind the committed ones as things are."""
@@ -219,23 +219,23 @@ class SequenceState:
         return SequenceRecord(self.length, layers)
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
-        """The records that were noted at the last window's marks, by length; evaluated with `arrays`."""
-        if not self.marks:
+        """The snapshots of the last window, by length; evaluated with `arrays`."""
+        if not self.snapshot_points:
             return {}
-        noted = {
-            length: {key: state.noted[length] for key, state in self._layers.items() if length in state.noted}
-            for length in self.marks
+        snapshots = {
+            length: {key: state.snapshots[length] for key, state in self._layers.items() if length in state.snapshots}
+            for length in self.snapshot_points
         }
         for state in self._layers.values():
-            state.noted.clear()
+            state.snapshots.clear()
         if self._delta is not None:
             for length, records in self._delta.take_snapshots().items():
-                noted[length].update(records)
+                snapshots[length].update(records)
         self._pool.launch(
-            [array for records in noted.values() for record in records.values() for array in record.arrays]
+            [array for records in snapshots.values() for record in records.values() for array in record.arrays]
         )
-        self.marks = ()
-        return {length: SequenceRecord(length, layers) for length, layers in noted.items()}
+        self.snapshot_points = ()
+        return {length: SequenceRecord(length, layers) for length, layers in snapshots.items()}
 
     def snapshot(self) -> SequenceRecord:
         """A record of the windowed and opaque layers at the committed length; not of an untouched state."""
@@ -285,7 +285,7 @@ class SequenceState:
         for part in parts:
             for key, record in part.items():
                 self._sources.setdefault(key, []).append(record)
-        self.length, self.num_open, self.num_certain, self.marks = length, 0, 0, ()
+        self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
         if length > self._slot.capacity:
             self._pool.grow(self._slot, length, 0)
 
@@ -299,14 +299,14 @@ class SequenceState:
         of_delta = [] if self._delta is None else self._delta.cost()
         return StateCost((*(state.cost() for state in self._layers.values()), *of_delta))
 
-    def noted_arrays(self) -> list[mx.array]:
-        """What was noted at marks."""
-        noted = [record for state in self._layers.values() for record in state.noted.values()]
-        return [array for record in noted for array in record.arrays]
+    def snapshot_arrays(self) -> list[mx.array]:
+        """Of the last window's snapshots."""
+        snapshots = [record for state in self._layers.values() for record in state.snapshots.values()]
+        return [array for record in snapshots for array in record.arrays]
 
     def arrays(self) -> list[mx.array]:
-        """What the next step starts from, and what was noted at marks."""
-        return [*(array for holder in self._holders() for array in holder.arrays()), *self.noted_arrays()]
+        """What the next step starts from, and the last window's snapshots."""
+        return [*(array for holder in self._holders() for array in holder.arrays()), *self.snapshot_arrays()]
 
     def release(self) -> None:
         """Give the slot back. The state can't be used afterwards."""

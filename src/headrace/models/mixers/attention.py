@@ -42,8 +42,8 @@ def attend(
         keys, values = new
         for span, state, *own in zip(spans, states, _by_row(spans, keys), _by_row(spans, values), strict=True):
             state.write(span.start, *own)
-            for mark in span.state.marks:
-                state.note(mark)
+            for length in span.state.snapshot_points:
+                state.take_snapshot(length)
     if sinks is None and _are_decoding(view):
         return _attend_tokens(spans, states, queries, scale, window)
     outputs = [

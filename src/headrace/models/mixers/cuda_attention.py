@@ -141,8 +141,8 @@ class CudaAttentionMixer(nn.Module):
         projected = self._project(x)
         queries = self._rotated(self._heads(projected, step.positions), inputs, factor)
         for span, state in zip(step.spans, states, strict=True):
-            for mark in span.state.marks:
-                state.note(mark)
+            for length in span.state.snapshot_points:
+                state.take_snapshot(length)
         for span in together:
             if span.recorder is not None and span.picks and cache.window is None:
                 span.recorder.record(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self._parts.scale, None)
@@ -279,11 +279,11 @@ class AttentionLayers:
         return _in_buffers(step, states, window), arrays
 
     def keep_outputs(self, step: PackedStep, outputs: Sequence[Sequence[mx.array]]) -> None:
-        """Note what is left at marks; keys and values are written in place."""
+        """Take snapshots; keys and values are written in place."""
         for span in step.spans:
-            for mark in span.state.marks:
+            for length in span.state.snapshot_points:
                 for layer in self._mixers:
-                    span.state.layer(layer, partial(SlidingAttentionState, self._window or 0)).note(mark)
+                    span.state.layer(layer, partial(SlidingAttentionState, self._window or 0)).take_snapshot(length)
 
 
 def _pairs(inputs: LayerInputs) -> list[tuple[mx.array, mx.array]]:

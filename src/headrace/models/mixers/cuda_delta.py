@@ -48,7 +48,7 @@ class DeltaPlan:
     """What the kernels read of a step's rows, the same in all layers.
 
     rows, stops: the plans in backend/cuda/delta.py. stops, longest (tokens of the longest row): of chunks only.
-    slots: of the rows; those to restore have `pending` records. left: what the step leaves at the rows' marks.
+    slots: of the rows; those to restore have `pending` records. left: at the rows' snapshot points.
     """
 
     slots: Sequence[DeltaSlot]
@@ -62,7 +62,7 @@ class DeltaPlan:
         return self.slots[0].tables
 
     def keep(self, layer: LayerKey, outputs: Sequence[mx.array]) -> None:
-        """Keep what `CudaDeltaMixer.compute` gave, for the rows' marks."""
+        """Keep what `CudaDeltaMixer.compute` gave, for the rows' snapshots."""
         if outputs:
             self.left.states[layer], self.left.contexts[layer] = outputs
 
@@ -80,11 +80,12 @@ def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
     stops: list[tuple[int]] = []
     left = Stops()
     for span, slot in zip(step.spans, slots, strict=True):
-        own = [(mark - span.start,) for mark in span.state.marks]
+        own = [(length - span.start,) for length in span.state.snapshot_points]
         found = slot.step(span.num_tokens, span.num_certain, num_context + span.num_tokens - span.num_certain)
         place = (found.context_end, found.slot, found.old, found.new, len(stops), len(own))
         rows.append((span.lo, span.num_tokens, span.num_certain, *place))
-        slot.marks = {mark: (left, number) for number, mark in enumerate(span.state.marks, start=len(stops))}
+        points = enumerate(span.state.snapshot_points, start=len(stops))
+        slot.snapshot_points = {length: (left, number) for number, length in points}
         stops += own
     return DeltaPlan(slots, tuple(rows), tuple(stops) or ((0,),), max(span.num_tokens for span in step.spans), left)
 
@@ -191,7 +192,7 @@ class DeltaLayers:
         return KindInputs((rows, stops), arrays, (size.num_tokens,))
 
     def keep_outputs(self, step: PackedStep, outputs: Sequence[Sequence[mx.array]]) -> None:
-        """Keep what the layers have left at marks; all else is written in place."""
+        """Keep what the layers have left at snapshot points; all else is written in place."""
         plan = step.once(_plan, self._num_context)
         for layer, own in zip(self._mixers, outputs, strict=True):
             plan.keep(layer, own)

@@ -54,7 +54,7 @@ MOST_TOKENS = LONGEST_WINDOW
 
 def is_window(span: RowSpan) -> bool:
     """Whether a row has a few tokens and no snapshot among them, as in decoding; the others are chunks."""
-    return span.num_tokens <= MOST_TOKENS and not span.state.marks
+    return span.num_tokens <= MOST_TOKENS and not span.state.snapshot_points
 
 
 def padded_row_tokens(num_tokens: int) -> int:

@@ -15,7 +15,7 @@ from headrace.backend.cuda import shapes
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.state.recurrent import BatchRow, RecurrentState, Stash, gather
+from headrace.state.recurrent import BatchRow, RecurrentState, UncertainTokens, gather
 
 SHORT_SPAN = 8
 """Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
@@ -116,7 +116,7 @@ class GatedDeltaMixer(nn.Module):
             windows = mx.concatenate([self._contexts(group, qkv), group.rows_of(qkv)], axis=1)
             q, k, v = self._heads(nn.silu(self._shifted_sum(windows)))
             tokens = shapes.Prepared(q, k, v, group.rows_of(decay), group.rows_of(beta))
-            scan_group = self._scan_with_marks if group.spans[0].state.marks else self._scan
+            scan_group = self._scan_with_snapshots if group.spans[0].state.snapshot_points else self._scan
             y = scan_group(group, tokens, windows, step.kernels)
             outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
         return self._normed(_in_step_order(groups, outputs), z)
@@ -173,12 +173,14 @@ class GatedDeltaMixer(nn.Module):
         normed = normed * self._scales.astype(normed.dtype)
         return normed[:, :, 0], normed[:, :, 1], v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
 
-    def _scan_with_marks(self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels) -> mx.array:
-        """One row, its scan cut at the marks; the row's state passes them one after the other."""
+    def _scan_with_snapshots(
+        self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels
+    ) -> mx.array:
+        """One row, its scan cut at the snapshot points."""
         (span,), (state,) = group.spans, group.states
         context = self.inner.conv_kernel_size - 1
         outputs, done = [], 0
-        for end in (*(mark - span.start for mark in span.state.marks), span.num_tokens):
+        for end in (*(length - span.start for length in span.state.snapshot_points), span.num_tokens):
             is_last = end == span.num_tokens
             num_certain = span.num_certain - done if is_last else end - done
             piece = replace(span, lo=done, hi=end, start=span.start + done, num_certain=num_certain)
@@ -186,7 +188,7 @@ class GatedDeltaMixer(nn.Module):
             own = shapes.Prepared(*(array[:, done:end] for array in tokens))
             outputs.append(self._scan(part, own, windows[:, done : end + context], kernels))
             if not is_last:
-                state.note(span.start + end)
+                state.take_snapshot(span.start + end)
             done = end
         return mx.concatenate(outputs, axis=1)
 
@@ -211,7 +213,7 @@ class GatedDeltaMixer(nn.Module):
         else:
             for row, state in enumerate(group.states):
                 num_uncertain = group.num_tokens - group.num_certain
-                stash = Stash(shapes.Stash(*tokens[1:]), row, group.num_certain, num_uncertain)
+                stash = UncertainTokens(shapes.Stash(*tokens[1:]), row, group.num_certain, num_uncertain)
                 state.advance(BatchRow(result.kept_state, row), BatchRow(windows, row), stash)
         return result.y[:, num_replay:]
 
@@ -235,7 +237,7 @@ def _groups(spans: Sequence[RowSpan], states: Sequence[RecurrentState]) -> list[
     """Short rows together by their shape; long chunks, and rows that leave snapshots on the way, alone."""
     together: dict[Any, list[tuple[RowSpan, RecurrentState]]] = {}
     for span, state in zip(spans, states, strict=True):
-        is_short = span.num_tokens <= SHORT_SPAN and not span.state.marks
+        is_short = span.num_tokens <= SHORT_SPAN and not span.state.snapshot_points
         shape = (span.num_tokens, span.num_certain) if is_short else (span.lo,) * 3
         together.setdefault(shape, []).append((span, state))
     return [_Group(tuple(span for span, _ in rows), tuple(state for _, state in rows)) for rows in together.values()]

@@ -51,7 +51,7 @@ class RowwiseMixer(nn.Module):
                 feed = partial(token_by_token, feed)
             state = span.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
             row = inputs[:, span.lo : span.hi]
-            outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.marks))
+            outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def _feed(

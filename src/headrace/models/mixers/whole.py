@@ -29,5 +29,5 @@ def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: Packe
     for span in step.spans:
         state = span.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
         row = inputs[:, span.lo : span.hi]
-        outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.marks)[0])
+        outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points)[0])
     return mx.concatenate(outputs)
