@@ -138,7 +138,7 @@ def _rounded(size: Size, factor: int) -> Size:
 def _fitted(
     size: Size, rounded: Size, factor: int, pixels: PixelRange, *, num_frames: int, num_counted_frames: int
 ) -> Size:
-    """`rounded` if it is within the range, else the size shrunk or grown in proportion."""
+    """`rounded` if it is within the range, else the size scaled in proportion."""
     height, width = size
     area = num_counted_frames * rounded[0] * rounded[1]
     if area > pixels.maximum:

@@ -196,7 +196,6 @@ def _frame_size(
 
 
 def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: MediaLimits, param: str) -> None:
-    """Check the number of tokens before anything is allocated."""
     grid = (num_groups, size[0] // vision.patch_size, size[1] // vision.patch_size)
     num_tokens = num_media_tokens(grid, vision)
     if limits.tokens is not None and num_tokens >= limits.tokens:

@@ -115,7 +115,7 @@ def _processor_settings(directory: Path) -> tuple[Mapping[str, Any], Mapping[str
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """The file's settings, empty if there is no file."""
+    """Empty if there is no file."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

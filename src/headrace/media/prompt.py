@@ -74,7 +74,6 @@ def num_media_tokens(grid: tuple[int, int, int], vision: PatchVision) -> int:
 
 
 def timestamp_text(seconds: float) -> str:
-    """The timestamp before a group of frames."""
     return f"<{seconds:.1f} seconds>"
 
 
@@ -89,7 +88,6 @@ class Block:
 
     @property
     def end(self) -> int:
-        """Index after the last placeholder."""
         return self.start + len(self.times) * self.rows * self.columns
 
 

@@ -44,7 +44,6 @@ _NOT_PUBLIC = tuple(
 
 
 async def system_addresses(host: str, port: int) -> Sequence[str]:
-    """Addresses of a host, resolved by the system."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 

@@ -100,7 +100,6 @@ def read_frames(
 
 @contextmanager
 def _opened(data: bytes, param: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The file and its video stream."""
     with decoder_errors_as(_broken(param)):
         container = av.open(io.BytesIO(data), "r", options=_OPTIONS)
     with container:
@@ -191,7 +190,6 @@ class FrameTimes:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first frame's start to the last one's end."""
         return self.num_frames / self.rate
 
 

@@ -62,7 +62,6 @@ class Eviction:
         return before - self._storage.num_bytes
 
     def _push(self, node: Node) -> None:
-        """Add a node as a candidate, if it has a piece that can be evicted."""
         if self._may_go(node):
             self._num_pushed += 1
             heapq.heappush(self._heap, _Candidate(self._score(node), self._num_pushed, node))

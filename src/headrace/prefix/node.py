@@ -84,7 +84,6 @@ class Node:
 
     @property
     def start(self) -> int:
-        """Length at which the edge begins."""
         return self.end - len(self.edge)
 
     def path_to_root(self) -> Iterator[Node]:
@@ -117,7 +116,6 @@ class NodeStorage:
         """Of all pieces held."""
 
     def put_span(self, node: Node, span: Piece) -> None:
-        """Store the span of a node that has none."""
         node.span, node.span_bytes = span, span.num_bytes
         self.num_bytes += node.span_bytes
 

@@ -23,7 +23,6 @@ class KVRecord(LayerRecord):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Both arrays, or none."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def part(self, start: int, end: int) -> KVRecord:
@@ -73,7 +72,6 @@ class FullAttentionState:
         """Nothing to do: dropped tokens are overwritten by the next ones."""
 
     def checkpoint(self, length: int) -> KVRecord:
-        """A copy of the first `length` tokens."""
         return self.copy(0, length)
 
     def copy(self, start: int, end: int) -> KVRecord:
@@ -166,7 +164,6 @@ class SlidingAttentionState:
         self.base, self.capacity = oldest, capacity
 
     def take_snapshot(self, length: int) -> None:
-        """Record the state at `length`, inside what was just written."""
         self.snapshots[length] = self.checkpoint(length)
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
@@ -187,13 +184,11 @@ class SlidingAttentionState:
         return KVRecord(start, copy_of(keys), copy_of(values))
 
     def restore(self, record: KVRecord, length: int) -> None:
-        """Start again from the record."""
         self.base, self.capacity, self.keys, self.values = record.start, 0, None, None
         if record.keys is not None and record.values is not None:
             self.write(record.start, record.keys, record.values)
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The buffers."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def cost(self) -> LayerCost:

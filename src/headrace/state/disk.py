@@ -91,7 +91,6 @@ class DiskTier:
 
     @property
     def report(self) -> str:
-        """A line for start-up."""
         num_files, num_bytes = self._held
         return (
             f"disk cache: {self._folder.path}, {len(self._index)} files of this model, {num_files} of all with "
@@ -113,11 +112,10 @@ class DiskTier:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes waiting to be written."""
         return sum(list(self._pending.values()))
 
     def count_hit(self, num_tokens: int) -> None:
-        """A read has saved a prompt this many tokens."""
+        """A read has saved a prompt so many tokens."""
         self._count(num_hits=1, num_hit_tokens=num_tokens)
 
     def _count(self, **amounts: int) -> None:
@@ -230,7 +228,7 @@ class DiskTier:
         self._folder.touch((*save.known, *(file.name for file in save.files)), time.time_ns())
 
     def _forget_missing(self) -> None:
-        """Files, or the folder, may have been removed from outside."""
+        """Forget files that were removed from outside, perhaps with the folder."""
         present = {file.name for file in self._folder.files()}
         self._index.discard([name for name in self._index.names() if name not in present])
 
@@ -277,7 +275,6 @@ class DiskTier:
             load.is_over.set()
 
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
-        """A step with this many prompt tokens took this long."""
         self._pace.observe_prefill(num_tokens, duration_s)
 
     def clear(self) -> None:
@@ -306,7 +303,6 @@ class DiskTier:
             logger.warning("the disk is too slow: some of what was computed isn't kept")
 
     def _warn_once(self, about: str, message: str, *values: object) -> None:
-        """A warning that isn't repeated."""
         if about not in self._warned:
             self._warned.add(about)
             logger.warning(message, *values)

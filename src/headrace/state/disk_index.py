@@ -1,14 +1,14 @@
 """Which states lie on disk, and which of them is the longest prefix of a prompt.
 
 Keys are cut into blocks of a fixed number of tokens. A block's digest is made of its tokens and of the digest before
-it, so a digest stands for a whole prefix and its namespace. There are two sorts of files: a *block* has the keys and
-values of a whole block; a *tail* has what a state needs behind its last whole block: the rest of the keys and values,
-and the snapshot of windowed and opaque layers, if the model has such.
+it, so a digest stands for a whole prefix and its namespace. There are two kinds of files: a *block* has the keys and
+values of a whole block; a *tail* has the rest of a state, after its last whole block: the remaining keys and values,
+and the snapshot of windowed and opaque layers, if the model has any.
 
-A prefix on disk needs every block up to its end. One that has lost a block is of no use until the block is written
-again, which the next write of the same tokens does: they give the same name.
+A prefix on disk needs every block up to its end. If one is lost, those after it are useless until it is written again;
+the next write of the same tokens does that, because it gives the same name.
 
-No file tells its tokens, by their ids or otherwise: digests are made with a key that lies in the folder.
+No file reveals its tokens, by their ids or otherwise: digests are made with a key that lies in the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 256
 """Tokens of a block: some MB of keys and values, which a disk reads at its full speed."""
 DIGEST_BYTES = 20
 MARK_BYTES = 8
-"""Two prompts that part at a token have equal marks there once in 2^64 times, and without the key none can be made."""
+"""Prompts that differ in a token have equal marks there once in 2^64 times; without the key none can be made."""
 FORMAT_VERSION = 2
 """Of files, digests and layer descriptions together; files of another version are foreign."""
 
@@ -36,7 +36,7 @@ class Digests:
         self.key = key
 
     def root(self, namespace: Namespace) -> bytes:
-        """Where the chain of a namespace begins. The salt can't be read out of it."""
+        """Where the chain of a namespace begins. It does not reveal the salt."""
         parts = (str(FORMAT_VERSION), namespace.weights, namespace.adapter, namespace.salt)
         digest = blake2b(digest_size=DIGEST_BYTES, key=self.key, person=b"root")
         for part in parts:
@@ -45,12 +45,12 @@ class Digests:
         return digest.digest()
 
     def after(self, before: bytes, tokens: tuple[int, ...]) -> bytes:
-        """Of the tokens and all that came before them."""
+        """Of the tokens and all before them."""
         encoded = before + repr(tokens).encode()
         return blake2b(encoded, digest_size=DIGEST_BYTES, key=self.key, person=b"tokens").digest()
 
     def marks(self, before: bytes, tokens: Sequence[int]) -> bytes:
-        """MARK_BYTES for each of the tokens, of it and all that came before it."""
+        """MARK_BYTES for each token, made of it and all before it."""
         digest = blake2b(before, digest_size=MARK_BYTES, key=self.key, person=b"mark")
         marks = []
         for token in tokens:
@@ -60,12 +60,12 @@ class Digests:
 
 
 def file_name(model: str, digest: bytes, *, is_tail: bool) -> str:
-    """Of a file. model: see `model_prefix`; digest: of its tokens and all before them."""
+    """model: see `model_prefix`. digest: of the file's tokens and all before them."""
     return f"{model}-{'tail' if is_tail else 'block'}-{digest.hex()}.safetensors"
 
 
 def model_prefix(weights: str) -> str:
-    """What names of a model's files begin with: the version of the format, and digits for the model's fingerprint."""
+    """Begins the names of a model's files: the version of the format, and a digest of the model's fingerprint."""
     return f"v{FORMAT_VERSION}-{blake2b(weights.encode(), digest_size=8).hexdigest()}"
 
 
@@ -86,7 +86,6 @@ class Entry:
 
     @property
     def end(self) -> int:
-        """Length after the file's tokens."""
         return self.start + len(self.marks) // MARK_BYTES
 
 
@@ -98,7 +97,7 @@ class DiskMatch:
     entries: tuple[Entry, ...]
 
     def behind(self, num_tokens: int) -> tuple[Entry, ...]:
-        """The files that are needed by who has `num_tokens` tokens' keys and values already."""
+        """The files that are still needed if keys and values of the first `num_tokens` tokens are at hand."""
         last = self.entries[-1:]
         return (*(entry for entry in self.entries[:-1] if entry.end > num_tokens), *last)
 
@@ -127,7 +126,6 @@ class DiskIndex:
         return name in self._entries
 
     def add(self, entry: Entry) -> None:
-        """A file is there."""
         with self._lock:
             self._entries[entry.name] = entry
             self._following.setdefault(entry.before, {})[entry.name] = entry
@@ -135,7 +133,7 @@ class DiskIndex:
                 self._blocks[entry.digest] = entry
 
     def discard(self, names: Iterable[str]) -> None:
-        """Files are gone; names that aren't known are none of ours."""
+        """Forget files; unknown names are ignored."""
         with self._lock:
             for name in names:
                 entry = self._entries.pop(name, None)
@@ -149,12 +147,11 @@ class DiskIndex:
                     del self._following[entry.before]
 
     def names(self) -> list[str]:
-        """Of all files."""
         with self._lock:
             return list(self._entries)
 
     def clear(self) -> list[str]:
-        """Forget all; gives the names."""
+        """Forget all files. Returns their names."""
         with self._lock:
             names = list(self._entries)
             self._entries.clear()
@@ -186,7 +183,7 @@ class DiskIndex:
             return best if self.needs_snapshots else self._within(blocks, before, start, key, limit)
 
     def _longest_tail(self, before: bytes, start: int, key: tuple[int, ...], limit: int) -> Entry | None:
-        """The longest state behind `before` that ends with a snapshot."""
+        """The longest state after `before` that ends with a snapshot."""
         digests: dict[int, bytes] = {}
         found: Entry | None = None
         for entry in self._following.get(before, {}).values():

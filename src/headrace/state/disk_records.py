@@ -39,7 +39,6 @@ class NewFile:
 
     @property
     def end(self) -> int:
-        """Length after the file's tokens."""
         return self.start + len(self.tokens)
 
     def entry(self, digests: Digests) -> Entry:
@@ -171,7 +170,6 @@ class Save:
 
 
 def _named(span: SpanRecord) -> dict[str, mx.array]:
-    """A span's arrays by name."""
     return {
         span_name(key, part): array
         for key, record in span.layers.items()
@@ -197,7 +195,7 @@ def _covering(files: Sequence[NewFile], state: SequenceState, spans: Sequence[Sp
 
 
 def _merged(files: Sequence[NewFile]) -> list[tuple[int, int]]:
-    """The files' tokens as runs."""
+    """Runs of tokens `(start, end)` that the files cover."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted((file.start, file.end) for file in files if file.tokens):
         if runs and start <= runs[-1][1]:

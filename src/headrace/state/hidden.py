@@ -37,7 +37,6 @@ class HiddenRecord(LayerRecord):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """The rows, or nothing."""
         return () if self.rows is None else (self.rows,)
 
 
@@ -151,7 +150,6 @@ class HiddenState:
                 self._pieces[0] = _Rows(copy_of(piece.rows), 0, piece.hi - piece.lo, piece.hi - piece.lo)
 
     def commit(self, num_kept: int, num_window: int) -> None:
-        """Drop the rows of dropped tokens."""
         if self._pieces and num_kept < num_window:
             self._pieces[-1].hi -= num_window - num_kept
             self.end -= num_window - num_kept
@@ -163,7 +161,6 @@ class HiddenState:
         return HiddenRecord(copy_of(self.part(min(self.num_folded, length) - 1, length)))
 
     def restore(self, record: HiddenRecord, length: int) -> None:
-        """Start from the record's rows."""
         num_rows = 0 if record.rows is None else record.rows.shape[1]
         self._pieces = [] if record.rows is None else [_Rows(record.rows, 0, num_rows, num_rows)]
         self.first, self.end = length - num_rows, length
@@ -175,7 +172,6 @@ class HiddenState:
         return tuple(piece.array for piece in self._pieces[-1:])
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays of all rows."""
         return tuple(piece.array for piece in self._pieces)
 
     def cost(self) -> LayerCost:

@@ -1,14 +1,9 @@
-"""The interface of a layer's state in a sequence.
-
-A mixer writes a window of tokens; until `commit` says how many of them are kept, the window's uncertain tokens can
-still be dropped. A state that `is_sliceable` is valid at any length up to what was written, others only at the lengths
-of their records, of which `snapshots` has those of the last window.
-"""
+"""The interface of a layer's state in a sequence."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -53,5 +48,32 @@ class LayerRecord(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the record keeps alive."""
         return sum(array.nbytes for array in self.arrays)
+
+
+class LayerState(Protocol):
+    """A layer's state in a sequence; each kind has its own methods for the mixer that writes a window of tokens.
+
+    Until `commit` says how many of them are kept, the window's uncertain tokens can still be dropped.
+    is_sliceable: valid at any length up to what was written; others only at the lengths of their records.
+    snapshots: of the last window, by length.
+    """
+
+    is_sliceable: bool
+    snapshots: dict[int, LayerRecord]
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Keep the first `num_kept` tokens of the window."""
+
+    def checkpoint(self, length: int) -> LayerRecord:
+        """A copy of the state at the committed length, not evaluated."""
+        ...
+
+    def restore(self, record: Any, length: int) -> list[mx.array] | None:
+        """Become a record of the same kind, which stays as it is. Returns what is to be launched before a step."""
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays that the next step starts from."""
+        ...
+
+    def cost(self) -> LayerCost: ...

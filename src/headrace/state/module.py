@@ -30,7 +30,6 @@ class ModuleRecord(LayerRecord):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays of the cache."""
         return cache_arrays(self.cache)
 
 
@@ -73,7 +72,6 @@ class ModuleState:
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def commit(self, num_kept: int, num_window: int) -> None:
-        """Keep the first `num_kept` tokens of the window."""
         if num_kept == num_window:
             self._replay = None
         elif self._replay is None:
@@ -95,7 +93,6 @@ class ModuleState:
         return ModuleRecord(copy.deepcopy(self._cache))
 
     def restore(self, record: ModuleRecord, length: int) -> None:
-        """Continue from a copy of the record."""
         self._cache = copy.deepcopy(record.cache)
         self._replay = None
 
@@ -111,7 +108,6 @@ class ModuleState:
         return LayerCost(fixed, per_token, max_tokens=windows.pop() if len(windows) == 1 else None)
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays of the caches and the inputs to replay."""
         replayed = () if self._replay is None else (*cache_arrays(self._replay.cache), self._replay.inputs)
         return (*cache_arrays(self._cache), *replayed)
 
@@ -137,7 +133,6 @@ def _trims(cache: Any) -> bool:
 
 
 def _trim(cache: Any, num_tokens: int) -> None:
-    """Drop the last `num_tokens` tokens."""
     for one in _as_list(cache):
         one.trim(num_tokens)
 

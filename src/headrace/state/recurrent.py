@@ -74,7 +74,6 @@ class RecurrentRecord(LayerRecord):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Both arrays, or none."""
         return () if self.state is None or self.context is None else (self.state, self.context)
 
 
@@ -98,7 +97,6 @@ class RecurrentState:
         """Committed tokens, the first of the stash, that `state` has not seen yet."""
 
     def pending(self) -> shapes.Stash | None:
-        """The committed tokens that `state` has not seen yet."""
         return self.stash.part(self.num_replay) if self.stash is not None and self.num_replay else None
 
     def context(self, length: int) -> BatchRow | None:
@@ -119,7 +117,7 @@ class RecurrentState:
         self.num_replay = stash.num_tokens if stash is not None else 0
 
     def take_snapshot(self, length: int) -> None:
-        """Record the state as it is now, at `length`: called inside a scan, which then continues."""
+        """At `length`, where a scan is interrupted."""
         assert self.state is not None and self.window is not None
         self.snapshots[length] = RecurrentRecord(self.state.copy(), self.window.copy())
 
@@ -140,7 +138,6 @@ class RecurrentState:
         self.stash, self.num_replay = None, 0
 
     def checkpoint(self, length: int) -> RecurrentRecord:
-        """Replay, then copy."""
         if self.state is None or self.window is None:
             return RecurrentRecord(None, None)
         self.settle()
@@ -160,6 +157,5 @@ class RecurrentState:
         return LayerCost(fixed=sum(array.nbytes // array.shape[0] for array in rows))
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """State, conv inputs and stash."""
         held = [row.array for row in (self.state, self.window) if row is not None]
         return (*held, *(self.stash.inputs if self.stash is not None else ()))

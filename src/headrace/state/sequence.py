@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from headrace.state.attention import FullAttentionState, KVRecord, copy_layers, joined
 from headrace.state.delta import DeltaSlot
-from headrace.state.layer import LayerCost, LayerKey, LayerRecord
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord, LayerState
 from headrace.state.recurrent import RecurrentRecord
 from headrace.state.slabs import StatePool, slot_capacity
 
-State = TypeVar("State")
+State = TypeVar("State", bound=LayerState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class StateCost:
         return sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
 
     def record_bytes(self, num_tokens: int) -> int:
-        """Bytes of a checkpoint at a length of `num_tokens`."""
         return sum(layer.num_bytes(num_tokens) for layer in self.layers)
 
 
@@ -62,7 +61,6 @@ class SequenceRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the record keeps alive."""
         return sum(record.num_bytes for record in self.layers.values())
 
 
@@ -76,7 +74,6 @@ class SpanRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the record keeps alive."""
         return sum(record.num_bytes for record in self.layers.values())
 
     def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
@@ -101,7 +98,7 @@ class SequenceState:
     def __init__(self, pool: StatePool, num_expected_tokens: int = 0) -> None:
         self._pool = pool
         self._slot = pool.allocate(max(1, num_expected_tokens))
-        self._layers: dict[LayerKey, Any] = {}
+        self._layers: dict[LayerKey, LayerState] = {}
         self._delta: DeltaSlot | None = None
         """The gated delta layers, where kernels of ours keep them."""
         self._closing: list[Any] | None = None
@@ -138,11 +135,10 @@ class SequenceState:
         self.num_open, self.num_certain, self.snapshot_points = num_tokens, num_certain, snapshot_points
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether so many tokens fit behind the committed ones as things are."""
+        """Whether so many tokens fit after the committed ones without a larger slot."""
         return self.length + num_tokens <= self._slot.capacity
 
     def reserve(self, num_tokens: int) -> None:
-        """Allocate `num_tokens` behind the committed ones."""
         needed = self.length + num_tokens
         if needed > self._slot.capacity:
             # a prediction head may hold an entry for the next token already
@@ -151,15 +147,14 @@ class SequenceState:
     def layer(self, key: LayerKey, make: Callable[[], State]) -> State:
         """The state of one layer, made on first use and then filled from a record that was restored before."""
         if key not in self._layers:
-            state: Any = make()
+            state = make()
             for record in self._sources.pop(key, ()):
                 self._pool.launch(state.restore(record, self.length) or [])
             self._layers[key], self._closing = state, None
-        found: State = self._layers[key]
+        found: State = self._layers[key]  # type: ignore[assignment]
         return found
 
     def has_layer(self, key: LayerKey) -> bool:
-        """Whether a mixer has asked for the state of the layer."""
         return key in self._layers
 
     def delta(self, num_context: int) -> DeltaSlot:
@@ -175,7 +170,6 @@ class SequenceState:
         return self._delta
 
     def _holders(self) -> list[Any]:
-        """What holds the layers."""
         return [*self._layers.values(), *([] if self._delta is None else [self._delta])]
 
     def full_attention(self, key: LayerKey, first: int = 0) -> FullAttentionState:
@@ -246,7 +240,8 @@ class SequenceState:
 
         Not of an untouched state.
         """
-        layers = copy_layers({key: state for key, state in self._layers.items() if state.is_sliceable}, start, end)
+        sliceable = {key: state for key, state in self._layers.items() if isinstance(state, FullAttentionState)}
+        layers = copy_layers(sliceable, start, end)
         self._pool.launch([array for record in layers.values() for array in record.arrays])
         return SpanRecord(start, end, layers)
 
@@ -266,7 +261,6 @@ class SequenceState:
 
     @property
     def span_token_bytes(self) -> int:
-        """Bytes that a token takes in a span."""
         return sum(state.cost().per_token for state in self._layers.values() if state.is_sliceable)
 
     def restore(self, record: SequenceRecord) -> None:
@@ -275,7 +269,7 @@ class SequenceState:
         self._restored = record
 
     def restore_parts(self, length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> None:
-        """Become the state at `length` out of spans that follow each other from token 0 on, and a snapshot there."""
+        """Become the state at `length` from consecutive spans from token 0 on, and a snapshot there."""
         parts: list[Mapping[LayerKey, LayerRecord]] = [span.layers for span in spans]
         self._restore(length, [*parts, snapshot.layers] if snapshot is not None else parts)
         self._parts = spans, snapshot
@@ -300,16 +294,15 @@ class SequenceState:
         return StateCost((*(state.cost() for state in self._layers.values()), *of_delta))
 
     def snapshot_arrays(self) -> list[mx.array]:
-        """Of the last window's snapshots."""
         snapshots = [record for state in self._layers.values() for record in state.snapshots.values()]
         return [array for record in snapshots for array in record.arrays]
 
     def arrays(self) -> list[mx.array]:
-        """What the next step starts from, and the last window's snapshots."""
+        """All arrays that the next step starts from, and those of snapshots."""
         return [*(array for holder in self._holders() for array in holder.arrays()), *self.snapshot_arrays()]
 
     def release(self) -> None:
-        """Give the slot back. The state can't be used afterwards."""
+        """Free the slot. The state can't be used afterwards."""
         self._pool.free(self._slot)
         self._clear()
 
