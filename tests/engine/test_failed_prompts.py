@@ -15,7 +15,7 @@ from models import tiny
 
 from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import engine as engine_module
+from headrace.engine import prepare
 from headrace.engine.engine import Engine
 from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
@@ -57,14 +57,14 @@ async def started(
 ) -> AsyncIterator[tuple[Engine, Any]]:
     """An engine, and its model."""
     models: list[Any] = []
-    load = engine_module._load
+    load = prepare._load
 
     def record(*arguments: Any) -> LoadedModel:
         loaded = load(*arguments)
         models.append(loaded.packed.model)
         return loaded
 
-    monkeypatch.setattr(engine_module, "_load", record)
+    monkeypatch.setattr(prepare, "_load", record)
     on_disk = None if cache_dir is None else str(cache_dir)
     settings = EngineConfig(prefill_chunk=CHUNK, prefix_cache="on", cache_dir=on_disk)
     engine = Engine.launch(Config(str(folder), ModelConfig(numerics="exact"), settings))
@@ -131,7 +131,7 @@ class World:
         cost = sample_state(packed, None).cost()
         self.pool = PrefixPool("weights", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
         memory = MemoryBudget(2**62, lambda num_tokens: 1)
-        self.scheduler = Scheduler(8, CHUNK, 4096, memory=memory, prefixes=self.pool)
+        self.scheduler = Scheduler(8, CHUNK, 4096, memory=memory, stages=[self.pool])
         self.runner = Runner(packed, 150, self.pool)
         self.scheduler.add(GenerationRequest("only", PROMPT, GREEDY, 12), 0.0)
 
