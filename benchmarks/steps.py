@@ -17,7 +17,7 @@ from benchmarks.figures import WARM_UPS, Figure, timed, watch_memory
 from benchmarks.host import host_work, num_host_steps, num_launches, operations
 from headrace.engine.runner import Runner
 from headrace.models.packed import PackedModel, Row
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool

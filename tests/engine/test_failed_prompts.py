@@ -24,7 +24,7 @@ from headrace.errors import GenerationFailed
 from headrace.models.install import choose_levels
 from headrace.models.load import LoadedModel
 from headrace.models.packed import PackedModel
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 

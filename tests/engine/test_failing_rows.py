@@ -24,7 +24,7 @@ from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import DraftMasks
 from headrace.models.install import Level, choose_levels
 from headrace.models.packed import PackedModel
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
 from headrace.types.model import TokenIds

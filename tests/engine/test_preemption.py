@@ -12,7 +12,7 @@ from models import tiny
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
-from headrace.scheduler import admission, preemption
+from headrace.scheduler import admission
 from headrace.state.sequence import SequenceState
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -87,7 +87,7 @@ async def status_with(engine: Engine, phase: Phase) -> EngineStatus:
 async def test_who_makes_room_again_and_again_says_what_it_says_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 3)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 3)
     expected = [await ask(engine, request) for request in LOW]
     before = (await engine.status()).counters
     running = [asyncio.create_task(ask(engine, request)) for request in LOW]
@@ -105,7 +105,7 @@ async def test_who_makes_room_again_and_again_says_what_it_says_alone(
 async def test_a_preempted_sequence_holds_a_checkpoint_and_no_row(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 1)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 1)
     low = [replace(LOW[1], request_id=f"low {number}", prompt=tokens(30 + number, 50)) for number in range(3)]
     expected = [await ask(engine, request) for request in low]
     running = [asyncio.create_task(ask(engine, request)) for request in low]
@@ -123,7 +123,7 @@ async def test_a_preempted_sequence_holds_a_checkpoint_and_no_row(
 async def test_who_is_given_up_while_it_has_made_room_leaves_nothing_behind(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 1)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 1)
     low = [await engine.submit(replace(LOW[1], request_id=f"low {number}")) for number in range(3)]
     while sum(each.phase is Phase.DECODE for each in (await engine.status()).requests) < 3:
         pass
@@ -139,7 +139,7 @@ async def test_who_is_given_up_while_it_has_made_room_leaves_nothing_behind(
 async def test_a_state_that_can_not_be_kept_fails_its_own_request_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 1)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 1)
     low = [replace(LOW[1], request_id=f"low {number}", prompt=tokens(30 + number, 50)) for number in range(3)]
     expected = [await ask(engine, request) for request in low]
 

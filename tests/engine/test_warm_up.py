@@ -27,7 +27,7 @@ from headrace.engine.warm_up import Piece, RowDrafts, Served, WarmUp, pieces_for
 from headrace.errors import EngineDead
 from headrace.models import compiled
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.speculator import Speculator, Verified

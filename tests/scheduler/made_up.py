@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.types.events import FinishReason, TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult

@@ -6,10 +6,10 @@ import pytest
 from scheduler.made_up import AMPLE, answer, lengths, request
 
 from headrace.errors import ContextTooLong, InvalidRequest, Overloaded
-from headrace.scheduler.admission import RESERVED_OUTPUT_TOKENS, Admission
+from headrace.scheduler.admission import RESERVED_OUTPUT_TOKENS, Admission, MemoryBudget
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.waiting import FairShares
 from headrace.types.request import GenerationRequest
 
 
@@ -19,7 +19,7 @@ def per_token(budget_bytes: int) -> MemoryBudget:
 
 
 def test_what_can_not_fit_the_context_is_refused_with_the_numbers() -> None:
-    admission = Admission(1, 10, AMPLE)
+    admission = Admission(1, 10, AMPLE, FairShares())
     admission.check(request("fits", 6, max_tokens=4))
     with pytest.raises(ContextTooLong, match=r"7 prompt tokens and 4 output tokens make 11.* 10$"):
         admission.check(request("too long", 7, max_tokens=4))
@@ -36,12 +36,12 @@ def test_what_can_not_fit_the_context_is_refused_with_the_numbers() -> None:
 )
 def test_an_impossible_request_is_refused_by_name(bad: GenerationRequest, param: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        Admission(4, 10, AMPLE).check(bad)
+        Admission(4, 10, AMPLE, FairShares()).check(bad)
     assert caught.value.param == param
 
 
 def test_what_can_not_fit_the_memory_even_alone_is_refused_with_the_numbers() -> None:
-    admission = Admission(4, 10_000, per_token(1000))  # 90 tokens of one sequence
+    admission = Admission(4, 10_000, per_token(1000), FairShares())  # 90 tokens of one sequence
     admission.check(request("fits", 80, max_tokens=10))
     with pytest.raises(ContextTooLong, match=r"81 prompt tokens and 10 output tokens make 91.*1010 bytes.*1000") as one:
         admission.check(request("too long", 81, max_tokens=10))
@@ -55,18 +55,18 @@ def test_what_can_not_fit_the_memory_even_alone_is_refused_with_the_numbers() ->
 def test_an_answer_longer_than_the_reserve_counts_whole_only_once_among_the_choices() -> None:
     # two choices: one grown to its end, 100 + 10 * 1010, beside one with its first 512 tokens, 100 + 10 * 522
     needed = 10_200 + 5320
-    Admission(4, 10_000, per_token(needed)).check(request("a", 10, max_tokens=1000, n=2))
+    Admission(4, 10_000, per_token(needed), FairShares()).check(request("a", 10, max_tokens=1000, n=2))
     with pytest.raises(InvalidRequest, match=f"2 choices need {needed} bytes"):
-        Admission(4, 10_000, per_token(needed - 1)).check(request("a", 10, max_tokens=1000, n=2))
+        Admission(4, 10_000, per_token(needed - 1), FairShares()).check(request("a", 10, max_tokens=1000, n=2))
 
 
 def test_bytes_for_the_prompt_and_the_first_of_the_output_are_reserved() -> None:
-    admission = Admission(4, 10_000, per_token(100_000))
-    assert admission.start(LiveRequest(request("short", 10, max_tokens=5), 0.0))
+    admission = Admission(4, 10_000, per_token(100_000), FairShares())
+    assert admission.admit(LiveRequest(request("short", 10, max_tokens=5), 0.0), ()) == ()
     assert admission.reserved_bytes == 100 + 10 * 15
-    assert admission.start(LiveRequest(request("long", 10, max_tokens=5000), 0.0))
+    assert admission.admit(LiveRequest(request("long", 10, max_tokens=5000), 0.0), ()) == ()
     assert admission.reserved_bytes == 250 + 100 + 10 * (10 + RESERVED_OUTPUT_TOKENS)
-    assert admission.start(LiveRequest(request("two", 10, max_tokens=5, n=2), 0.0))
+    assert admission.admit(LiveRequest(request("two", 10, max_tokens=5, n=2), 0.0), ()) == ()
     assert admission.reserved_bytes == 250 + 5320 + 2 * 250
 
 

@@ -6,8 +6,7 @@ import pytest
 from scheduler.made_up import AMPLE, FakeRunner, lengths, request, solo
 
 from headrace.errors import Overloaded
-from headrace.scheduler.preemption import LEAD_TOKENS, SLICE_TOKENS
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import LEAD_TOKENS, SLICE_TOKENS, MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.types.request import GenerationRequest
 from headrace.types.status import Phase

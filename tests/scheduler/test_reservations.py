@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler.made_up import request
 
-from headrace.scheduler.reservations import MemoryBudget, Reservations
+from headrace.errors import InvalidRequest
+from headrace.scheduler import admission
+from headrace.scheduler.admission import Admission, MemoryBudget
+from headrace.scheduler.live_request import LiveRequest
+from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.waiting import FairShares
+from headrace.types.status import WaitReason
 
 
 @dataclass
 class Holder:
     """A sequence as the test sees it."""
 
-    name: str
+    sequence: Sequence
     num_tokens: int
     most_tokens: int
 
@@ -37,24 +48,25 @@ def all_can_end(memory: MemoryBudget, holders: list[Holder]) -> bool:
 
 
 class Game:
-    """Reservations beside the test's own list of who holds what."""
+    """An admission beside the test's own list of who holds what."""
 
     def __init__(self, memory: MemoryBudget) -> None:
         self.memory = memory
-        self.reservations = Reservations(memory)
+        self.admission = Admission(1000, 10_000, memory, FairShares())
         self.holders: list[Holder] = []
         self.num_taken = 0
 
     def take(self, count: int, num_tokens: int, more_tokens: int) -> None:
         """New sequences, which are promised bytes exactly if all can still end."""
-        most_tokens = num_tokens + more_tokens
-        if self.reservations.needed_bytes(count, num_tokens, most_tokens) > self.memory.budget_bytes:
-            return
-        names = [f"{self.num_taken}.{number}" for number in range(count)]
         self.num_taken += 1
-        wanted = [*self.holders, *(Holder(name, num_tokens, most_tokens) for name in names)]
+        live = LiveRequest(request(f"{self.num_taken}", num_tokens, more_tokens, n=count), 0.0)
+        try:
+            self.admission.check(live.request)
+        except InvalidRequest:
+            return
+        wanted = [*self.holders, *(Holder(each, num_tokens, num_tokens + more_tokens) for each in live.sequences)]
         is_safe = all_can_end(self.memory, wanted)
-        assert self.reservations.take(names, num_tokens, most_tokens) == is_safe
+        assert self.admission.admit(live, ()) == (() if is_safe else WaitReason.MEMORY)
         if is_safe:
             self.holders = wanted
 
@@ -64,15 +76,23 @@ class Game:
         before = holder.num_tokens
         holder.num_tokens = min(before + added, holder.most_tokens)
         is_safe = all_can_end(self.memory, self.holders)
-        assert self.reservations.extend(holder.name, holder.num_tokens) == is_safe
+        holder.sequence.token_ids += [7] * (holder.num_tokens - before)
+        assert self.admission.resume(holder.sequence, ()) == (() if is_safe else WaitReason.MEMORY)
         if not is_safe:
             holder.num_tokens = before
-        assert self.reservations.num_tokens(holder.name) == holder.num_tokens
+            del holder.sequence.token_ids[before:]
         return is_safe
 
     def release(self, index: int) -> None:
         """A sequence ends."""
-        self.reservations.release(self.holders.pop(index).name)
+        self.admission.release(self.holders.pop(index).sequence)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_beyond_the_known_tokens() -> Iterator[None]:
+    """Bytes for output are reserved a token at a time."""
+    with patch.object(admission, "RESERVED_OUTPUT_TOKENS", 0):
+        yield
 
 
 MOVES = st.lists(
@@ -99,16 +119,17 @@ def test_a_promise_is_made_exactly_if_everybody_can_still_end(
         elif game.holders:
             game.release(first % len(game.holders))
         held = sum(game.memory.cost(holder.num_tokens) for holder in game.holders)
-        assert game.reservations.reserved_bytes == held <= 1000
+        assert game.admission.reserved_bytes == held <= 1000
     while game.holders:
         assert game.extend(0, 1000)
         game.release(0)
-    assert game.reservations.reserved_bytes == 0
+    assert game.admission.reserved_bytes == 0
 
 
 def test_what_was_said_to_be_needed_fits_exactly_when_nothing_else_is_held() -> None:
-    needed = Reservations(in_leaps(1, 0)).needed_bytes(3, 100, 250)
-    assert needed == 450
-    for budget, fits in ((needed, True), (needed - 1, False)):
-        holders = [Holder(name, 100, 250) for name in "abc"]
-        assert all_can_end(MemoryBudget(budget, lambda num_tokens: num_tokens), holders) is fits
+    three = LiveRequest(request("abc", 100, 150, n=3), 0.0)
+    for budget, fits in ((450, True), (449, False)):
+        memory = MemoryBudget(budget, lambda num_tokens: num_tokens)
+        assert all_can_end(memory, [Holder(each, 100, 250) for each in three.sequences]) is fits
+        with nullcontext() if fits else pytest.raises(InvalidRequest, match="450 bytes.* 449 bytes"):
+            Admission(3, 1000, memory, FairShares()).check(three.request)

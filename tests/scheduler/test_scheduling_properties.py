@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scheduler.made_up import AMPLE, NUM_TOKENS, FakeRunner, request, solo
 
 from headrace.errors import InvalidRequest
-from headrace.scheduler import admission, preemption
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler import admission
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.scheduler.step_time_model import REMEASURE_EVERY
 from headrace.types.events import FinishReason
@@ -224,8 +224,8 @@ def short_turns() -> Iterator[None]:
     """Few bytes at a time, and somebody makes room for another's turn after a few tokens."""
     with (
         patch.object(admission, "RESERVED_OUTPUT_TOKENS", FEW),
-        patch.object(preemption, "SLICE_TOKENS", 2),
-        patch.object(preemption, "LEAD_TOKENS", 20),
+        patch.object(admission, "SLICE_TOKENS", 2),
+        patch.object(admission, "LEAD_TOKENS", 20),
     ):
         yield
 

@@ -8,7 +8,7 @@ import pytest
 from scheduler.made_up import AMPLE, FakeRunner, answer, request, solo
 
 from headrace.errors import Overloaded
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import PromptPlan
 from headrace.scheduler.step_time_model import SLOWDOWN, StepTimeModel

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from scheduler.made_up import AMPLE, answer, request
 
-from headrace.scheduler.preemption import SLICE_TOKENS
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import SLICE_TOKENS, MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import PromptPlan
 from headrace.types.request import GenerationRequest

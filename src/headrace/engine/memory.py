@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel, Row
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SLAB_TOKENS, StatePool, slot_capacity

@@ -29,7 +29,7 @@ from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 from headrace.models.vision import load_tower
 from headrace.models.vlm import Tower, VlmWrapper, whole_tower
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import Stage
 from headrace.state.disk import DiskTier
@@ -91,12 +91,7 @@ def prepare(
         *(() if disk is None else (disk.report,)),
         *(() if draft is None else (draft.line(config, of_draft),)),
     )
-    parts, stages = Parts(), list[Stage]()
-    if knobs.prefix_cache == "on":
-        _add_prefix_cache(parts, stages, files.name, cost, disk)
-    if tower is not None:
-        parts.features = features = FeatureCache(tower, int(FEATURES_SHARE * budget_bytes))
-        stages.append(features)
+    parts, stages = _make_caches(config, files.name, cost, disk, tower, int(FEATURES_SHARE * budget_bytes))
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     if draft is not None:
         window = loaded.packed.largest_window
@@ -108,15 +103,9 @@ def prepare(
     states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
     warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
     report = (*report, *warm_up.report)
+    packed, end, speculator = loaded.packed, loaded.tokens.end, drafting.speculator
     runner = Runner(
-        loaded.packed,
-        loaded.tokens.end,
-        parts.prefixes,
-        constraints,
-        drafting.speculator,
-        parts.features,
-        pool=states,
-        ahead=loaded.packed.is_compiled,
+        packed, end, parts.prefixes, constraints, speculator, parts.features, pool=states, ahead=packed.is_compiled
     )
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
@@ -167,15 +156,26 @@ def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: De
     return load_tower(files, dtype=config.models.dtype, device=here, has_axes=loaded.packed.has_axes)
 
 
-def _add_prefix_cache(parts: Parts, stages: list[Stage], name: str, cost: StateCost, disk: DiskTier | None) -> None:
-    """name: identifies the weights where there is no disk tier with their fingerprint."""
-    weights = name if disk is None else disk.weights
-    pool = PrefixPool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
-    parts.prefixes = pool
-    stages.append(pool)
-    if disk is not None:
-        parts.disk = loader = DiskLoader(disk, pool)
-        stages.append(loader)
+def _make_caches(
+    config: Config, name: str, cost: StateCost, disk: DiskTier | None, tower: Tower | None, features_bytes: int
+) -> tuple[Parts, list[Stage]]:
+    """The caches that are on, and the stages that they are.
+
+    name: identifies the weights where there is no disk tier with their fingerprint.
+    """
+    parts, stages = Parts(), list[Stage]()
+    if config.engine.prefix_cache == "on":
+        weights = name if disk is None else disk.weights
+        pool = PrefixPool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
+        parts.prefixes = pool
+        stages.append(pool)
+        if disk is not None:
+            parts.disk = loader = DiskLoader(disk, pool)
+            stages.append(loader)
+    if tower is not None:
+        parts.features = features = FeatureCache(tower, features_bytes)
+        stages.append(features)
+    return parts, stages
 
 
 def model_files(config: Config, name: str | None = None) -> ModelFiles:

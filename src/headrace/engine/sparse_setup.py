@@ -20,7 +20,7 @@ from headrace.engine.sparse_draft import LOOKAHEAD, SparseDraft
 from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel, load
 from headrace.models.source import ModelFiles
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sparse.scoring import num_scoring_layers
 from headrace.state.sequence import StateCost

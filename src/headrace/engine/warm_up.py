@@ -18,7 +18,7 @@ from headrace.models import compiled
 from headrace.models.load import LoadedModel
 from headrace.models.mixers.fused import MOST_TOKENS, next_power_of_two, padded_chunk_tokens, padded_chunks, padded_rows
 from headrace.models.packed import PackedModel
-from headrace.scheduler.reservations import MemoryBudget
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter

@@ -1,14 +1,18 @@
-"""Decides which requests may start and which sequences may grow, by rows and by bytes."""
+"""Decides by rows and bytes which requests may start, which sequences may grow, and which are preempted for them.
+
+Only decoding sequences are preempted: prompts share a step's tokens in turns and finish.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.reservations import MemoryBudget, Reservation, Reservations
 from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.waiting import FairShares
 from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
 
@@ -18,6 +22,41 @@ RESERVED_OUTPUT_TOKENS = 512
 Most answers are shorter, so most sequences reserve once. Reserving max_tokens, often the whole context, would let few
 sequences run at once.
 """
+
+SLICE_TOKENS = 32
+"""A resumed sequence outputs this many tokens before it may be preempted for a turn again: storing and restoring its
+state has to pay off, and a sequence that is preempted again and again must still finish."""
+
+LEAD_TOKENS = 512
+"""A session is preempted for another once it has been served this many tokens more."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The memory for all sequences, and the cost of one.
+
+    cost: bytes of a sequence by its number of tokens; non-decreasing, possibly in leaps.
+    record_cost: bytes of its checkpoint, never more than cost; None if equal.
+    """
+
+    budget_bytes: int
+    cost: Callable[[int], int]
+    record_cost: Callable[[int], int] | None = None
+
+    def checkpoint_bytes(self, num_tokens: int) -> int:
+        return (self.cost if self.record_cost is None else self.record_cost)(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """num_tokens, num_bytes: what the sequence may grow to for now. most_bytes: what it may need in the end.
+
+    A preempted sequence has no tokens and the bytes of its checkpoint.
+    """
+
+    num_tokens: int
+    num_bytes: int
+    most_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +68,31 @@ class Preempted:
 
 
 class Admission:
-    """Counts rows and reserves bytes for everything that runs."""
+    """Rows and bytes of all sequences that have started, oldest first.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, memory: MemoryBudget) -> None:
+    Reserving less than a sequence may need lets more of them run, but not all may then be able to grow to their end,
+    and a stuck one releases nothing. So a reservation is made only if the oldest could still grow to its end in the
+    free bytes, the next one once that has ended, and so on (Dijkstra's banker's algorithm, ordered by age). So the
+    oldest is never refused, and no sequence waits forever.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, memory: MemoryBudget, shares: FairShares) -> None:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._memory = memory
-        self._reservations = Reservations(memory)
+        self._shares = shares
+        self._reservations: dict[str, Reservation] = {}
+        self._reserved_bytes = 0
+        self._num_rows = 0
 
     @property
     def reserved_bytes(self) -> int:
-        return self._reservations.reserved_bytes
+        """Sum of all reservations; never over the budget."""
+        return self._reserved_bytes
+
+    def has_rows(self, num_rows: int) -> bool:
+        """Whether `num_rows` more sequences fit, bytes aside."""
+        return self._num_rows + num_rows <= self._max_num_seqs
 
     def check(self, request: GenerationRequest) -> None:
         """Reject a request that could not run even alone.
@@ -62,78 +115,159 @@ class Admission:
             raise ContextTooLong(f"{_sizes(request)}, but the context holds {self._max_model_len}", param="max_tokens")
         self._check_bytes(request)
 
-    def has_rows(self, num_rows: int, num_running: int) -> bool:
-        """Whether `num_rows` more sequences fit beside `num_running`, bytes aside."""
-        return num_running + num_rows <= self._max_num_seqs
-
-    def start(self, live: LiveRequest) -> bool:
-        """Reserve bytes for a request. Returns False and reserves nothing if it must wait."""
-        request = live.request
-        ids = [sequence.id for sequence in live.sequences]
-        return self._reservations.take(ids, _first_tokens(request), _most_tokens(request))
-
-    def reserve_next(self, sequence: Sequence) -> bool:
-        """Make sure that a running sequence has bytes for all its known tokens. Returns False if it has not."""
-        needed = len(sequence.token_ids)
-        if needed <= self._reservations.num_tokens(sequence.id):
-            return True
-        ample = min(needed + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
-        return self._reservations.extend(sequence.id, ample) or self._reservations.extend(sequence.id, needed)
-
-    def resume(self, sequence: Sequence) -> bool:
-        """Reserve bytes for a preempted sequence. Returns False and reserves nothing if they would not last for a
-        while."""
-        ample = min(len(sequence.token_ids) + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
-        return self._reservations.extend(sequence.id, ample)
-
-    def preempt_for(
-        self, candidates: Iterable[Sequence], reserve: Callable[[], bool], num_rows: int, num_running: int
-    ) -> tuple[Preempted, ...] | WaitReason:
-        """Preempt candidates one by one until there are `num_rows` free rows and `reserve` succeeds.
-
-        num_running counts the candidates too. Returns those preempted; if all of them are not enough, changes nothing
-        and returns what is lacking.
-        """
-        preempted: list[Preempted] = []
-        left = iter(candidates)
-        while not (self.has_rows(num_rows, num_running - len(preempted)) and reserve()):
-            sequence = next(left, None)
-            if sequence is None:
-                has_rows = self.has_rows(num_rows, num_running - len(preempted))
-                self.undo_preemptions(preempted)
-                return WaitReason.MEMORY if has_rows else WaitReason.ROWS
-            preempted.append(self.preempt(sequence))
-        return tuple(preempted)
-
-    def preempt(self, sequence: Sequence) -> Preempted:
-        """Reduce a running sequence's reservation to its checkpoint."""
-        num_bytes = self._memory.checkpoint_bytes(sequence.num_computed)
-        return Preempted(sequence, self._reservations.shrink(sequence.id, num_bytes))
-
-    def undo_preemptions(self, preempted: Iterable[Preempted]) -> None:
-        """Restore the reservations; anything reserved since must have been released."""
-        for each in preempted:
-            self._reservations.put_back(each.sequence.id, each.reservation)
-
-    def end(self, sequence: Sequence) -> None:
-        """Release a sequence's reservation."""
-        self._reservations.release(sequence.id)
-
     def _check_bytes(self, request: GenerationRequest) -> None:
-        budget_bytes = self._memory.budget_bytes
-        one = self._memory.cost(_most_tokens(request))
+        budget_bytes, cost = self._memory.budget_bytes, self._memory.cost
+        one = cost(_most_tokens(request))
         if one > budget_bytes:
             raise ContextTooLong(
                 f"{_sizes(request)}, which need {one} bytes, but the memory for sequences is {budget_bytes} bytes",
                 param="max_tokens",
             )
-        needed = self._reservations.needed_bytes(request.num_choices, _first_tokens(request), _most_tokens(request))
+        needed = (request.num_choices - 1) * cost(_first_tokens(request)) + one
         if needed > budget_bytes:
             raise InvalidRequest(
                 f"{request.num_choices} choices need {needed} bytes, "
                 f"but the memory for sequences is {budget_bytes} bytes",
                 param="n",
             )
+
+    def admit(self, live: LiveRequest, started: Collection[Sequence]) -> tuple[Preempted, ...] | WaitReason:
+        """Reserve rows and bytes for a checked request, if need be by preempting sequences that rank lower.
+
+        started: all sequences, oldest first. Returns those preempted; if all of them are not enough, changes nothing
+        and returns what is lacking.
+        """
+        candidates = self._lower_ranked(live.request, started)
+        return self._preempt_for(candidates, len(live.sequences), partial(self._take, live))
+
+    def withdraw(self, live: LiveRequest, preempted: Iterable[Preempted]) -> None:
+        """Undo `admit`, if nothing else has been reserved since."""
+        for sequence in live.sequences:
+            self.release(sequence)
+        self._undo(preempted)
+
+    def resume(self, sequence: Sequence, started: Collection[Sequence]) -> tuple[Preempted, ...] | WaitReason:
+        """Reserve a row and bytes that last for a while for a preempted sequence. The rest as for `admit`."""
+        candidates = self._lower_ranked(sequence.request, started)
+        return self._preempt_for(candidates, 1, partial(self._extend, sequence.id, _ample(sequence)))
+
+    def grow(self, sequence: Sequence, started: Collection[Sequence]) -> tuple[Preempted, ...]:
+        """Make sure that a running sequence has bytes for all its known tokens, if need be by preempting younger ones.
+
+        Returns those preempted; the sequence itself if that is not enough.
+        """
+        needed = len(sequence.token_ids)
+        if needed <= self._reservations[sequence.id].num_tokens:
+            return ()
+
+        def reserve() -> bool:
+            return self._extend(sequence.id, _ample(sequence)) or self._extend(sequence.id, needed)
+
+        preempted = self._preempt_for(_younger_ones(sequence, started), 0, reserve)
+        return (self.preempt(sequence),) if isinstance(preempted, WaitReason) else preempted
+
+    def preempt(self, sequence: Sequence) -> Preempted:
+        """Reduce a running sequence's reservation to its checkpoint.
+
+        Always safe: the bytes become free, and the sequence needs no more in the end than before.
+        """
+        before = self._reservations[sequence.id]
+        num_bytes = min(self._memory.checkpoint_bytes(sequence.num_computed), before.num_bytes)
+        self._set(sequence.id, replace(before, num_tokens=0, num_bytes=num_bytes))
+        return Preempted(sequence, before)
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the reservation of a sequence that has ended."""
+        reservation = self._reservations.pop(sequence.id)
+        self._reserved_bytes -= reservation.num_bytes
+        self._num_rows -= reservation.num_tokens > 0
+
+    def _preempt_for(
+        self, candidates: Iterable[Sequence], num_rows: int, reserve: Callable[[], bool]
+    ) -> tuple[Preempted, ...] | WaitReason:
+        """Preempt candidates one by one until there are `num_rows` free rows and `reserve` succeeds."""
+        preempted: list[Preempted] = []
+        left = iter(candidates)
+        while not (self.has_rows(num_rows) and reserve()):
+            sequence = next(left, None)
+            if sequence is None:
+                lacking = WaitReason.MEMORY if self.has_rows(num_rows) else WaitReason.ROWS
+                self._undo(preempted)
+                return lacking
+            preempted.append(self.preempt(sequence))
+        return tuple(preempted)
+
+    def _undo(self, preempted: Iterable[Preempted]) -> None:
+        for each in preempted:
+            self._set(each.sequence.id, each.reservation)
+
+    def _take(self, live: LiveRequest) -> bool:
+        """Reserve the first tokens of a new request's sequences. Returns False and reserves nothing if it is unsafe."""
+        num_tokens, most_tokens = _first_tokens(live.request), _most_tokens(live.request)
+        num_bytes = self._memory.cost(num_tokens)
+        if len(live.sequences) * num_bytes > self._room(None):
+            return False
+        for sequence in live.sequences:
+            self._set(sequence.id, Reservation(num_tokens, num_bytes, self._memory.cost(most_tokens)))
+        return True
+
+    def _extend(self, sequence_id: str, num_tokens: int) -> bool:
+        """Let a sequence grow to `num_tokens`. Returns False and changes nothing if that is unsafe."""
+        reservation = self._reservations[sequence_id]
+        num_bytes = self._memory.cost(num_tokens)
+        added = num_bytes - reservation.num_bytes
+        if added > 0 and added > self._room(sequence_id):
+            return False
+        self._set(sequence_id, replace(reservation, num_tokens=num_tokens, num_bytes=num_bytes))
+        return True
+
+    def _set(self, sequence_id: str, reservation: Reservation) -> None:
+        before = self._reservations.get(sequence_id)
+        self._reservations[sequence_id] = reservation
+        self._reserved_bytes += reservation.num_bytes - (0 if before is None else before.num_bytes)
+        self._num_rows += (reservation.num_tokens > 0) - (before is not None and before.num_tokens > 0)
+
+    def _room(self, sequence_id: str | None) -> int:
+        """Bytes that can be reserved for a sequence, or a new one, without taking what older ones need."""
+        room = free = self._memory.budget_bytes - self._reserved_bytes
+        released = 0
+        for older_id, older in self._reservations.items():
+            if older_id == sequence_id:
+                break
+            room = min(room, free + released - (older.most_bytes - older.num_bytes))
+            released += older.num_bytes
+        return room
+
+    def _lower_ranked(self, request: GenerationRequest, started: Collection[Sequence]) -> list[Sequence]:
+        """Sequences to preempt for the request, in order: those of a lower priority or a better served session.
+
+        Ties: the youngest first.
+        """
+
+        def is_lower_ranked(sequence: Sequence) -> bool:
+            if not _is_running_decode(sequence) or sequence.num_output - sequence.num_output_before < SLICE_TOKENS:
+                return False
+            other = sequence.request
+            if other.priority != request.priority:
+                return other.priority > request.priority
+            return self._shares.lead(other.session, request.session) >= LEAD_TOKENS
+
+        def claim(sequence: Sequence) -> tuple[int, tuple[float, int]]:
+            return sequence.request.priority, self._shares.rank(sequence.request.session)
+
+        return sorted(filter(is_lower_ranked, reversed(list(started))), key=claim, reverse=True)
+
+
+def _younger_ones(sequence: Sequence, started: Collection[Sequence]) -> list[Sequence]:
+    """Sequences to preempt for another token of `sequence`, youngest first; never one that ranks before it."""
+    behind = list(started)
+    behind = behind[behind.index(sequence) + 1 :]
+    priority = sequence.request.priority
+    return [each for each in reversed(behind) if _is_running_decode(each) and each.request.priority >= priority]
+
+
+def _is_running_decode(sequence: Sequence) -> bool:
+    return sequence.is_decoding and not sequence.is_preempted
 
 
 def expected_output_tokens(request: GenerationRequest) -> int:
@@ -147,6 +281,10 @@ def _first_tokens(request: GenerationRequest) -> int:
 
 def _most_tokens(request: GenerationRequest) -> int:
     return len(request.prompt) + request.max_tokens
+
+
+def _ample(sequence: Sequence) -> int:
+    return min(len(sequence.token_ids) + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
 
 
 def _sizes(request: GenerationRequest) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from headrace.scheduler.admission import Admission, Preempted
 from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.preemption import lower_ranked, younger_ones
 from headrace.scheduler.prefill import PrefillTurns
 from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.stages import PromptStages
-from headrace.scheduler.waiting import FairShares, WaitingQueue
-from headrace.types.request import GenerationRequest
+from headrace.scheduler.waiting import WaitingQueue
 from headrace.types.status import WaitReason
 
 ROOM = {WaitReason.ROWS, WaitReason.MEMORY}
@@ -31,13 +26,11 @@ class Rows:
         self,
         admission: Admission,
         waiting: WaitingQueue,
-        shares: FairShares,
         stages: PromptStages,
         prefill: PrefillTurns,
     ) -> None:
         self._admission = admission
         self._waiting = waiting
-        self._shares = shares
         self._stages = stages
         self._prefill = prefill
         self._started: dict[str, Sequence] = {}
@@ -61,7 +54,7 @@ class Rows:
     def end(self, sequence: Sequence) -> None:
         """Remove a sequence, running or not."""
         del self._started[sequence.id]
-        self._admission.end(sequence)
+        self._admission.release(sequence)
         if sequence.id in self._preempted:
             self._preempted.remove(sequence.id)
 
@@ -77,7 +70,7 @@ class Rows:
             return WaitReason.MEMORY if preempted.lacks_bytes else WaitReason.TURN
         if (waits_for := self._stages.waits_for(live.id)) is not None:
             return waits_for
-        if not self._admission.has_rows(len(live.sequences), len(self.running())):
+        if not self._admission.has_rows(len(live.sequences)):
             return WaitReason.ROWS
         return WaitReason.TURN if ROOM & set(self._held_back.values()) else WaitReason.STEP
 
@@ -97,13 +90,10 @@ class Rows:
     def _reserve_next_tokens(self) -> None:
         """Reserve a token for each decoding sequence, oldest first; if that fails, preempt younger ones or itself."""
         for sequence in list(self._started.values()):
-            if sequence.is_preempted or not sequence.is_decoding or self._admission.reserve_next(sequence):
+            if sequence.is_preempted or not sequence.is_decoding:
                 continue
-            younger = younger_ones(sequence, self._started.values())
-            preempted = self._admission.preempt_for(younger, partial(self._admission.reserve_next, sequence), 0, 0)
-            if isinstance(preempted, WaitReason):
-                preempted = (self._admission.preempt(sequence),)
-            self._preempt(preempted, lacks_bytes=True)
+            if preempted := self._admission.grow(sequence, self._started.values()):
+                self._preempt(preempted, lacks_bytes=True)
 
     def _resume_short_ones(self) -> None:
         """Resume sequences that lacked bytes, oldest first."""
@@ -121,7 +111,7 @@ class Rows:
         none_may_start = bool(short)
         self._held_back = dict.fromkeys(short, WaitReason.MEMORY)
         while True:
-            has_row = self._admission.has_rows(1, len(self.running()))
+            has_row = self._admission.has_rows(1)
             live = None if none_may_start else self._waiting.next(self._held_back, has_row=has_row)
             preempted = self._next_preempted()
             if preempted is not None and (
@@ -144,8 +134,8 @@ class Rows:
 
     def _resume(self, sequence: Sequence) -> WaitReason | None:
         """Resume a preempted sequence, if need be by preempting others. Returns why not, if it must wait."""
-        has_row = self._admission.has_rows(1, len(self.running()))
-        preempted = self._preempt_for(sequence.request, 1, partial(self._admission.resume, sequence))
+        has_row = self._admission.has_rows(1)
+        preempted = self._admission.resume(sequence, self._started.values())
         if isinstance(preempted, WaitReason):
             return preempted
         self._preempt(preempted, lacks_bytes=False)
@@ -155,16 +145,14 @@ class Rows:
 
     def _start(self, live: LiveRequest) -> WaitReason | None:
         """Start a request, if need be by preempting others. Returns why not, and changes nothing, if it must wait."""
-        has_row = self._admission.has_rows(1, len(self.running()))
-        preempted = self._preempt_for(live.request, len(live.sequences), partial(self._admission.start, live))
+        has_row = self._admission.has_rows(1)
+        preempted = self._admission.admit(live, self._started.values())
         if isinstance(preempted, WaitReason):
             return preempted
         plan = self._stages.prepare(live.request)
         if isinstance(plan, WaitReason):
             # others may slip past: what it waits for is already running
-            for sequence in live.sequences:
-                self._admission.end(sequence)
-            self._admission.undo_preemptions(preempted)
+            self._admission.withdraw(live, preempted)
             return plan
         self._preempt(preempted, lacks_bytes=False)
         if plan.kept is not None:
@@ -179,18 +167,10 @@ class Rows:
 
     def _select_tokens(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
         """Leave out prompt tokens, and release their bytes."""
-        for sequence in live.sequences:
-            self._admission.end(sequence)
+        self._admission.withdraw(live, ())
         live.select(num_cached, kept)
-        if not self._admission.start(live):
+        if self._admission.admit(live, ()) != ():
             raise RuntimeError(f"{live.id}: less than what there was room for finds none")
-
-    def _preempt_for(
-        self, request: GenerationRequest, num_rows: int, reserve: Callable[[], bool]
-    ) -> tuple[Preempted, ...] | WaitReason:
-        """Preempt lower-ranked sequences for those of a request; see Admission.preempt_for."""
-        candidates = lower_ranked(request, self._started.values(), self._shares)
-        return self._admission.preempt_for(candidates, reserve, num_rows, len(self.running()))
 
     def _preempt(self, preempted: tuple[Preempted, ...], *, lacks_bytes: bool) -> None:
         for each in preempted:

@@ -7,11 +7,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
-from headrace.scheduler.admission import Admission, expected_output_tokens
+from headrace.scheduler.admission import Admission, MemoryBudget, expected_output_tokens
 from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest
 from headrace.scheduler.prefill import PrefillTurns, first_in_turn
-from headrace.scheduler.reservations import MemoryBudget
 from headrace.scheduler.rows import Rows
 from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.stages import PromptStages, Stage
@@ -81,13 +80,13 @@ class Scheduler:
                 raise ConfigError(f"{knob} must be at least {least}, not {count}", param=knob)
         self._chunk_tokens = chunk_tokens
         self._max_queue = max_queue
-        self._admission = Admission(max_num_seqs, max_model_len, memory)
         self._shares = FairShares()
+        self._admission = Admission(max_num_seqs, max_model_len, memory, self._shares)
         self._waiting = WaitingQueue(self._shares)
         self._prefill = PrefillTurns()
         self._step_times = StepTimeModel()
         self._stages = PromptStages(stages)
-        self._rows = Rows(self._admission, self._waiting, self._shares, self._stages, self._prefill)
+        self._rows = Rows(self._admission, self._waiting, self._stages, self._prefill)
         self._live: dict[str, LiveRequest] = {}
         self._sequences: dict[str, Sequence] = {}
         self._released: list[str] = []
