@@ -83,6 +83,15 @@ def _logit_bias(biases: Any) -> tuple[tuple[int, float], ...] | None:
     return tuple(added.items())
 
 
+# Functions, because pydantic 2.12 refuses `frozenset[int]` as a validator.
+def _as_set(token_ids: list[int]) -> frozenset[int]:
+    return frozenset(token_ids)
+
+
+def _as_tuple(words: list[str]) -> tuple[str, ...]:
+    return tuple(words)
+
+
 class StreamOptionsBody(StrictBody):
     include_usage: bool | None = None
     # Padding against traffic analysis, which is not implemented.
@@ -112,14 +121,14 @@ class SamplingBody(GenerationBody):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Annotated[tuple[tuple[int, float], ...] | None, PlainValidator(_logit_bias)] = None
-    allowed_token_ids: (
-        Annotated[list[TokenId], Field(fail_fast=True, min_length=1), AfterValidator(frozenset[int])] | None
-    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1), AfterValidator(_as_set)] | None = (
+        None
+    )
     bad_words: (
         Annotated[
             list[ShortText],
             Field(fail_fast=True, max_length=1024),
-            AfterValidator(tuple[str, ...]),
+            AfterValidator(_as_tuple),
         ]
         | None
     ) = None
