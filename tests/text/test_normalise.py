@@ -8,13 +8,13 @@ import pytest
 
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.text.normalise import (
-    content_text,
     media_parts,
     normalise,
     template_message,
     template_tool,
 )
 from headrace.text.template_probe import TemplateTraits
+from headrace.text.tool_turns import content_text
 from headrace.types.chat import ChatMessage, MediaPart, Role, TextPart, ToolCall, ToolDefinition
 
 ANYWHERE = TemplateTraits()

@@ -10,6 +10,7 @@ from typing import Protocol
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import DraftMasks, Mask, mask_of
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.tool_calls.reader import first_of, overlap
 from headrace.types.request import LateThinking, ThinkingLimit
 
 
@@ -152,9 +153,9 @@ class ThinkingBudget:
         assert state.lines is not None
         lines, rest = state.lines.copy(), state.tail
         while True:
-            at, marker = _first(rest, self._markers)
+            at, marker = first_of(rest, self._markers)
             if marker is None:
-                held = _overlap(rest, self._markers)
+                held = max(overlap(rest, each) for each in self._markers)
                 lines.push(_text(rest[: len(rest) - held]))
                 return replace(state, tail=rest[len(rest) - held :], lines=lines)
             lines.push(_text(rest[:at]))
@@ -180,21 +181,6 @@ class ThinkingBudget:
         if state.phase is _Phase.THINKING and state.num_tokens >= self._limit.num_tokens:
             return _State(_Phase.CLOSING, state.num_tokens)
         return state
-
-
-def _first(text: bytes, markers: Sequence[bytes]) -> tuple[int, bytes | None]:
-    """The first marker and its index; the longest if several begin there."""
-    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
-    if not found:
-        return len(text), None
-    at, _, marker = min(found)
-    return at, marker
-
-
-def _overlap(text: bytes, markers: Sequence[bytes]) -> int:
-    """Bytes at the end that may begin a marker."""
-    most = min(len(text), max(map(len, markers)) - 1)
-    return next((size for size in range(most, 0, -1) if any(each.startswith(text[-size:]) for each in markers)), 0)
 
 
 def _text(data: bytes) -> str:

@@ -17,7 +17,7 @@ from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
 from headrace.text.fences import LineTracker, closes_quote
 from headrace.tool_calls.marked_calls import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
-from headrace.tool_calls.reader import NotACall, Reader, Reading, overlap
+from headrace.tool_calls.reader import NotACall, Reader, Reading, first_of, overlap
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"
@@ -95,14 +95,13 @@ class HarmonyOutput:
     def _body(self) -> Reading[None]:
         reader = self._reader
         while not self._emitter.stopped and not (yield from reader.is_done()):
-            found = [(at, end) for end in _ENDS if (at := reader.text.find(end, reader.pos)) >= 0]
-            if not found:
+            at, end = first_of(reader.text, _ENDS, reader.pos)
+            if end is None:
                 held = 0 if reader.ended else max(overlap(reader.text[reader.pos :], end) for end in _ENDS)
                 self._emit_until(len(reader.text) - held)
                 if held:
                     yield
                 continue
-            at, end = min(found)
             self._emit_until(at)
             reader.pos = at + len(end)
             if not self._is_thinking and (yield from self._is_quoted()):

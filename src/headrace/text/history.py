@@ -24,9 +24,9 @@ from typing import Any
 from headrace.families.family import ModelFamily
 from headrace.lru_cache import LruCache
 from headrace.text.boundaries import chain, digest_of, digest_of_variables
-from headrace.text.normalise import content_text
 from headrace.text.template_probe import QUESTION, TurnTraits, common_length, probe_turns
 from headrace.text.template_source import RequestRenderer, TemplateSource
+from headrace.text.tool_turns import content_text
 from headrace.types.chat import ChatMessage, TextPart
 
 

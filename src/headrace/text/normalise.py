@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.text.template_probe import TemplateTraits
-from headrace.text.tool_turns import call_arguments, fit_tool_turns
+from headrace.text.tool_turns import call_arguments, content_text, fit_tool_turns
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
 
 SystemNotes = Literal["stable", "hoist"]
@@ -34,11 +34,6 @@ def normalise(
         raise InvalidRequest("messages must not be empty", param="messages")
     placed = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
     return _merge_turns(placed) if traits.alternates_roles else placed
-
-
-def content_text(message: ChatMessage) -> str:
-    """The text of a message; parts are joined by a newline, media are left out."""
-    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
 
 
 def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:

@@ -23,7 +23,7 @@ from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
 from headrace.text.fences import LineTracker, closes_quote
-from headrace.tool_calls.reader import Reader, Reading, overlap
+from headrace.tool_calls.reader import Reader, Reading, first_of, overlap
 from headrace.types.output_guarantees import OutputGuarantees
 
 MAX_BLOCK = 2048
@@ -74,7 +74,7 @@ class PlainOutput:
     def _read_thinking(self) -> Reading[None]:
         reader = self._reader
         markers = (*self._end_markers, *self._start_markers_in_thinking())
-        at, marker = _first(reader.text, markers)
+        at, marker = first_of(reader.text, markers)
         if marker is None:
             # The newline before a marker belongs to it, so a trailing one has to wait, too.
             held = max(max(overlap(reader.text, each), overlap(reader.text, "\n" + each)) for each in markers)
@@ -208,7 +208,7 @@ class PlainOutput:
         reader, begins_line = self._reader, self._lines.begins_line
         limit = reader.pos + MAX_BLOCK
         while True:
-            at, end_marker = _first(reader.text, end_markers, reader.pos)
+            at, end_marker = first_of(reader.text, end_markers, reader.pos)
             if end_marker is not None and at <= limit:
                 return True
             if end_marker is not None or len(reader.text) > limit + max(map(len, end_markers)):
@@ -240,15 +240,6 @@ class PlainOutput:
         while most and not (yield from reader.is_done()) and reader.text[reader.pos] == "\n":
             reader.pos += 1
             most -= 1
-
-
-def _first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, str | None]:
-    """The first marker in a text and its index; the longest if several begin there."""
-    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
-    if not found:
-        return len(text), None
-    at, _, marker = min(found)
-    return at, marker
 
 
 class ConstrainedOutput(PlainOutput):

@@ -46,7 +46,7 @@ class StreamParser:
         guarantees: OutputGuarantees | None = None,
     ) -> None:
         syntax = family.call_syntax if tools else None
-        ids = CallIds("random" if syntax is None else syntax.ids, num_earlier_calls)
+        ids = CallIds("any" if syntax is None else syntax.ids, num_earlier_calls)
         self._emitter = Emitter(stop_strings, ids, takes_calls=syntax is not None)
         self._reader = Reader()
         self._calls = (

@@ -23,11 +23,11 @@ from headrace.text.boundaries import (
 from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
-from headrace.text.normalise import SystemNotes, content_text, normalise, template_tool, with_system_line
+from headrace.text.normalise import SystemNotes, normalise, template_tool, with_system_line
 from headrace.text.template_probe import common_length
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
-from headrace.text.tool_turns import matched_results, tools_note
+from headrace.text.tool_turns import content_text, matched_results, tools_note
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import Boundary, BoundaryKind
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from headrace.families.family import ModelFamily
 from headrace.families.registry import detect_reasoning_keys
+from headrace.tool_calls.calls import IdForm
 from headrace.types.chat import ChatMessage, TextPart
 
-IdForm = Literal["any", "short", "counted"]
 Fields = dict[str, Any]
 """A message in the template's form."""
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.text.template_probe import IdForm, TemplateTraits
+from headrace.text.template_probe import TemplateTraits
 from headrace.text.written_numbers import parse_written
+from headrace.tool_calls.calls import IdForm
 from headrace.tool_calls.syntaxes import CallSyntax
 from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
@@ -132,7 +133,7 @@ def _short_id(call_id: str) -> str:
 
 def _with_thoughts_joined(message: ChatMessage) -> ChatMessage:
     """A call's content appended to the thinking before it, where the template accepts only one of them."""
-    text = _text(message)
+    text = content_text(message)
     if not message.tool_calls or not message.reasoning or not text:
         return message
     return replace(message, content=(), reasoning=f"{message.reasoning}\n\n{text}")
@@ -145,7 +146,7 @@ def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
         _CALL.format(name=json.dumps(call.name, ensure_ascii=False), arguments=call.arguments.strip() or "{}")
         for call in message.tool_calls
     )
-    text = "\n".join(part for part in (_text(message), *written) if part)
+    text = "\n".join(part for part in (content_text(message), *written) if part)
     return replace(message, content=(TextPart(text),), tool_calls=())
 
 
@@ -180,7 +181,8 @@ def _one_call_a_turn(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
         yield from (each for each in results if each.tool_call_id not in known)
 
 
-def _text(message: ChatMessage) -> str:
+def content_text(message: ChatMessage) -> str:
+    """The text of a message; parts are joined by a newline, media are left out."""
     return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
 
 

@@ -15,7 +15,7 @@ from headrace.tool_calls.schema import ANY, Schema
 from headrace.types.chat import ToolDefinition
 from headrace.types.output_guarantees import OutputGuarantees
 
-IdStyle = Literal["random", "short", "counted"]
+IdForm = Literal["any", "short", "counted"]
 """Forms of calls' ids: any, nine letters and digits, or counted over the whole conversation."""
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -54,25 +54,25 @@ class ParsedCall:
 class CallIds:
     """Makes the ids of one answer's calls. num_earlier: calls in the conversation before this answer."""
 
-    def __init__(self, style: IdStyle, num_earlier: int) -> None:
-        self._style = style
+    def __init__(self, form: IdForm, num_earlier: int) -> None:
+        self._form = form
         self._count = num_earlier
         self._used: set[str] = set()
 
     def make(self, name: str, written: str | None) -> str:
         """A unique id. written: the model's, which is used if it has the right form."""
-        form = {"short": _SHORT_ID, "counted": _COUNTED_ID}.get(self._style)
-        if written is None or form is None or not form.fullmatch(written) or written in self._used:
+        pattern = {"short": _SHORT_ID, "counted": _COUNTED_ID}.get(self._form)
+        if written is None or pattern is None or not pattern.fullmatch(written) or written in self._used:
             written = self._new(name)
-        if self._style == "counted":
+        if self._form == "counted":
             self._count = int(written.rpartition(":")[2]) + 1
         self._used.add(written)
         return written
 
     def _new(self, name: str) -> str:
-        if self._style == "counted":
+        if self._form == "counted":
             return f"functions.{name}:{self._count}"
-        if self._style == "short":
+        if self._form == "short":
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 

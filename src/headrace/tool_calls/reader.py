@@ -7,8 +7,8 @@ whether it has ended, never on how much of it happens to be there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Generator, Iterable, Sequence
+from typing import AnyStr, TypeVar
 
 T = TypeVar("T")
 
@@ -183,9 +183,18 @@ def run_to_end(reading: Reading[T]) -> T:
             return result
 
 
-def overlap(text: str, marker: str) -> int:
+def overlap(text: AnyStr, marker: AnyStr) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length
     return 0
+
+
+def first_of(text: AnyStr, markers: Iterable[AnyStr], start: int = 0) -> tuple[int, AnyStr | None]:
+    """Index of the first marker, and the longest that begins there; the text's length and None if there is none."""
+    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
+    if not found:
+        return len(text), None
+    at, _, marker = min(found)
+    return at, marker

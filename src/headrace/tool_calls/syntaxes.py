@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from headrace.tool_calls.calls import CallParser, IdStyle
+from headrace.tool_calls.calls import CallParser, IdForm
 from headrace.tool_calls.forms import (
     DIGITS,
     MAYBE_NEWLINE,
@@ -44,7 +44,7 @@ class CallSyntax:
     messages: MessageFormat | None = None
     shown_by: tuple[str, ...] = ()
     also_shown_by: str = ""
-    ids: IdStyle = "random"
+    ids: IdForm = "any"
     asked_as: Literal["elements", "list"] = "elements"
     needs_no_template: bool = False
 
