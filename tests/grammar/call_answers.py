@@ -16,7 +16,6 @@ from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.text.stream_parser import StreamParser
 from headrace.tool_calls.forms import TagBody
 from headrace.tool_calls.syntaxes import SYNTAXES
@@ -59,7 +58,7 @@ class ByteTokenizer:
 
 @functools.cache
 def made(special: tuple[str, ...]) -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(ByteTokenizer(special)), LineTracker)
+    return ConstraintFactory(Vocabulary(ByteTokenizer(special)))
 
 
 def special_of(name: str, has_special: bool) -> tuple[str, ...]:

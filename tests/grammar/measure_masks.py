@@ -17,7 +17,6 @@ from headrace.grammar.compile import OutputForm, ThinkingForm, compile_output
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.types.chat import Structure
 from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
@@ -118,7 +117,7 @@ def measure_batch(
 
 def main() -> None:
     tokenizer = MadeUpTokenizer()
-    factory = ConstraintFactory(Vocabulary(tokenizer), LineTracker)
+    factory = ConstraintFactory(Vocabulary(tokenizer))
     told("take in the vocabulary", [timed(factory.warm_up)])
     form = OutputForm(Structure("json_schema", SCHEMA), None, None, ThinkingForm("<think>", "</think>", True))
     grammar = compile_output(form, factory.vocabulary).grammar

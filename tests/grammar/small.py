@@ -9,7 +9,6 @@ from headrace.grammar.constraint import DraftMasks
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
 
@@ -41,7 +40,7 @@ class SmallTokenizer:
 
 
 def factory() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(SmallTokenizer()), LineTracker)
+    return ConstraintFactory(Vocabulary(SmallTokenizer()))
 
 
 def matcher(grammar: str, stops: Iterable[int] = (END,)) -> Matcher:

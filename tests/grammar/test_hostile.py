@@ -18,7 +18,6 @@ from headrace.grammar.factory import MAX_CHARACTERS, ConstraintFactory
 from headrace.grammar.schema import check_schema, is_found, schema_violation
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.sandbox import Sandbox
-from headrace.text.fences import LineTracker
 from headrace.types.chat import Structure, ToolDefinition
 from headrace.types.request import ConstraintSpec
 
@@ -27,7 +26,7 @@ MARKER = "zebra7quartz"
 
 @functools.cache
 def factory() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(ByteTokenizer(())), LineTracker)
+    return ConstraintFactory(Vocabulary(ByteTokenizer(())))
 
 
 def form(kind: Any, value: Any) -> OutputForm:
@@ -216,7 +215,7 @@ class Panicking(ByteTokenizer):
 
 @pytest.mark.parametrize("call", ["window", "forced_tokens"])
 def test_a_panic_of_the_library_is_an_ordinary_error(call: str) -> None:
-    made = ConstraintFactory(Vocabulary(Panicking(())), LineTracker)
+    made = ConstraintFactory(Vocabulary(Panicking(())))
     constraint = made.begin(ConstraintSpec('start: "ab"'), frozenset({END}))
     with pytest.raises(GenerationFailed) as failed:
         constraint.window(()) if call == "window" else constraint.forced_tokens(2)

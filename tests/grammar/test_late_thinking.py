@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from headrace.families.family import ModelFamily
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.stream_parser import StreamParser
 from headrace.types.events import Reasoning, Text
@@ -43,7 +42,7 @@ class LetterTokenizer:
 
 CLOSING = tuple(TEXTS.index(text) for text in ("\n", "</t>", "\n\n"))
 LIMIT = ThinkingLimit(3, "<t>", "</t>", CLOSING, is_open=False, late=LateThinking(max_inline=MAX_BLOCK - 10))
-FACTORY = ConstraintFactory(Vocabulary(LetterTokenizer()), LineTracker)
+FACTORY = ConstraintFactory(Vocabulary(LetterTokenizer()))
 
 
 def written(limit: ThinkingLimit, wishes: list[int]) -> tuple[str, int]:

@@ -14,7 +14,6 @@ from headrace.errors import GenerationFailed, InvalidRequest
 from headrace.grammar.compile import CallsForm, OutputForm
 from headrace.grammar.factory import NUM_KEPT, ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.types.chat import ToolDefinition
 from headrace.types.model import TokenIds
 from headrace.types.request import ConstraintSpec
@@ -134,7 +133,7 @@ class GappyTokenizer(SmallTokenizer):
 
 
 def test_ids_in_a_gap_between_tokens_never_may_come_and_the_end_behind_it_may() -> None:
-    made = ConstraintFactory(Vocabulary(GappyTokenizer()), LineTracker).begin(
+    made = ConstraintFactory(Vocabulary(GappyTokenizer())).begin(
         ConstraintSpec("start: /(.|\\n)*/"), frozenset({END + GAP})
     )
     assert allowed(made.window(())) == {*range(len(TEXTS)), END + GAP}
@@ -212,7 +211,7 @@ def form_with(value: object) -> OutputForm:
 
 
 def byte_factory() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(ByteTokenizer(())), LineTracker)
+    return ConstraintFactory(Vocabulary(ByteTokenizer(())))
 
 
 def test_the_same_tools_are_not_compiled_again_and_others_are() -> None:

@@ -23,7 +23,6 @@ from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.schema import compiled_schema, schema_violation
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import Structure
 from headrace.types.request import ConstraintSpec
@@ -62,7 +61,7 @@ def tokenizer() -> Tokenizer:
 
 @functools.cache
 def factory() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(tokenizer()), LineTracker)
+    return ConstraintFactory(Vocabulary(tokenizer()))
 
 
 def answers(structure: Structure) -> list[str]:

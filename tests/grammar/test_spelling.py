@@ -17,7 +17,6 @@ from headrace.engine.prepare import MINIATURE
 from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import Structure
 from headrace.types.request import ConstraintSpec
@@ -44,12 +43,12 @@ NORMALISED = ("e\u0301", "\u212b", "\u2126", "\u1100\u1161\u11a8", "a\u0323\u030
 @cache
 def factory(name: str) -> ConstraintFactory:
     made: Backend = {**ALL_BYTES, **SOME_TEXTS}[name]()
-    return ConstraintFactory(Vocabulary(Tokenizer(made)), LineTracker)
+    return ConstraintFactory(Vocabulary(Tokenizer(made)))
 
 
 @cache
 def miniature() -> ConstraintFactory:
-    return ConstraintFactory(Vocabulary(Tokenizer.load(MINIATURE)), LineTracker)
+    return ConstraintFactory(Vocabulary(Tokenizer.load(MINIATURE)))
 
 
 def made(name: str) -> ConstraintFactory:

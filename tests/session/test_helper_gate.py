@@ -17,7 +17,6 @@ from headrace.grammar.vocabulary import Vocabulary
 from headrace.session import helper_gate
 from headrace.session.constraint import ChatConstraints
 from headrace.session.helper_gate import HelperGate
-from headrace.text.fences import LineTracker
 from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 
 
@@ -87,7 +86,7 @@ def test_what_another_call_has_brought_meanwhile_is_not_made_again() -> None:
 def test_a_grammar_that_others_take_the_place_of_meanwhile_is_not_compiled_on_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    factory = ConstraintFactory(Vocabulary(ByteTokenizer(())), LineTracker)
+    factory = ConstraintFactory(Vocabulary(ByteTokenizer(())))
     constraints = ChatConstraints(thinking_family(), PlainTemplate(), factory)
     request = ChatRequest("r", (ChatMessage("user", (TextPart("?"),)),), structure=Structure("regex", "first"))
     prompt = PlainTemplate().render(request)

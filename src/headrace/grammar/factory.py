@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -14,7 +14,7 @@ from headrace.grammar.compile import CompiledOutput, OutputForm
 from headrace.grammar.compiler import Compiler
 from headrace.grammar.constraint import AllOf, Constraint
 from headrace.grammar.matcher import Matcher, compiled_grammar
-from headrace.grammar.thinking import Lines, ThinkingBudget
+from headrace.grammar.thinking import ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.lru_cache import LruCache
 from headrace.types.output_guarantees import OutputGuarantees
@@ -31,10 +31,8 @@ it."""
 class ConstraintFactory:
     """Makes constraints for one model. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, lines: Callable[[], Lines]) -> None:
-        """lines: makes the line state of an empty answer."""
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._lines = lines
         self._compiler = Compiler(vocabulary)
         self._grammars: LruCache[str, LLMatcher] = LruCache(NUM_KEPT)
         self._outputs: LruCache[str, CompiledOutput] = LruCache(NUM_KEPT)
@@ -77,7 +75,7 @@ class ConstraintFactory:
         """The constraint of an empty sequence. Raises InvalidRequest if it can't be compiled."""
         parts: list[Constraint] = []
         if spec.thinking is not None:
-            parts.append(ThinkingBudget(spec.thinking, self.vocabulary, self._lines))
+            parts.append(ThinkingBudget(spec.thinking, self.vocabulary))
         if spec.grammar is not None:
             # It may have failed only because of its accumulated mask cost: compile it again next time.
             drop = partial(self._grammars.remove, spec.grammar)

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import DraftMasks, Mask, mask_of
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.tool_calls.fences import LineTracker
 from headrace.tool_calls.reader import first_of, overlap
 from headrace.types.request import LateThinking, ThinkingLimit
-
-
-class Lines(Protocol):
-    """Tracks lines and quotes in an answer."""
-
-    @property
-    def begins_line(self) -> bool: ...
-
-    @property
-    def may_be_quoted(self) -> bool:
-        """Whether the next text is in a code fence, or in backticks if these are closed."""
-
-    def push(self, text: str) -> None: ...
-
-    def copy(self) -> Lines: ...
 
 
 class _Phase(Enum):
@@ -53,7 +38,7 @@ class _State:
     tail: bytes = b""
     num_closed: int = 0
     num_inline: int | None = None
-    lines: Lines | None = None
+    lines: LineTracker | None = None
 
 
 class ThinkingBudget:
@@ -62,11 +47,9 @@ class ThinkingBudget:
     Marker tokens do not count. A block that begins after the budget is used up is closed at once.
     """
 
-    def __init__(self, limit: ThinkingLimit, vocabulary: Vocabulary, lines: Callable[[], Lines]) -> None:
-        """lines: makes the line state of an empty text."""
+    def __init__(self, limit: ThinkingLimit, vocabulary: Vocabulary) -> None:
         self._limit = limit
         self._vocabulary = vocabulary
-        self._new_lines = lines
         self._start_marker, self._end_marker = limit.start_marker.encode(), limit.end_marker.encode()
         late = limit.late or LateThinking()
         self._bare_calls = frozenset(each.encode() for each in late.bare_call_starts)
@@ -107,7 +90,7 @@ class ThinkingBudget:
         return self._limit.closing[self._place.num_closed :][:limit]
 
     def copy(self) -> ThinkingBudget:
-        copy = ThinkingBudget(self._limit, self._vocabulary, self._new_lines)
+        copy = ThinkingBudget(self._limit, self._vocabulary)
         copy._place = self._place
         return copy
 
@@ -147,7 +130,7 @@ class ThinkingBudget:
             return replace(state, tail=begun)
         if self._limit.late is None:
             return _State(_Phase.OVER)
-        return self._read_answer(replace(state, phase=_Phase.ANSWER, lines=self._new_lines()))
+        return self._read_answer(replace(state, phase=_Phase.ANSWER, lines=LineTracker()))
 
     def _read_answer(self, state: _State) -> _State:
         assert state.lines is not None

@@ -47,7 +47,6 @@ from headrace.session.sparse import chat_sparse_options
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.text.detokenize import Detokenizer
 from headrace.text.encoder import LONG_TEXT
-from headrace.text.fences import LineTracker
 from headrace.text.history import with_thinking_apart
 from headrace.text.normalise import media_parts
 from headrace.text.stream_parser import StreamParser, visible_tokens
@@ -108,7 +107,7 @@ class Session:
         self._num_call_violations = 0
         self._media = media
         self._idle = IdleTurns(engine, self._render_answered) if prepares_turns else None
-        factory = constraints or ConstraintFactory(Vocabulary(tokenizer), LineTracker)
+        factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
 
     @classmethod

@@ -10,7 +10,6 @@ from headrace.families.registry import find_family
 from headrace.families.vision import find_vision
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.text.fences import LineTracker
 from headrace.text.history import HistoryPolicy
 from headrace.text.normalise import SystemNotes
 from headrace.text.template import ChatTemplate
@@ -48,4 +47,4 @@ def load_text_pipeline(
     template = ChatTemplate(
         tokenizer, family, system_notes=system_notes, history=HistoryPolicy(history), vision=find_vision(model_type)
     )
-    return TextPipeline(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer), LineTracker))
+    return TextPipeline(tokenizer, template, family, ConstraintFactory(Vocabulary(tokenizer)))

@@ -15,7 +15,7 @@ import re
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
-from headrace.text.fences import LineTracker, closes_quote
+from headrace.tool_calls.fences import LineTracker, closes_quote
 from headrace.tool_calls.marked_calls import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
 from headrace.tool_calls.reader import NotACall, Reader, Reading, first_of, overlap
 

@@ -22,7 +22,7 @@ import re
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
-from headrace.text.fences import LineTracker, closes_quote
+from headrace.tool_calls.fences import LineTracker, closes_quote
 from headrace.tool_calls.reader import Reader, Reading, first_of, overlap
 from headrace.types.output_guarantees import OutputGuarantees
 

@@ -1,1 +1,1 @@
-"""Tool calls: one record per syntax (`syntaxes.py`), and the incremental parsers that these are made of."""
+"""Tool calls: one record per syntax (`syntaxes.py`), the incremental parsers that these are made of, and quotes."""
