@@ -87,15 +87,11 @@ class ChunkedAnswer(ABC):
             for choice in chunk["choices"]:
                 pieces[choice["index"]].append(choice)
         choices = [self._joined(index, each) for index, each in enumerate(pieces)]
-        prompt = next(
-            ({"prompt_logprobs": each["prompt_logprobs"]} for each in chunks if "prompt_logprobs" in each), {}
-        )
-        return {
-            **self._heading.of(self.whole_kind),
-            "choices": choices,
-            "usage": usage_body(self._usage),
-            **prompt,
-        }
+        answer = {**self._heading.of(self.whole_kind), "choices": choices, "usage": usage_body(self._usage)}
+        for chunk in chunks:
+            if "prompt_logprobs" in chunk:
+                answer["prompt_logprobs"] = chunk["prompt_logprobs"]
+        return answer
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
         """Chunks for one event. Raises TypeError for one without a form."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from headrace.types.model import ModelDescription
-from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus, WarmUpStatus
+from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus, WarmUpStatus, metrics_of
 
 
 def status_body(
@@ -20,11 +20,6 @@ def status_body(
     ignored: Mapping[str, int],
 ) -> dict[str, Any]:
     """names: the served names. ignored: how often each unknown field was sent."""
-    body = asdict(status)
-    body["counters"]["finished"] = dict(status.counters.finished)
-    body["counters"]["routes"] = dict(status.counters.routes)
-    if status.sparse is not None:
-        body["sparse"]["bypassed"] = dict(status.sparse.bypassed)
     return {
         "status": health_body(status.warm_up)["status"],
         "version": version,
@@ -37,7 +32,7 @@ def status_body(
             "vocab_size": model.tokens.end,
             "report": list(model.report),
         },
-        **body,
+        **_shown(status),
         "ignored_fields": dict(ignored),
     }
 
@@ -58,6 +53,17 @@ def cache_body(cache: CacheStatus | None) -> dict[str, Any]:
         "hit_rate": _share(cache.num_hits, cache.num_lookups),
         "token_hit_rate": _share(cache.num_hit_tokens, cache.num_lookup_tokens),
     }
+
+
+def _shown(value: Any) -> Any:
+    """A status as JSON; fields of (key, number) pairs become objects."""
+    if isinstance(value, tuple):
+        return [_shown(each) for each in value]
+    if not is_dataclass(value):
+        return value
+    keyed = {field for field, metric in metrics_of(value) if metric.key}
+    shown = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: dict(each) if name in keyed else _shown(each) for name, each in shown.items()}
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -1,12 +1,49 @@
-"""The engine's status."""
+"""The engine's status, as /v1/status shows it. A field annotated with a Metric is shown by /metrics as well."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
-from headrace.types.events import SparseUsage
+from headrace.types.events import FinishReason, SparseUsage
 from headrace.types.media import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A field's name, help and type in /metrics. Counters get the suffix `_total` there.
+
+    Names and labels are vLLM's where it has the metric, so that its dashboards and autoscalers work; others begin with
+    `headrace:`.
+
+    key: of a field of (key, number) pairs, the label with the key. keys: those that are shown from the start, because
+    a counter that appears with its first event hides that event from rates.
+    location: a further label, `kind`.
+    """
+
+    name: str
+    help: str
+    type: Literal["counter", "gauge", "histogram"] = "counter"
+    key: str = ""
+    keys: tuple[str, ...] = ()
+    location: str = ""
+
+
+def metrics_of(status: object) -> tuple[tuple[str, Metric], ...]:
+    """The fields of a status, of a class below, with their metrics."""
+    return _metrics_of(type(status))  # type: ignore[arg-type]  # mypy takes the class for an instance
+
+
+@cache
+def _metrics_of(kind: type[Any]) -> tuple[tuple[str, Metric], ...]:
+    return tuple(
+        (field, each)
+        for field, hint in get_type_hints(kind, include_extras=True).items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, Metric)
+    )
 
 
 class Phase(StrEnum):
@@ -72,24 +109,22 @@ class RequestStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """Bytes. reserved: by admission for sequences. state: held by running sequences now.
-
-    preempted: checkpoints of preempted sequences. records: the prefix cache.
-    disk: in transit to or from the disk. features: embeddings of images and videos. device: in use according to MLX,
-    everything included;
-    buffers: cached by MLX for reuse.
-    """
-
-    budget_bytes: int
-    weights_bytes: int
-    reserved_bytes: int
-    state_bytes: int
-    preempted_bytes: int
-    records_bytes: int
-    disk_bytes: int
-    device_bytes: int
-    buffers_bytes: int
-    features_bytes: int = 0
+    budget_bytes: Annotated[int, Metric("headrace:memory_budget_bytes", "Limit for all sequences.", "gauge")]
+    weights_bytes: Annotated[int, Metric("headrace:memory_weights_bytes", "The model's weights.", "gauge")]
+    reserved_bytes: Annotated[int, Metric("headrace:memory_reserved_bytes", "Reserved for sequences.", "gauge")]
+    state_bytes: Annotated[
+        int, Metric("headrace:memory_state_bytes", "Held by the states of running sequences.", "gauge")
+    ]
+    preempted_bytes: Annotated[
+        int, Metric("headrace:memory_preempted_bytes", "Held by checkpoints of preempted sequences.", "gauge")
+    ]
+    records_bytes: Annotated[int, Metric("headrace:memory_records_bytes", "Held by the prefix cache.", "gauge")]
+    disk_bytes: Annotated[int, Metric("headrace:memory_disk_bytes", "In transit to or from the disk.", "gauge")]
+    device_bytes: Annotated[int, Metric("headrace:memory_device_bytes", "In use by MLX, everything included.", "gauge")]
+    buffers_bytes: Annotated[int, Metric("headrace:memory_buffers_bytes", "Freed, and kept by MLX for reuse.", "gauge")]
+    features_bytes: Annotated[
+        int, Metric("headrace:memory_features_bytes", "Embeddings of images and videos.", "gauge")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +138,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounters:
-    """Speculative decoding. num_windows: verifications of a sequence's drafts; num_drafted: drafts in them.
+    """Since the start. accepted_at: accepted drafts by position in their window."""
 
-    accepted_at: accepted drafts by position in their window.
-    """
-
-    num_windows: int = 0
-    num_drafted: int = 0
+    num_windows: Annotated[int, Metric("vllm:spec_decode_num_drafts", "Verified draft windows.")] = 0
+    num_drafted: Annotated[int, Metric("vllm:spec_decode_num_draft_tokens", "Verified draft tokens.")] = 0
     accepted_at: tuple[int, ...] = ()
 
     @property
@@ -117,101 +149,114 @@ class DraftCounters:
         return sum(self.accepted_at)
 
 
+def _latency(name: str, help: str) -> Metric:
+    return Metric(f"vllm:{name}_seconds", help, "histogram")
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Since the start. finished: number of choices by finish reason, and by `abort` and `error`.
+    """Since the start."""
 
-    routes: queued requests by the parts of the model they need.
-    """
-
-    num_prompt_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: Annotated[int, Metric("vllm:prompt_tokens", "Prompt tokens, cached or computed.")]
+    num_output_tokens: Annotated[int, Metric("vllm:generation_tokens", "Output tokens.")]
     num_cached_tokens: int
-    num_preemptions: int
-    num_steps: int
-    finished: tuple[tuple[str, int], ...]
+    num_preemptions: Annotated[int, Metric("vllm:num_preemptions", "Preempted sequences.")]
+    num_steps: Annotated[int, Metric("headrace:steps", "Steps of the engine.")]
+    finished: Annotated[
+        tuple[tuple[str, int], ...],
+        Metric(
+            "vllm:request_success",
+            "Choices that ended, by reason.",
+            key="finished_reason",
+            keys=(*(reason.value for reason in FinishReason), "abort", "error"),
+        ),
+    ]
     drafts: DraftCounters
-    time_to_first_token_s: Histogram
-    time_per_output_token_s: Histogram
-    request_s: Histogram
-    queue_s: Histogram
-    routes: tuple[tuple[Route, int], ...] = ()
+    time_to_first_token_s: Annotated[Histogram, _latency("time_to_first_token", "From arrival to the first token.")]
+    time_per_output_token_s: Annotated[
+        Histogram,
+        _latency("inter_token_latency", "Between two tokens of a choice."),
+        # Its older name, which many dashboards still use.
+        _latency("time_per_output_token", "Same as vllm:inter_token_latency_seconds."),
+    ]
+    request_s: Annotated[Histogram, _latency("e2e_request_latency", "From arrival to the end, of finished requests.")]
+    queue_s: Annotated[Histogram, _latency("request_queue_time", "From arrival to the first step.")]
+    routes: Annotated[
+        tuple[tuple[Route, int], ...],
+        Metric("headrace:requests", "Queued requests, by the parts of the model they need.", key="route"),
+    ] = ()
+
+
+_CACHE_BYTES = "headrace:cache_bytes", "Bytes held by the prefix cache, by location."
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStatus:
-    """The disk tier of the prefix cache: current content, and counts since the start.
+    """The disk tier of the prefix cache: current content of the folder, of all models, at the last scan; and counts
+    since the start. num_bytes: limited by quota_bytes."""
 
-    num_files, num_bytes: in the folder, of all models, at the last scan; quota_bytes limits these.
-    num_pending_bytes: to be written.
-    num_hits: prompts that reused what was read;
-    num_hit_tokens: tokens that these skipped.
-    num_reads, num_writes: files.
-    num_dropped: files that were not written.
-    """
-
-    num_files: int
-    num_bytes: int
-    quota_bytes: int
-    num_pending_bytes: int
-    num_hits: int
-    num_hit_tokens: int
-    num_reads: int
-    num_read_bytes: int
-    num_writes: int
-    num_written_bytes: int
-    num_dropped: int
+    num_files: Annotated[int, Metric("headrace:cache_disk_files", "Files of the disk cache.", "gauge")]
+    num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", location="disk")]
+    quota_bytes: Annotated[int, Metric("headrace:cache_disk_quota_bytes", "Limit of their size.", "gauge")]
+    num_pending_bytes: Annotated[int, Metric("headrace:cache_disk_pending_bytes", "Waiting to be written.", "gauge")]
+    num_hits: Annotated[int, Metric("headrace:cache_disk_hits", "Prompts that continued from cached files.")]
+    num_hit_tokens: Annotated[int, Metric("headrace:cache_disk_hit_tokens", "Prompt tokens that these skipped.")]
+    num_reads: Annotated[int, Metric("headrace:cache_disk_reads", "Files read.")]
+    num_read_bytes: Annotated[int, Metric("headrace:cache_disk_read_bytes", "Bytes read.")]
+    num_writes: Annotated[int, Metric("headrace:cache_disk_writes", "Files written.")]
+    num_written_bytes: Annotated[int, Metric("headrace:cache_disk_written_bytes", "Bytes written.")]
+    num_dropped: Annotated[int, Metric("headrace:cache_disk_dropped", "Files that were not written.")]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """The prefix cache: current content, and lookups since the start.
+    """The prefix cache: current content, and lookups since the start. disk: None without a disk tier."""
 
-    num_lookup_tokens: of all prompts looked up.
-    num_hit_tokens: of these, reused.
-    disk: None without a disk tier.
-    """
-
-    num_bytes: int
+    num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", location="memory")]
     num_tokens: int
     num_nodes: int
     num_snapshots: int
     num_lookups: int
     num_hits: int
-    num_lookup_tokens: int
-    num_hit_tokens: int
+    num_lookup_tokens: Annotated[
+        int, Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    ]
+    num_hit_tokens: Annotated[int, Metric("vllm:prefix_cache_hits", "Of these, tokens found in the cache.")]
     disk: DiskStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStatus:
-    """Speculative decoding. max_drafts: of a sequence at once. num_failures: sequences that lost their drafts.
-
-    If drafting fails, the sequence goes on without drafts.
-    """
+    """Speculative decoding. max_drafts: of a sequence at once. A sequence without drafts goes on without them."""
 
     max_drafts: int
-    num_failures: int
+    num_failures: Annotated[int, Metric("headrace:draft_failures", "Sequences that lost their drafts to an error.")]
 
 
 @dataclass(frozen=True, slots=True)
 class SparseStatus:
-    """Sparse prefill since the start. num_thinned: sparse prompts; num_kept_tokens, num_dropped_tokens: of these.
-
-    bypassed: prompts computed in full, by reason.
-    num_scoring: prompts that the draft model is scoring.
-    weights_bytes, state_bytes, records_bytes: the draft model's share of memory.
-    """
+    """Sparse prefill since the start. Bytes are the draft model's share of MemoryStatus."""
 
     draft: str
-    num_thinned: int
-    num_kept_tokens: int
-    num_dropped_tokens: int
-    bypassed: tuple[tuple[str, int], ...]
-    num_scoring: int
-    weights_bytes: int
-    state_bytes: int
-    records_bytes: int
+    num_thinned: Annotated[int, Metric("headrace:sparse_prompts", "Prompts computed with sparse prefill.")]
+    num_kept_tokens: Annotated[
+        int, Metric("headrace:sparse_kept_tokens", "Of these, uncached tokens that were computed.")
+    ]
+    num_dropped_tokens: Annotated[int, Metric("headrace:sparse_dropped_tokens", "Of these, tokens that were left out.")]
+    bypassed: Annotated[
+        tuple[tuple[str, int], ...],
+        Metric("headrace:sparse_bypassed", "Prompts computed in full, by reason.", key="reason"),
+    ]
+    num_scoring: Annotated[int, Metric("headrace:sparse_scoring", "Prompts that the draft model is scoring.", "gauge")]
+    weights_bytes: Annotated[
+        int, Metric("headrace:sparse_weights_bytes", "Of headrace:memory_weights_bytes, the draft model's.", "gauge")
+    ]
+    state_bytes: Annotated[
+        int, Metric("headrace:sparse_state_bytes", "Of headrace:memory_state_bytes, the draft model's.", "gauge")
+    ]
+    records_bytes: Annotated[
+        int, Metric("headrace:sparse_records_bytes", "Of headrace:memory_records_bytes, the draft model's.", "gauge")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,32 +276,40 @@ class WarmUpStatus:
 
 @dataclass(frozen=True, slots=True)
 class StepForms:
-    """Forms of steps that had to be built: since the start, and since the warm-up was over."""
-
-    num_built: int = 0
-    num_built_since_ready: int = 0
+    num_built: Annotated[
+        int,
+        Metric(
+            "headrace:step_forms",
+            "Forms of steps that had to be built, each of which took longer than later steps of that form.",
+        ),
+    ] = 0
+    num_built_since_ready: Annotated[
+        int,
+        Metric("headrace:step_forms_since_ready", "Of these, since /health says ok: an ordinary load builds none."),
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot between two steps.
 
-    cache: None if disabled;
-    drafts: None without speculative decoding;
-    sparse: None without sparse prefill.
-    num_schema_violations: JSON answers that do not match their schema, and tool parameter values of a type that the
-    schema does not allow.
-    num_malformed_calls: tool calls that could not be parsed.
+    cache: None if disabled. drafts: None without speculative decoding. sparse: None without sparse prefill.
+    num_schema_violations: also of tool parameters whose type the schema does not allow.
     """
 
-    num_running: int
-    num_waiting: int
+    num_running: Annotated[int, Metric("vllm:num_requests_running", "Running requests.", "gauge")]
+    num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests that are queued.", "gauge")]
     requests: tuple[RequestStatus, ...]
     memory: MemoryStatus
     counters: Counters
     cache: CacheStatus | None = None
-    num_schema_violations: int = 0
-    num_malformed_calls: int = 0
+    num_schema_violations: Annotated[
+        int,
+        Metric("headrace:schema_misfits", "Finished answers and call arguments that do not match their JSON schema."),
+    ] = 0
+    num_malformed_calls: Annotated[
+        int, Metric("headrace:broken_tool_calls", "Malformed tool calls, returned as text.")
+    ] = 0
     drafts: DraftStatus | None = None
     sparse: SparseStatus | None = None
     warm_up: WarmUpStatus = WarmUpStatus()
@@ -267,6 +320,8 @@ class EngineStatus:
 class ProcessStatus:
     """The server process. cpu_s: of all threads. peak_memory_bytes: the peak resident size."""
 
-    uptime_s: float
-    cpu_s: float
-    peak_memory_bytes: int
+    uptime_s: Annotated[float, Metric("headrace:process_uptime_seconds", "Time since the server started.", "gauge")]
+    cpu_s: Annotated[float, Metric("headrace:process_cpu_seconds", "Processor time of the process.")]
+    peak_memory_bytes: Annotated[
+        int, Metric("headrace:process_peak_memory_bytes", "Peak memory of the process.", "gauge")
+    ]
