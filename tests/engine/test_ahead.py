@@ -14,7 +14,7 @@ from models import tiny
 
 from headrace.engine.engine import Engine
 from headrace.models.packed import PackedModel, Row
-from headrace.scheduler import preemption
+from headrace.scheduler import admission
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest
 from headrace.types.status import Phase
@@ -129,7 +129,7 @@ async def test_rows_that_make_room_go_on_where_they_were(
     low = [GenerationRequest(f"low {n}", tokens(30 + n, 40), WARM, 24, priority=1, num_logprobs=2) for n in range(3)]
     shorts = [GenerationRequest(f"high {n}", tokens(40 + n, 20), GREEDY, 3) for n in range(8)]
     expected = [await ask(plain, one) for one in low]
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 3)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 3)
     engine = launch(folder, runs_ahead=True, max_num_seqs=3)
     waiting = [asyncio.create_task(ask(engine, one)) for one in low]
     while sum(one.phase is Phase.DECODE for one in (await engine.status()).requests) < 3:

@@ -18,7 +18,7 @@ from headrace.engine.draws import Draws
 from headrace.engine.engine import Engine
 from headrace.engine.windows import Window
 from headrace.models.packed import PackedModel
-from headrace.scheduler import preemption
+from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.draft_throttle import DraftThrottle
 from headrace.speculate.drafts import DraftBatch
@@ -115,7 +115,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(DepthPlanner, "plan", plan)
     monkeypatch.setattr(runner, "launch_next", noted)
     monkeypatch.setattr(HeadDrafter, "draft", guessed)
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 4)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 4)
     return asked
 
 

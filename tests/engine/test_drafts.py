@@ -16,7 +16,7 @@ import headrace
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
-from headrace.scheduler import preemption
+from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.draft_throttle import DraftThrottle
 from headrace.speculate.drafts import DraftBatch
@@ -300,7 +300,7 @@ async def test_who_goes_away_in_the_middle_of_its_drafts_harms_nobody(
 async def test_who_makes_room_and_goes_on_is_drafted_for_as_before(
     asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 3)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 3)
     engine = launch("miniature", max_num_seqs=2)
     try:
         low = [replace(asked[index], request_id=f"low {index}", max_draft_tokens=3, priority=1) for index in (0, 3)]

@@ -10,7 +10,7 @@ import pytest
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
-from headrace.scheduler import preemption
+from headrace.scheduler import admission
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.status import MemoryStatus, Phase
 
@@ -39,7 +39,7 @@ async def test_weights_states_checkpoints_and_records_are_all_that_the_device_ho
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gc.collect()  # what earlier engines have left would be counted as weights
-    monkeypatch.setattr(preemption, "SLICE_TOKENS", 1)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 1)
     monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: 60_000_000)
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
 
