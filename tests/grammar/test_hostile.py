@@ -207,7 +207,7 @@ def test_no_schema_makes_the_server_fetch_another() -> None:
 
 
 class Panicking(ByteTokenizer):
-    """Raises where llguidance takes it for granted that nothing is raised."""
+    """Raises where llguidance assumes that nothing is raised."""
 
     def encode(self, text: str) -> list[int]:
         raise ValueError(MARKER)

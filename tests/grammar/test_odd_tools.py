@@ -1,4 +1,4 @@
-"""Tools as nobody should write them: a call fits the schema all the same, or the tool is refused by its name."""
+"""Badly written tools: a call fits the schema all the same, or the tool is refused by its name."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_the_next_turn_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch)
     lengths.clear()
     messages = (*messages, said("user", "more"), said("assistant", "no more"), said("user", "a last one"))
     second = used.render(ChatRequest("request", messages))
-    # the prompt, the conversation by itself, answered, and without its last message
+    # the prompt, the conversation alone, answered, and without its last message
     assert sorted(length for length in lengths if length > 20) == [43, 44, 44, 45]
     # and a few words' conversations for the one new answer
     assert sum(length <= 20 for length in lengths) < 8

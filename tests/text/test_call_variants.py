@@ -52,7 +52,7 @@ _JSON = [', "arguments": null', ', "arguments": ""', ', "arguments": "null"', ',
 _PARAMETERS = [each.replace("arguments", "parameters") for each in _JSON]
 _NOTHING = ["", "null", "{}", '"{}"']
 
-# What stands in the place of @, in a call of # without arguments.
+# What replaces @, in a call of # without arguments.
 FORMS = {
     "deepseek_v3": (
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>#@<｜tool▁call▁end｜>",
@@ -134,7 +134,7 @@ def test_arguments_that_were_cut_off_before_they_began_are_not_none(name: str) -
 OWN_WRAPPERS = frozenset(
     {"gemma4", "glm with newlines", "glm without newlines", "harmony", "hermes", "mistral_args", "qwen_xml", "seed_oss"}
 )
-"""Syntaxes in which each call is a construct of its own."""
+"""Syntaxes in which each call is a separate construct."""
 
 LISTS = sorted(set(ENCODERS) - OWN_WRAPPERS)
 

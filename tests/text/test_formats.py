@@ -197,7 +197,7 @@ def test_markup_without_tools_or_of_undeclared_ones_is_text(name: str) -> None:
         assert (shown, others.content) == (text, text)
 
 
-# Calls of deepseek_v3 hold a fence themselves, and those of harmony are messages of their own.
+# Calls of deepseek_v3 contain a fence, and those of harmony are separate messages.
 @pytest.mark.parametrize("name", sorted(set(ENCODERS) - {"deepseek_v3", "harmony"}))
 @pytest.mark.parametrize("quote", ["`{}`", "```\n{}\n```", "``{}``", "~~~\n{}\n~~~\n"])
 def test_a_call_that_is_quoted_is_prose(name: str, quote: str) -> None:

@@ -171,7 +171,7 @@ def short_segments() -> Iterator[None]:
 
 @pytest.fixture
 def no_second_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts must be right by themselves, not because a wrong one is found out and the whole text encoded."""
+    """Cuts must be right, not only repaired by encoding the whole text when a wrong one is noticed."""
 
     def fit(cuts: Cuts, parts: Sequence[encoder.EncodedIds]) -> bool:
         assert found_fit(cuts, parts)

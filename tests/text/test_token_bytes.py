@@ -1,4 +1,4 @@
-"""Tokens by themselves: the bytes that each adds to a text, and texts framed as documents."""
+"""Single tokens: the bytes that each adds to a text, and texts framed as documents."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_other_threads_go_on_while_a_text_is_encoded(special: bool, monkeypatch:
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        # From now on Python takes the turn from nobody: the other thread only runs if it is given one.
+        # From now on Python never preempts a thread: the other one only runs if this one yields.
         sys.setswitchinterval(1000)
         began.set()
         encode("the cat sat on the mat " * 40_000)

@@ -84,7 +84,7 @@ def metaspace(prepend_scheme: str = "always") -> Backend:
 
 @cache
 def word_piece() -> Backend:
-    """Like BERT: a decoder that this package has no form of its own for."""
+    """Like BERT: a decoder for which this package has no implementation."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece(cleanup=False)

@@ -52,7 +52,6 @@ class Rules:
         return " ".join(map(self._piece, self._parts(text))) or '""'
 
     def text(self, pattern: str = ANY_TEXT, *, refused: Sequence[str] = ()) -> str:
-        """A text that a regular expression matches completely, and none of the refused ones."""
         if not refused:
             return regex(pattern)
         return self.terminal(" & ".join([regex(pattern), *(f"~{regex(each)}" for each in refused)]))

@@ -162,7 +162,6 @@ def _text(option: Alternative, limited: frozenset[str]) -> tuple[RawText, list[s
 
 
 def _values(option: Alternative) -> tuple[str, ...] | None:
-    """The only texts, None if there is no such list."""
     lists = [[part["const"]] if "const" in part else part["enum"] for part in option if {"const", "enum"} & part.keys()]
     if not lists:
         return None

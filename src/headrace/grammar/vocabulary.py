@@ -26,8 +26,7 @@ class TokenText(Protocol):
     def token_ids(self) -> TokenIds: ...
 
     @property
-    def special_ids(self) -> frozenset[int]:
-        """Special tokens, which are no text."""
+    def special_ids(self) -> frozenset[int]: ...
 
     @property
     def added_tokens(self) -> Mapping[str, int]:

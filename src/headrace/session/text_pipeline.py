@@ -37,7 +37,7 @@ def load_text_pipeline(
     system_notes: SystemNotes = "stable",
     tool_format: str = "auto",
 ) -> TextPipeline:
-    """The words of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
+    """The pipeline of the model in a folder. Raises ModelError if its tokenizer or its chat template is unusable.
 
     history: of HistoryPolicy. system_notes: as ChatTemplate takes them. tool_format: name of a CallSyntax, or auto.
     """

@@ -41,7 +41,6 @@ def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
 
 
 def with_system_line(messages: tuple[ChatMessage, ...], line: str) -> tuple[ChatMessage, ...]:
-    """The conversation with a line added to its first system message, or with a new such message."""
     if messages[0].role != "system":
         return (ChatMessage("system", (TextPart(line),)), *messages)
     return (replace(messages[0], content=(*messages[0].content, TextPart(line))), *messages[1:])

@@ -170,7 +170,6 @@ class PlainOutput:
         return tuple(markers)
 
     def _start_markers_that_count(self) -> list[str]:
-        """Those of thinking and of calls."""
         start_markers = [*self._blocks, *self._call_starts]
         if self._at_output_start:
             start_markers += [f"\n{start_marker}" for start_marker in self._blocks]
@@ -179,7 +178,6 @@ class PlainOutput:
         return start_markers
 
     def _is_quoted(self, length: int) -> Reading[bool]:
-        """Whether the next marker, of this length, is in a code fence or in backticks."""
         if not self._respects_quotes:
             return False
         if self._lines.is_fenced:

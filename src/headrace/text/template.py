@@ -92,7 +92,6 @@ class ChatTemplate:
         history: HistoryPolicy = HistoryPolicy.STABLE,
         vision: PatchVision | None = None,
     ) -> None:
-        """vision: the model's vision record; None for a text model."""
         self._tokenizer = tokenizer
         self._vision = vision
         self._family = family
@@ -171,7 +170,6 @@ class ChatTemplate:
         return PromptHead(tuple(encoded[:num_tokens].tolist()), boundaries)
 
     def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], Renderer]:
-        """The messages as the template accepts them, and their renderer."""
         source = self._source
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
@@ -226,7 +224,7 @@ class ChatTemplate:
 
     def _encode(self, runs: list[Run], max_model_len: int | None) -> tuple[EncodedIds, str]:
         """Token ids and text of a rendered prompt. Raises ContextTooLong."""
-        runs = self._with_margins(runs)
+        runs = self._with_picture_margins(runs)
         text = well_formed("".join(run.text for run in runs))
         if max_model_len is not None and len(text) >= max_model_len:
             least = self._tokenizer.least_num_tokens((text,))
@@ -240,8 +238,7 @@ class ChatTemplate:
             raise ContextTooLong.of_prompt(max_model_len, len(encoded), "messages")
         return encoded, text
 
-    def _with_margins(self, runs: list[Run]) -> list[Run]:
-        """The text with what the template has left out around pictures."""
+    def _with_picture_margins(self, runs: list[Run]) -> list[Run]:
         if self._vision is None or self._vision.mark is None:
             return runs
         mark, margin = self._vision.mark, self._vision.margin
@@ -268,7 +265,6 @@ class ChatTemplate:
         return tuple(boundaries)
 
     def _is_thinking_open(self, rendered: str, renderer: Renderer, settled: tuple[ChatMessage, ...]) -> bool:
-        """Whether the text after the last finished message opens a think block without closing it."""
         if self._family.think_open is None or self._family.think_close is None:
             return False
         start_marker = self._family.think_open.rstrip()

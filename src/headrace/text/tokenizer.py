@@ -88,7 +88,6 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in self._added.items() if token.single_word)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with nothing added."""
         token_ids: list[int] = self._encoder.encode(well_formed(text), frames=False).tolist()
         return token_ids
 

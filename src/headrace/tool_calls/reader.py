@@ -71,7 +71,6 @@ class Reader:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether text is held back."""
         return bool(self._waiting)
 
     def push(self, text: str) -> None:

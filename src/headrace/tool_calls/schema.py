@@ -87,12 +87,10 @@ class Schema:
 
     @property
     def takes_string(self) -> bool:
-        """Whether a string is always valid."""
         return self.types is None or "string" in self.types
 
     @property
     def needs_integer(self) -> bool:
-        """Whether a number must be an integer."""
         return self.types is not None and "integer" in self.types
 
     @property

@@ -50,7 +50,6 @@ class CallSyntax:
 
     @property
     def can_be_enforced(self) -> bool:
-        """Whether a grammar can hold calls to their schemas."""
         return bool(self.forms) or self.messages is not None
 
     def is_shown_by(self, chat_template: str) -> bool:

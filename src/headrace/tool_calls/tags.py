@@ -98,7 +98,7 @@ class TagReader:
         is_between = True
         try:
             if not self._schema.required:
-                yield from self._skip_nothing()
+                yield from self._skip_empty_arguments()
             while (yield from reader.skip_space()) and (key := (yield from self._cursor.open_parameter())) is not None:
                 is_between = False
                 yield from self._parameter(key)
@@ -112,8 +112,7 @@ class TagReader:
         sink.write("}")
         yield from sink.end()
 
-    def _skip_nothing(self) -> Reading[None]:
-        """Skip what models write instead of no arguments."""
+    def _skip_empty_arguments(self) -> Reading[None]:
         if (yield from self._reader.skip_space()) and not (yield from self._reader.take("{}")):
             yield from take_null(self._reader)
 

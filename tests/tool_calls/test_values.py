@@ -1,4 +1,4 @@
-"""Values become JSON of the type that the schema asks for, and nothing is guessed."""
+"""Values become JSON of the type that the schema asks for, and nothing is invented."""
 
 from __future__ import annotations
 
