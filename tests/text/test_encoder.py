@@ -1,4 +1,4 @@
-"""Long texts, which are encoded in a helper process: the same ids, within limits, and no longer than the caller waits."""
+"""Long texts, encoded in a helper process: the same ids, within limits, and no longer than the caller waits."""
 
 from __future__ import annotations
 
