@@ -56,7 +56,7 @@ def measures() -> dict[str, str]:
     short = [name for name, length in lengths.items() if length < 30 and not name.endswith("__init__.py")]
     steering = [name for path, tree in modules.items() if path.startswith(STEERING) for name in constants(tree)]
     return {
-        "lines of Python, beside them benchmarks": f"{sum(lengths.values())}, {of_benchmarks}",
+        "lines of Python; of benchmarks": f"{sum(lengths.values())}, {of_benchmarks}",
         "rooms": str(len({name.split("/")[0] for name in modules if "/" in name})),
         "files, of which under 30 lines": f"{len(modules)}, {len(short)}",
         "files over 400 lines": str(sum(length > 400 for length in lengths.values())),
