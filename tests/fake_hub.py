@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(404, 0, {"X-Error-Code": code})
 
     def _send(self, file: Path) -> None:
-        self._begin(200, file.stat().st_size, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(file.name)}"'})
+        self._begin(200, file.stat().st_size, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(str(file))}"'})
         if self.command == "GET":
             with file.open("rb") as opened:
                 shutil.copyfileobj(opened, self.wfile)

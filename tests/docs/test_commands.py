@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from pages import PAGES, blocks, without_options
 
 from headrace.cli.commands import find_command
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ABSENT = "…"
 
 
@@ -19,10 +17,10 @@ def commands() -> list[tuple[str, str]]:
     """Page and command line: lines of code blocks, and code within text, that begin with the command."""
     found = []
     for page in PAGES:
-        text = page.read_text("utf-8")
-        blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-        lines += [code.replace("\n", " ") for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+        fenced = [block.text for block in blocks() if block.page == page.name]
+        lines = [line for text in fenced for line in text.replace("\\\n", " ").splitlines()]
+        inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text("utf-8"))
+        lines += [code.replace("\n", " ") for code in inline]
         for line in lines:
             match = re.match(r"\s*(?:\S*/)?headrace (?=[a-z])(.*)", line)
             if match is not None and ABSENT not in line:
@@ -34,8 +32,7 @@ def commands() -> list[tuple[str, str]]:
 
 def words(line: str) -> list[str]:
     """Without comments and redirections; of optional parts, `[X]`, and of choices, `a|b`, what they hold first."""
-    line = re.sub(r"[<>|&;].*$|\[([^\]|]*)[^\]]*\]", lambda match: match[1] or "", line)
-    return shlex.split(line, comments=True)
+    return shlex.split(re.sub(r"[<>|&;].*$", "", without_options(line)), comments=True)
 
 
 def test_there_are_some() -> None:
