@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import text_pipeline
-from headrace.cli.installed import backend_advice, vision_advice
+from headrace.cli.installed import backend_advice, backends_advice, vision_advice
 from headrace.config import Config, ModelConfig
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +32,21 @@ NO_NCCL = ImportError(
 
 def test_the_extra_follows_from_the_machine(tmp_path: Path) -> None:
     driver = tmp_path / "version"
-    assert "'headrace[cpu]'" in str(backend_advice(NO_LIBRARY, driver))
+    assert "'headrace[cpu]'" in str(backend_advice(NO_LIBRARY, [], driver))
     driver.touch()
-    assert "'headrace[cuda13]'" in str(backend_advice(NO_LIBRARY, driver))
-    assert "libnccl.so.2" in str(backend_advice(NO_NCCL, driver))
+    assert "'headrace[cuda13]'" in str(backend_advice(NO_LIBRARY, [], driver))
+    assert "libnccl.so.2" in str(backend_advice(NO_NCCL, ["mlx-cuda-13"], driver))
+
+
+def test_a_library_that_another_package_took_along_is_put_back() -> None:
+    """After `pip uninstall mlx-cpu`, pip finds that `headrace[cuda13]` lacks nothing."""
+    said = str(backend_advice(NO_LIBRARY, ["mlx-cuda-13"]))
+    assert "pip install --force-reinstall --no-deps mlx-cuda-13" in said
+
+
+def test_two_compute_libraries_are_one_too_many() -> None:
+    assert backends_advice(["mlx-cpu"]) is backends_advice([]) is None
+    assert "`pip uninstall mlx-cpu mlx-cuda-13`" in str(backends_advice(["mlx-cpu", "mlx-cuda-13"]))
 
 
 def test_both_extras_exist() -> None:
@@ -45,7 +56,7 @@ def test_both_extras_exist() -> None:
 
 
 def test_another_failed_import_is_no_matter_of_backends() -> None:
-    assert backend_advice(ImportError("no module named 'x'", name="x", path="/site-packages/x/y.py")) is None
+    assert backend_advice(ImportError("no module named 'x'", name="x", path="/site-packages/x/y.py"), []) is None
 
 
 @pytest.mark.parametrize("fault", ["ModuleNotFoundError(\"No module named 'mlx'\", name='mlx')", repr(NO_LIBRARY)])

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 _MLX_LIBRARY = "libmlx.so"
+_BACKENDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+"""Packages that hold it, all at the same place."""
 
 
-def backend_advice(error: ImportError, driver: Path = _NVIDIA_DRIVER) -> str | None:
+def backend_advice(error: ImportError, installed: Sequence[str], driver: Path = _NVIDIA_DRIVER) -> str | None:
     """What to install after MLX could not be imported; None for a failure that has another cause.
 
     MLX's compute library comes in a package for each kind of device, which environment markers can't tell apart on
-    Linux. driver: the file that NVIDIA's driver provides.
+    Linux. installed: those that are. driver: the file that NVIDIA's driver provides.
     """
     is_mlx_missing = error.name == "mlx" or (error.name or "").startswith("mlx.")
     if not is_mlx_missing and "mlx" not in Path(error.path or "").parts:
         return None
+    if not is_mlx_missing and _MLX_LIBRARY in str(error) and installed:
+        # Another one was uninstalled, and took their common file with it.
+        return f"MLX's compute library is gone: `pip install --force-reinstall --no-deps {installed[0]}` puts it back"
     extra, reason = ("cuda13", "for the NVIDIA GPU here") if driver.exists() else ("cpu", "for this machine's CPU")
     install = f"`pip install 'headrace[{extra}]'` adds the one {reason}"
     if is_mlx_missing or _MLX_LIBRARY in str(error):
         return f"MLX has no compute library: {install}"
     library = str(error).partition(":")[0]
     return f"MLX's compute library needs {library}, which is not installed: {install}"
+
+
+def backends_advice(installed: Sequence[str]) -> str | None:
+    """What to do about several packages with MLX's compute library; None for one."""
+    if len(installed) < 2:
+        return None
+    return (
+        f"{' and '.join(installed)} are installed and hold the same file, so the one that came last runs: "
+        f"`pip uninstall {' '.join(installed)}`, then install the one that you want"
+    )
+
+
+def installed_backends() -> Sequence[str]:
+    names = (each.metadata["Name"] for each in metadata.distributions())
+    return sorted({name for name in names if name in _BACKENDS})
 
 
 def vision_advice() -> str | None:

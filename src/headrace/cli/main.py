@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from headrace import __version__
 from headrace.cli.commands import COMMANDS, find_command, listed
-from headrace.cli.installed import backend_advice
+from headrace.cli.installed import backend_advice, installed_backends
 from headrace.config import Parser, set_up_libraries, with_flags
 from headrace.errors import ConfigError, HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
@@ -66,7 +66,7 @@ def _import_command(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        if (advice := backend_advice(error)) is None:
+        if (advice := backend_advice(error, installed_backends())) is None:
             raise
         raise ConfigError(advice) from error
     except ValueError as error:

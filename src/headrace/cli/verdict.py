@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from headrace.backend.device import Device, available_memory_bytes
 from headrace.backend.doctor import compiler
-from headrace.cli.installed import vision_advice
+from headrace.cli.installed import backends_advice, installed_backends, vision_advice
 from headrace.engine.memory import DEFAULT_CONTEXT, fitting_context
 from headrace.models.preview import Preview, foresee
 
@@ -43,6 +43,8 @@ class Resources:
         if self.device.kind == "cpu" and self.load > 1.5 * self.device.num_cores > 1.5:
             busy = f"{self.load:.0f} programs share {self.device.num_cores} cores"
             yield f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
+        if (advice := backends_advice(installed_backends())) is not None:
+            yield advice
         if (advice := vision_advice()) is not None:
             yield f"{advice} adds what images and videos need"
         if self.free_memory_bytes is not None and self.free_memory_bytes < _LOW_MEMORY_BYTES:
