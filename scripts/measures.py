@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "headrace"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-STEERING = ("scheduler/step_time_model.py", "speculate/", "state/disk_pace.py", "engine/warm_up.py")
+STEERING = ("recent_times.py", "scheduler/step_time_model.py", "speculate/", "state/disk_times.py", "engine/warm_up.py")
 """Where constants steer pacing and drafting."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -35,13 +35,18 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 def constants(tree: ast.Module) -> Iterator[str]:
     """Names of a module's constants that are numbers."""
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant | ast.BinOp):
-            names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
-            yield from (name for name in names if name.upper() == name and not _is_text(statement.value))
+        if not isinstance(statement, ast.Assign):
+            continue
+        for target in statement.targets:
+            pairs = [(target, statement.value)]
+            if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+                pairs = list(zip(target.elts, statement.value.elts, strict=True))
+            yield from (name.id for name, value in pairs if isinstance(name, ast.Name) and _is_number(name, value))
 
 
-def _is_text(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+def _is_number(name: ast.Name, value: ast.expr) -> bool:
+    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return name.id.upper() == name.id and isinstance(value, ast.Constant | ast.BinOp) and not is_text
 
 
 def measures() -> dict[str, str]:

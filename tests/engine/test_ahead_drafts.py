@@ -20,7 +20,6 @@ from headrace.engine.windows import Window
 from headrace.models.packed import PackedModel
 from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner, DraftForecast
-from headrace.speculate.draft_throttle import DraftThrottle
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.speculator import DraftState, Speculator, Verified
@@ -111,7 +110,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         return DraftBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
 
     monkeypatch.setattr(Speculator, "may_overlap", may_overlap)
-    monkeypatch.setattr(DraftThrottle, "is_due", lambda self, num_steps: True)
+    monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
     monkeypatch.setattr(DepthPlanner, "plan", plan)
     monkeypatch.setattr(runner, "launch_next", noted)
     monkeypatch.setattr(HeadDrafter, "draft", guessed)

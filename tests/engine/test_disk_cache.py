@@ -47,7 +47,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine fails no test."""
-    monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 3600.0)
+    monkeypatch.setattr("headrace.state.disk_times._LEAST_TIMEOUT_S", 3600.0)
 
 
 @pytest.fixture(scope="module")
@@ -487,7 +487,7 @@ async def test_a_read_that_never_comes_is_not_waited_for(
         return read_file(file, key)
 
     monkeypatch.setattr("headrace.state.disk_records.read_file", hang)
-    monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr("headrace.state.disk_times._LEAST_TIMEOUT_S", 0.0)
     async with engine_of(folders("llama"), tmp_path) as engine:
         assert await ask(engine, prompt) == (expected, 0)
         release.set()
@@ -500,7 +500,7 @@ async def test_nothing_is_read_where_computing_is_faster(
     prompt = tokens(50, 300)
     async with engine_of(folders("llama"), tmp_path) as engine:
         await ask(engine, prompt)
-    monkeypatch.setattr("headrace.state.disk_pace.READ_START_S", 3600.0)
+    monkeypatch.setattr("headrace.state.disk_times.READ_START_S", 3600.0)
     async with engine_of(folders("llama"), tmp_path) as engine:
         assert (await ask(engine, prompt))[1] == 0
 

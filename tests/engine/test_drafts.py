@@ -18,7 +18,6 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner, DraftForecast
-from headrace.speculate.draft_throttle import DraftThrottle
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.ngram import NgramDrafter
@@ -73,8 +72,7 @@ def _as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(len(row.survival) for row in rows)
 
     monkeypatch.setattr(DepthPlanner, "plan", plan)
-    monkeypatch.setattr(DepthPlanner, "is_timing", lambda self, rows: False)
-    monkeypatch.setattr(DraftThrottle, "is_due", lambda self, num_steps: True)
+    monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
 
 
 @pytest.fixture

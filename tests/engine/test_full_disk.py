@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine fails no test."""
-    monkeypatch.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 3600.0)
+    monkeypatch.setattr("headrace.state.disk_times._LEAST_TIMEOUT_S", 3600.0)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])

@@ -62,9 +62,9 @@ def small_files_and_patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for module in ("disk_index", "disk_records"):
             patched.setattr(f"headrace.state.{module}.BLOCK_TOKENS", 16)
-        patched.setattr("headrace.state.disk_pace._LEAST_PATIENCE_S", 3600.0)
-        patched.setattr("headrace.state.disk_pace.READ_START_S", 0.0)
-        patched.setattr("headrace.state.disk_pace.FILE_S", 0.0)
+        patched.setattr("headrace.state.disk_times._LEAST_TIMEOUT_S", 3600.0)
+        patched.setattr("headrace.state.disk_times.READ_START_S", 0.0)
+        patched.setattr("headrace.state.disk_times.FILE_S", 0.0)
         yield
     # other tests look at how much memory is in use
     packed.cache_clear()

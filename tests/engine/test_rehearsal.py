@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel, Row
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
-from headrace.speculate.step_costs import StepCosts, StepShape
+from headrace.speculate.step_times import StepTimes
 from headrace.types.model import TokenIds
 
 
@@ -48,16 +47,15 @@ class Clock:
         return self.now
 
 
-class NotedCosts(StepCosts):
-    """Notes what it is told."""
+class NotedTimes(StepTimes):
+    """Notes the ratios that it is given, by drafts and passes of the head."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[StepShape, float]] = []
+        super().__init__(1)
+        self.noted: dict[tuple[int, int], list[float]] = {}
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        self.noted.append((shape, seconds))
-        super().observe(shape, seconds)
+    def observe_ratio(self, num_drafts: int, head_depth: int, ratio: float) -> None:
+        self.noted.setdefault((num_drafts, head_depth), []).append(ratio)
 
 
 def test_in_exact_numerics_windows_compute_what_single_tokens_do(loaded: tuple[PackedModel, MtpHead]) -> None:
@@ -94,26 +92,24 @@ def test_windows_are_compared_as_far_as_time_allows(loaded: tuple[PackedModel, M
 
 def test_steps_are_timed_with_and_without_drafts(loaded: tuple[PackedModel, MtpHead]) -> None:
     trunk, head = loaded
-    costs = NotedCosts()
-    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), costs, 16)
-    counts = Counter((shape.num_rows, shape.num_drafts, shape.head_depth) for shape, _ in costs.noted)
-    assert counts == {(1, 0, 0): 2, (1, 1, 1): 2, (1, 2, 2): 2, (1, 4, 4): 2}
-    # from one look at the clock to the next
-    assert all(seconds == pytest.approx(0.001) for _, seconds in costs.noted)
+    times = NotedTimes()
+    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), times, 16)
+    # all steps take what the clock goes on by between two looks
+    assert times.noted == {(number, number): [pytest.approx(1.0)] * 2 for number in (1, 2, 4)}
 
 
 def test_no_more_drafts_are_timed_than_are_allowed(loaded: tuple[PackedModel, MtpHead]) -> None:
     trunk, head = loaded
-    costs = NotedCosts()
-    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), costs, 1)
-    assert {shape.num_drafts for shape, _ in costs.noted} == {0, 1}
+    times = NotedTimes()
+    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), times, 1)
+    assert list(times.noted) == [(1, 1)]
 
 
 def test_a_slow_machine_is_not_kept_from_its_work(loaded: tuple[PackedModel, MtpHead]) -> None:
     trunk, head = loaded
-    costs = NotedCosts()
-    Rehearsal(trunk, VOCAB_SIZE, Clock(2.0)).time_steps(HeadDrafter(head), costs, 16)
-    assert costs.noted == []
+    times = NotedTimes()
+    Rehearsal(trunk, VOCAB_SIZE, Clock(2.0)).time_steps(HeadDrafter(head), times, 16)
+    assert times.noted == {}
 
 
 def launch(folder: Path, mtp: str = "auto") -> Engine:

@@ -20,7 +20,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.features import FeatureCache
 from headrace.engine.runner import Runner
 from headrace.engine.sparse_draft import SparseDraft
-from headrace.state import disk_pace, disk_records
+from headrace.state import disk_records, disk_times
 from headrace.types.request import GenerationRequest, SparseOptions
 from headrace.types.status import WaitReason
 
@@ -136,7 +136,7 @@ async def test_the_same_prefix(folder: Path) -> None:
 
 
 async def test_the_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_pace, "_LEAST_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(disk_times, "_LEAST_TIMEOUT_S", 3600.0)
     of_disk = config(folder, None, cache_dir=str(tmp_path))
     async with launched(of_disk) as engine:
         expected = await said(engine, LONG)

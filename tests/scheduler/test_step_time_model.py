@@ -147,7 +147,7 @@ def test_the_model_follows_a_machine_that_slows_down() -> None:
     pace = StepTimeModel()
     run(pace, FLAT, 4, 60)
     slower = Machine(fixed_s=0.048, row_s=0.0, piece_s=0.016, token_s=0.002)
-    assert max(run(pace, slower, 4, 120)[-REMEASURE_EVERY:]) == 40  # (2 * 0.048 - 0.016) / 0.002
+    assert max(run(pace, slower, 4, 200)[-REMEASURE_EVERY:]) == 40  # (2 * 0.048 - 0.016) / 0.002
 
 
 @settings(max_examples=100, deadline=None)

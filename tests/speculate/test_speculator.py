@@ -13,7 +13,6 @@ from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import DraftState, Speculator, Verified
-from headrace.speculate.step_costs import StepCosts, StepShape
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -76,16 +75,17 @@ def compute(state: SequenceState, num_tokens: int) -> None:
         state.commit(1)
 
 
-def ready() -> DepthPlanner:
-    """A planner that makes drafts."""
-    costs = StepCosts()
-    for _ in range(3):
-        costs.observe(StepShape(1, 0, 0, 300), 0.01)
-    return DepthPlanner(costs)
+def timed(*numbers_of_rows: int) -> DepthPlanner:
+    """A planner that knows that steps of these numbers of rows take 10 ms without drafts."""
+    planner = DepthPlanner()
+    for num_rows in numbers_of_rows:
+        for _ in range(3):
+            planner.times(num_rows).observe_undrafted(300, 0.01)
+    return planner
 
 
 def test_a_head_that_fails_leaves_no_hidden_rows_behind() -> None:
-    speculator = Speculator(HeadDrafter(BrokenHead()), 4, Ranking(), ready())
+    speculator = Speculator(HeadDrafter(BrokenHead()), 4, Ranking(), timed(1))
     row, state = speculator.open(None), SequenceState(StatePool())
     hidden = state.layer(HIDDEN, HiddenState)
     for length in range(1, 301):
@@ -99,7 +99,7 @@ def test_a_head_that_fails_leaves_no_hidden_rows_behind() -> None:
 def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
     """Of 100, 40 and 10 computed tokens, the first of which has no entry, all of those that would soon be due."""
     head = ReadingHead()
-    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(StepCosts()))
+    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner())
     rows = []
     for length in (100, 40, 10):
         state = SequenceState(StatePool())
@@ -113,17 +113,18 @@ def test_rows_without_drafts_are_read_together_when_one_is_due() -> None:
 
 
 def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() -> None:
-    head, costs = ReadingHead(), StepCosts()
-    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(costs))
+    """Of four steps two count: the first never does, and in the second something was compiled."""
+    head, planner = ReadingHead(), DepthPlanner()
+    speculator = Speculator(HeadDrafter(head), 4, Ranking(), planner)
     row, state = speculator.open(None), SequenceState(StatePool())
     known = []
-    for length, num_new_variants in ((1, 0), (2, 1), (3, 1), (4, 3)):
+    for length, num_new_variants in ((1, 0), (2, 1), (3, 1), (4, 1)):
         compute(state, 1)
         speculator.draft([Drafting(row, state, list(range(length + 1)))])
         head.num_new_variants = num_new_variants
         speculator.report([Verified(row, 0, 0, False)], 0.01, is_mixed=False)
-        known.append(costs.estimate(1, length + 1).num_timed)
-    assert known == [1, 1, 2, 2]
+        known.append(planner.times(1).undrafted_s(length + 1))
+    assert known == [None, None, None, 0.01]
 
 
 def sequence(speculator: Speculator, length: int, max_drafts: int | None = None) -> Drafting:
@@ -133,33 +134,32 @@ def sequence(speculator: Speculator, length: int, max_drafts: int | None = None)
     return Drafting(speculator.open(max_drafts), state, range(length + 1))
 
 
-def timed(num_rows: int, overlapped_s: float = 0.01) -> StepCosts:
-    """Steps of one row and of more took 10 ms without drafts, and so long if they ran ahead."""
-    costs = StepCosts()
-    for rows in {1, num_rows}:
-        for _ in range(3):
-            costs.observe(StepShape(rows, 0, 0, 300), 0.01)
-            costs.observe_overlapped(StepShape(rows, 0, 0, 300), overlapped_s)
-    return costs
+def test_while_no_attempt_is_due_steps_are_overlapped_and_no_row_is_drafted_for() -> None:
+    """A vain attempt takes a quarter of a step, and wrong drafts have emptied the budget."""
+    planner = timed(2)
+    for _ in range(3):
+        planner.times(2).observe(300, 0, 0, 0.0125)
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), planner)
+    rows = [sequence(speculator, length) for length in (5, 7)]
+    speculator.draft(rows)
+    speculator.report([Verified(one.row, one.row.drafts.num_drafts, 0, False) for one in rows], 0.08, is_mixed=False)
+    assert speculator.may_overlap([one.row for one in rows])
+    speculator.draft(rows)
+    assert not any(one.row.drafts.num_drafts for one in rows)
 
 
-def test_a_sequence_that_begins_is_drafted_for_at_once_while_those_without_drafts_rest() -> None:
-    """Each look costs a quarter of a step that could run ahead, so that looks at all rows are 25 steps apart."""
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(2, overlapped_s=0.008)))
-    old, new = sequence(speculator, 5), sequence(speculator, 7)
-    old.room = 0
-    for _ in range(40):
-        speculator.draft([old])
-        speculator.report([Verified(old.row, 0, 0, False)], 0.008, is_mixed=False, was_ahead=True, goes_ahead=True)
-    old.room = 100
-    assert speculator.may_overlap([old.row])
-    assert not speculator.may_overlap([old.row, new.row])
-    speculator.draft([old, new])
-    assert old.row.drafts.num_drafts == 0 < new.row.drafts.num_drafts
+def test_accepted_drafts_are_followed_by_an_attempt() -> None:
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), timed(1))
+    one = sequence(speculator, 5)
+    for _ in range(20):
+        assert not speculator.may_overlap([one.row])
+        speculator.draft([one])
+        assert one.row.drafts.num_drafts > 0
+        speculator.report([Verified(one.row, one.row.drafts.num_drafts, 1, False)], 0.011, is_mixed=False)
 
 
 def test_who_may_have_no_drafts_or_has_lost_them_is_never_waited_for() -> None:
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(timed(3)))
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), timed(1, 2, 3))
     rows = [sequence(speculator, 5, max_drafts) for max_drafts in (0, None, None)]
     assert not speculator.may_overlap([one.row for one in rows])
     assert speculator.may_overlap([rows[0].row])
@@ -168,9 +168,9 @@ def test_who_may_have_no_drafts_or_has_lost_them_is_never_waited_for() -> None:
     assert not speculator.may_overlap([rows[2].row])
 
 
-def test_nobody_is_looked_at_for_drafts_while_a_step_is_under_way_but_the_head_reads() -> None:
+def test_no_row_is_drafted_for_while_a_step_is_under_way_but_the_head_catches_up() -> None:
     head = ReadingHead()
-    speculator = Speculator(HeadDrafter(head), 4, Ranking(), DepthPlanner(timed(2)))
+    speculator = Speculator(HeadDrafter(head), 4, Ranking(), timed(2))
     going, staying = sequence(speculator, 100), sequence(speculator, 10)
     going.is_ahead, going.token_ids = True, range(100)
     speculator.draft([going, staying])
@@ -178,68 +178,46 @@ def test_nobody_is_looked_at_for_drafts_while_a_step_is_under_way_but_the_head_r
     assert head.given == [[99]]
     going.is_ahead, going.token_ids = False, range(101)
     speculator.draft([going, staying])
-    assert min(going.row.drafts.num_drafts, staying.row.drafts.num_drafts) > 0
+    assert going.row.drafts.num_drafts + staying.row.drafts.num_drafts > 0
 
 
-def test_rows_are_looked_at_until_two_such_steps_are_timed_and_none_rests_before() -> None:
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(StepCosts()))
+def test_steps_without_drafts_are_timed_first_and_may_overlap() -> None:
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner())
     one = sequence(speculator, 5)
-    for _ in range(2):
-        assert not speculator.may_overlap([one.row])
+    for _ in range(3):
+        assert speculator.may_overlap([one.row])
         speculator.draft([one])
         assert one.row.drafts.num_drafts == 0
         speculator.report([Verified(one.row, 0, 0, False)], 0.01, is_mixed=False)
+    assert not speculator.may_overlap([one.row])
     speculator.draft([one])
     assert one.row.drafts.num_drafts > 0
 
 
-def test_drafts_have_to_be_faster_than_steps_that_run_ahead() -> None:
+def test_drafts_have_to_be_faster_than_steps_without_any_attempt() -> None:
     """Three drafted tokens in 12 ms are worth it beside one in 10 ms, but not beside one in 3 ms."""
-    for overlapped_s, is_drafted in ((0.010, True), (0.003, False)):
-        costs, forecast = StepCosts(), DraftForecast((0.999, 0.998), True, 300)
+    for undrafted_s, is_drafted in ((0.010, True), (0.003, False)):
+        planner, forecast = DepthPlanner(), DraftForecast((0.999, 0.998), True, 300)
+        times = planner.times(1)
         for _ in range(3):
-            costs.observe(StepShape(1, 0, 0, 300), 0.010)
-            costs.observe(StepShape(1, 1, 1, 300), 0.011)
-            costs.observe(StepShape(1, 2, 2, 300), 0.012)
-        planner = DepthPlanner(costs)
-        planner.observe_overlapped([forecast], overlapped_s)
+            times.observe_undrafted(300, undrafted_s)
+        for _ in range(3):
+            times.observe(300, 1, 1, 0.011)
+            times.observe(300, 2, 2, 0.012)
         assert planner.plan([forecast]) == ((2,) if is_drafted else (0,))
 
 
-def test_only_steps_between_two_others_tell_what_resting_takes() -> None:
-    costs = StepCosts()
-    for _ in range(3):
-        costs.observe(StepShape(1, 0, 0, 300), 0.01)
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
+def test_only_steps_between_two_others_tell_what_overlapped_steps_take() -> None:
+    planner = DepthPlanner()
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), planner)
     one = sequence(speculator, 5, max_drafts=0)
     speculator.draft([one])
-    known = []
-    for was_ahead, goes_ahead, is_mixed in (
-        (False, True, False),
-        (True, False, False),
-        (True, True, True),
-        (True, True, False),
-    ):
-        speculator.report(
-            [Verified(one.row, 0, 0, False)],
-            0.004,
-            is_mixed=is_mixed,
-            was_ahead=was_ahead,
-            goes_ahead=goes_ahead,
-        )
-        estimate = costs.estimate(1, 6)
-        known.append((estimate.undrafted_s, estimate.overlapped, estimate.num_timed))
-    assert known == [(0.01, 0.01, 3)] * 3 + [(0.01, 0.004, 3)]
-
-
-def test_what_resting_takes_is_learned_before_looks_go_on() -> None:
-    costs = StepCosts()
+    for was_ahead, goes_ahead, is_mixed in ((False, True, False), (True, False, False), (True, True, True)):
+        for _ in range(9):
+            speculator.report(
+                [Verified(one.row, 0, 0, False)], 0.004, is_mixed=is_mixed, was_ahead=was_ahead, goes_ahead=goes_ahead
+            )
+        assert planner.times(1).undrafted_s(6) is None
     for _ in range(3):
-        costs.observe(StepShape(1, 0, 0, 300), 0.01)
-    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner(costs))
-    one = sequence(speculator, 5)
-    rested = []
-    for _ in range(3):
-        rested.append(speculator.may_overlap([one.row]))
-        costs.observe_overlapped(StepShape(1, 0, 0, 300), 0.01)
-    assert rested == [True, True, False]
+        speculator.report([Verified(one.row, 0, 0, False)], 0.004, is_mixed=False, was_ahead=True, goes_ahead=True)
+    assert planner.times(1).undrafted_s(6) == 0.004

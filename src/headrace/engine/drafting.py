@@ -16,7 +16,6 @@ from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import Speculator
-from headrace.speculate.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,14 @@ def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: D
         raise ModelError("the checkpoint has no prediction head")
     head = load_head(packed, weights, config.models.dtype, device.kind, device.memory_bytes)
     packed.keep_hidden(True)
-    drafter, costs = HeadDrafter(head), StepCosts()
+    drafter, planner = HeadDrafter(head), DepthPlanner()
     report = [f"drafts: up to {max_drafts} at once, by the prediction head in {head.report}"]
     try:
         rehearsal = Rehearsal(packed, loaded.tokens.end)
-        rehearsal.time_steps(drafter, costs, max_drafts)
+        rehearsal.time_steps(drafter, planner.times(1), max_drafts)
         if config.models.self_check:
             report.append(f"drafts: {rehearsal.compare_windows()}")
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
-    speculator = Speculator(drafter, max_drafts, Ranking(), DepthPlanner(costs))
+    speculator = Speculator(drafter, max_drafts, Ranking(), planner)
     return Drafting(drafter, speculator, tuple(report), head.report)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from statistics import median_low
 
 from headrace.errors import GenerationFailed
 from headrace.models.chunked import ChunkedEncoding
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
 from headrace.models.vision_tower import MediaEmbeddings
 from headrace.models.vlm import Tower
+from headrace.recent_times import RecentTimes
 from headrace.scheduler.stages import PromptPlan
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest
@@ -109,8 +109,8 @@ class FeatureCache(Features):
         self._failed: set[bytes] = set()
         self._begun: tuple[bytes, ChunkedEncoding[MediaEmbeddings]] | None = None
         self._clock = clock
-        self._work_s: deque[float] = deque(maxlen=9)
-        """Seconds that a multiply-add of the latest slices took."""
+        self._work_s = RecentTimes[None]()
+        """Seconds that a multiply-add takes."""
 
     @property
     def num_bytes(self) -> int:
@@ -164,10 +164,11 @@ class FeatureCache(Features):
             self._begun = (one.digest, self._tower.begin(one))
         embedding = self._begun[1]
         started = self._clock()
-        work = embedding.compute(spare_s / median_low(self._work_s) if self._work_s else 0)
+        work_s = self._work_s.usual(None)
+        work = embedding.compute(0 if work_s is None else spare_s / work_s)
         elapsed_s = self._clock() - started
         if work and elapsed_s > 0:  # a clock may be too coarse for a small piece
-            self._work_s.append(elapsed_s / work)
+            self._work_s.add(None, elapsed_s / work)
         if embedding.is_done:
             self._kept[one.digest] = _Kept(embedding.result)
             self._begun = None

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.models.packed import PackedModel, Row
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.head import HeadDrafter, HeadRow
-from headrace.speculate.step_costs import StepCosts, StepShape
+from headrace.speculate.step_times import StepTimes
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.request import GREEDY
@@ -79,8 +79,8 @@ class Rehearsal:
         leading = mx.sort(alone, axis=-1)[:, -2:]
         return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
 
-    def time_steps(self, drafter: HeadDrafter, costs: StepCosts, max_drafts: int) -> None:
-        """Give the draft planner the times of one row's steps, with and without drafts."""
+    def time_steps(self, drafter: HeadDrafter, times: StepTimes, max_drafts: int) -> None:
+        """Give the draft planner the times of one row's steps with drafts, over those without."""
         self._state.restore(self._record)
         ids = [*self._ids, self._following[0]]
         started = self._clock()
@@ -91,14 +91,18 @@ class Rehearsal:
         is_quick = len(_NUM_DRAFTS) * (self._clock() - before) < _STEPS_LIMIT_S
         for turn in range(_NUM_ROUNDS):
             started = self._clock() if turn < 2 and is_quick else started
+            undrafted_s = 0.0
             for num_drafts in _NUM_DRAFTS:
                 is_late = self._clock() - started > _STEPS_LIMIT_S and (turn > 0 or not is_quick)
                 if num_drafts > max_drafts or is_late:
                     continue
                 before = self._clock()
                 ids.append(self._step(drafter, ids, num_drafts))
-                if turn:
-                    costs.observe(StepShape(1, num_drafts, num_drafts, len(ids) - 1), self._clock() - before)
+                seconds = self._clock() - before
+                if not num_drafts:
+                    undrafted_s = seconds
+                elif turn and undrafted_s > 0:
+                    times.observe_ratio(num_drafts, num_drafts, max(seconds / undrafted_s, 1.0))
 
     def _run(self, ids: list[int], num_certain: int | None = None) -> mx.array:
         """Compute and keep tokens; returns their logits in float32."""

@@ -25,7 +25,6 @@ from headrace.speculate.head import HeadDrafter
 from headrace.speculate.proposal import Proposal, Source
 from headrace.speculate.ranking import Candidate, RankedDraft, Ranking, RowRecord
 from headrace.speculate.speculator import Speculator
-from headrace.speculate.step_costs import StepCosts
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
 from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
@@ -365,16 +364,12 @@ class _AsPlanned(DepthPlanner):
     """Plans all of every candidate, whatever it costs."""
 
     def __init__(self, planned: _PlannedDrafts) -> None:
-        super().__init__(StepCosts())
+        super().__init__()
         self._planned = planned
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple([len(row.survival) for row in rows])
 
-    def is_timing(self, rows: Sequence[DraftForecast]) -> bool:
-        """True, so that drafts of every row are considered in every step."""
-        return True
-
-    def wants_overlapped(self, rows: Sequence[DraftForecast]) -> bool:
-        """True before steps without drafts, so that they are overlapped."""
-        return not self._planned.drafts.number
+    def is_due(self, rows: Sequence[DraftForecast]) -> bool:
+        """False before steps without drafts, so that they are overlapped."""
+        return self._planned.drafts.number > 0

@@ -26,8 +26,8 @@ from pathlib import Path
 from headrace.prefix.key import Namespace
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry, model_prefix
-from headrace.state.disk_pace import DiskPace
 from headrace.state.disk_records import Load, Save, entry_of, missing_files
+from headrace.state.disk_times import DiskTimes
 from headrace.state.record_file import BadFile, read_about, write_file
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.state.stored_state import NotStorable, StateForm
@@ -59,7 +59,7 @@ class DiskTier:
 
         weights: fingerprint of the weights and their format.
         form: of the model's states.
-        prefill_tokens_per_s: an estimate, see DiskPace.
+        prefill_tokens_per_s: an estimate, see DiskTimes.
         max_pending_bytes: that may wait to be written.
         max_load_bytes: of the largest state that is restored.
         """
@@ -71,7 +71,7 @@ class DiskTier:
         self._model = model_prefix(weights)
         self._digests = Digests(self._folder.key())
         self._index = DiskIndex(self._digests, has_spans=form.has_spans, needs_snapshots=form.needs_snapshots)
-        self._pace = DiskPace(prefill_tokens_per_s)
+        self._times = DiskTimes(prefill_tokens_per_s)
         self._max_pending_bytes = max_pending_bytes
         self._max_load_bytes = max_load_bytes
         self.memory_bytes = max_pending_bytes + max_load_bytes
@@ -244,11 +244,11 @@ class DiskTier:
         entries = match.behind(num_held)
         num_bytes = sum(entry.num_bytes for entry in entries)
         num_tokens = match.num_tokens - num_held
-        is_faster = self._pace.read_s(num_bytes, len(entries)) < self._pace.compute_s(num_tokens)
+        is_faster = self._times.read_s(num_bytes, len(entries)) < self._times.compute_s(num_tokens)
         if not is_faster or num_bytes > min(self._max_load_bytes, self.memory_bytes - self.pending_bytes):
             return None
-        patience_s = self._pace.patience_s(num_tokens, num_bytes, len(entries))
-        load = Load(entries, match.num_tokens, time.monotonic() + patience_s)
+        timeout_s = self._times.timeout_s(num_tokens, num_bytes, len(entries))
+        load = Load(entries, match.num_tokens, time.monotonic() + timeout_s)
         self._reader.put(partial(self._read, load, match.entries))
         return load
 
@@ -259,7 +259,7 @@ class DiskTier:
             if load.read(self._folder, self._form):
                 duration_s = time.monotonic() - started
                 num_bytes = load.num_bytes
-                self._pace.observe_read(num_bytes, duration_s)
+                self._times.observe_read(num_bytes, duration_s)
                 self._count(num_reads=len(load.entries), num_read_bytes=num_bytes)
                 logger.info("read %d tokens (%d bytes) from disk in %.3f s", load.num_tokens, num_bytes, duration_s)
                 self._folder.touch([entry.name for entry in used], time.time_ns())
@@ -275,7 +275,7 @@ class DiskTier:
             load.is_over.set()
 
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
-        self._pace.observe_prefill(num_tokens, duration_s)
+        self._times.observe_prefill(num_tokens, duration_s)
 
     def clear(self) -> None:
         """Remove this model's states and files; others' stay."""

@@ -9,13 +9,11 @@ import mlx.core as mx
 import pytest
 
 from headrace.sampling.sampler import SamplingRow
-from headrace.speculate import speculator as module
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadRow
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import DraftState, Speculator, Verified
-from headrace.speculate.step_costs import StepCosts
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
@@ -33,9 +31,6 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.dice = random.Random(seed)
-
-    def monotonic(self) -> float:
-        return self.now
 
     def work(self, seconds: float) -> None:
         """With noise, and once in 300 times five times as long."""
@@ -77,7 +72,7 @@ class Row:
 
 def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: int) -> float:
     """Of the steps behind the first 200. chance: of a draft, if those before it are right, to be right."""
-    speculator = Speculator(machine, 4, Ranking(), DepthPlanner(StepCosts()))
+    speculator = Speculator(machine, 4, Ranking(), DepthPlanner())
     rows = [Row(speculator.open(None), machine) for _ in range(num_rows)]
     known_at, was_ahead = 0.0, False
     for step in range(num_steps):
@@ -99,11 +94,9 @@ def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: i
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize(("chance", "least"), [(0.0, 0.92), (0.2, 0.92), (0.8, 1.15), (0.9, 1.4)])
+@pytest.mark.parametrize(("chance", "least"), [(0.0, 0.94), (0.2, 0.93), (0.8, 1.15), (0.9, 1.4)])
 def test_drafts_cost_hardly_anything_where_they_are_wrong_and_are_made_where_they_are_right(
-    seed: int, num_rows: int, chance: float, least: float, monkeypatch: pytest.MonkeyPatch
+    seed: int, num_rows: int, chance: float, least: float
 ) -> None:
     """Without drafts it is 1 token a millisecond, less 3.7 % by noise; with 8 rows and the best drafts 1.24 at 0.8."""
-    machine = Machine(seed)
-    monkeypatch.setattr(module, "time", machine)
-    assert tokens_a_row_ms(machine, num_rows, chance, 1500) > least
+    assert tokens_a_row_ms(Machine(seed), num_rows, chance, 1500) > least

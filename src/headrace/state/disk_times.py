@@ -1,9 +1,8 @@
-"""Decides whether reading a state is faster than computing it, from measured rates."""
+"""Decides whether reading a state is faster than computing it, from measured times."""
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import median_low
+from headrace.recent_times import RecentTimes
 
 READ_BYTES_PER_S = 500e6
 """Assumed until measured: a slow solid-state disk."""
@@ -11,47 +10,40 @@ READ_START_S = 0.005
 """A read takes at least this long, with the wait for the next step."""
 FILE_S = 0.0005
 """Added per file."""
-_TRUSTED = 2
-"""Measurements needed before a rate is used."""
 _LEAST_TOKENS = 16
 """Steps with fewer prompt tokens are dominated by fixed costs."""
 _LEAST_BYTES = 1 << 20
 """Smaller reads don't show the disk's speed."""
-_LEAST_PATIENCE_S = 2.0
+_LEAST_TIMEOUT_S = 2.0
 
 
-class DiskPace:
-    """Medians of the latest measurements. The reader's thread records reads, the engine's everything else."""
+class DiskTimes:
+    """The usual times of prompt tokens and of reads. The reader's thread records reads, the engine's all else."""
 
     def __init__(self, prefill_tokens_per_s: float) -> None:
         """prefill_tokens_per_s: assumed until measured; rather too high than too low."""
         self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._prefill: deque[float] = deque(maxlen=9)
-        self._reads: deque[float] = deque(maxlen=9)
+        self._token_s = RecentTimes[None]()
+        self._byte_s = RecentTimes[None]()
 
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
         """A step with this many prompt tokens took this long."""
         if num_tokens >= _LEAST_TOKENS and duration_s > 0:
-            self._prefill.append(num_tokens / duration_s)
+            self._token_s.add(None, duration_s / num_tokens)
 
     def observe_read(self, num_bytes: int, duration_s: float) -> None:
         """Reading and checking this many bytes took this long."""
         if num_bytes >= _LEAST_BYTES and duration_s > 0:
-            self._reads.append(num_bytes / duration_s)
+            self._byte_s.add(None, duration_s / num_bytes)
 
     def compute_s(self, num_tokens: int) -> float:
         """Seconds to compute this many prompt tokens."""
-        return num_tokens / _rate(self._prefill, self._prefill_tokens_per_s)
+        return num_tokens * (self._token_s.usual(None) or 1 / self._prefill_tokens_per_s)
 
     def read_s(self, num_bytes: int, num_files: int) -> float:
         """Seconds to read this many bytes from this many files."""
-        return READ_START_S + num_files * FILE_S + num_bytes / _rate(self._reads, READ_BYTES_PER_S)
+        return READ_START_S + num_files * FILE_S + num_bytes * (self._byte_s.usual(None) or 1 / READ_BYTES_PER_S)
 
-    def patience_s(self, num_tokens: int, num_bytes: int, num_files: int) -> float:
+    def timeout_s(self, num_tokens: int, num_bytes: int, num_files: int) -> float:
         """Timeout of a read, because a disk may hang."""
-        expected_s = 4 * self.read_s(num_bytes, num_files)
-        return max(_LEAST_PATIENCE_S, min(self.compute_s(num_tokens), expected_s))
-
-
-def _rate(measured: deque[float], guess: float) -> float:
-    return median_low(list(measured)) if len(measured) >= _TRUSTED else guess
+        return max(_LEAST_TIMEOUT_S, min(self.compute_s(num_tokens), 4 * self.read_s(num_bytes, num_files)))

@@ -1,0 +1,131 @@
+"""Learns the times of decode steps, with and without drafts."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from headrace.recent_times import RecentTimes
+
+_STALE_AFTER = 500
+"""Steps after which a time is forgotten: drafts that seem too slow are never made, so never measured again."""
+
+_PASS_SHARE = 0.1
+"""The most that a pass of the head is assumed to add to a step's time; a draft, as much as a row."""
+
+_OPTIMISM = 0.1
+"""Share of the most that unmeasured drafts are expected to take: what seems cheap is soon measured, what seems
+expensive never."""
+
+_SIMILAR_CONTEXT = 2
+"""Contexts up to this many half octaves apart have similar times."""
+
+Drafts = tuple[int, int]
+"""Bucket of the number of drafts, over all rows, and consecutive passes of the head."""
+
+_NONE: Drafts = (0, 0)
+
+
+class StepTimes:
+    """Times of decode steps of similar numbers of rows.
+
+    Steps without drafts are kept by context, in seconds; steps with drafts as ratios to them, which hardly depend on
+    context. Without drafts means as if nothing were ever drafted: overlapped where steps can be.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._times = RecentTimes[int | Drafts](_STALE_AFTER)
+        self._seen: set[tuple[int, int] | None] = set()
+        self._ratios: dict[Drafts, float] | None = None
+
+    def observe_undrafted(self, num_context: int, seconds: float) -> None:
+        """Add the time of a step without drafts. num_context: tokens of all rows."""
+        if not self._is_first(None):
+            self._times.add(_context(num_context), seconds)
+
+    def observe(self, num_context: int, num_drafts: int, head_depth: int, seconds: float) -> None:
+        """Add the time of a step with drafts; with none if none were found, which takes longer than not to try."""
+        undrafted_s = self.undrafted_s(num_context)
+        if self._is_first((num_drafts, head_depth)) or undrafted_s is None:
+            return
+        if num_drafts and seconds < undrafted_s:  # which was disturbed: drafts don't make a step faster
+            self._times.add(_context(num_context), seconds)
+        self.observe_ratio(num_drafts, head_depth, max(seconds / undrafted_s, 1.0))
+
+    def _is_first(self, kind: tuple[int, int] | None) -> bool:
+        """Whether a step is the first of its kind, which may have waited for a compiler."""
+        is_first = kind not in self._seen
+        self._seen.add(kind)
+        return is_first
+
+    def observe_ratio(self, num_drafts: int, head_depth: int, ratio: float) -> None:
+        """Add the time of a step with drafts over that of one without."""
+        self._times.add((bucket(num_drafts), head_depth), ratio)
+        self._ratios = None
+
+    def undrafted_s(self, num_context: int) -> float | None:
+        """The time without drafts at a similar context; None if unknown."""
+        context = _context(num_context)
+        for distance in range(_SIMILAR_CONTEXT + 1):
+            for near in (context - distance, context + distance):
+                if (seconds := self._times.usual(near)) is not None:
+                    return seconds
+        return None
+
+    def ratio(self, num_drafts: int, head_depth: int) -> float:
+        """The expected time with these drafts, at least one, over that without.
+
+        Of unmeasured drafts from the most similar measured ones, by the assumed difference or in proportion.
+        """
+        known, drafts = self._known(), (bucket(num_drafts), head_depth)
+        if drafts in known:
+            return known[drafts]
+        least, share = known.get(_NONE, 1.0), _OPTIMISM * self._most(drafts)
+        measured = [each for each in known if each != _NONE]
+        near = min(measured, key=lambda each: 2 * abs(each[0] - drafts[0]) + abs(each[1] - head_depth), default=None)
+        if near is None:
+            return least + share
+        near_share = _OPTIMISM * self._most(near)
+        return max(min(known[near] + share - near_share, least + (known[near] - least) * share / near_share), least)
+
+    def upper_bound(self, num_drafts: int, head_depth: int) -> float:
+        """The most that the same ratio may be: of unmeasured drafts in proportion to fewer measured ones, if any."""
+        known, drafts = self._known(), (bucket(num_drafts), head_depth)
+        if drafts in known:
+            return known[drafts]
+        least, most = known.get(_NONE, 1.0), self._most(drafts)
+        fewer = max((each for each in known if each[0] <= drafts[0] and each[1] <= head_depth), default=_NONE)
+        added = most if fewer == _NONE else max(known[fewer] - least, 0.0) * most / self._most(fewer)
+        return min(least + added, self._of_more(drafts))
+
+    def _known(self) -> dict[Drafts, float]:
+        """The measured ratios."""
+        if self._ratios is None:
+            self._ratios = {drafts: usual for drafts, usual in self._times.known().items() if isinstance(drafts, tuple)}
+        return self._ratios
+
+    def _of_more(self, drafts: Drafts) -> float:
+        """The least measured ratio of as many drafts or more."""
+        more = [ratio for each, ratio in self._known().items() if each[0] >= drafts[0] and each[1] >= drafts[1]]
+        return min(more, default=math.inf)
+
+    def _most(self, drafts: Drafts) -> float:
+        """The most that drafts are assumed to add to the time without, as a share of it."""
+        return _center(drafts[0]) / self._num_rows + _PASS_SHARE * drafts[1]
+
+
+def _context(num_tokens: int) -> int:
+    """In half octaves."""
+    return round(2 * math.log2(max(num_tokens, 256)))
+
+
+@cache
+def bucket(count: int) -> int:
+    """A count as itself up to 8, then in steps of a quarter of an octave."""
+    return count if count <= 8 else 8 + round(4 * math.log2(count / 8))
+
+
+def _center(bucket: int) -> float:
+    """The count in the middle of a bucket."""
+    return bucket if bucket <= 8 else 8 * 2 ** ((bucket - 8) / 4)
