@@ -41,6 +41,12 @@ struct Part {
   // at: of four neighbouring numbers in [TILE, D]
   __device__ Mean read(int at, int split) const {
     const float* of_row = memory + TILE * D + split % 2 * (2 * TILE) + at / D;
+    return {of_row[0], of_row[TILE], *reinterpret_cast<const float4*>(memory + at)};
+  }
+
+  // What another block has written.
+  __device__ Mean read_fresh(int at, int split) const {
+    const float* of_row = memory + TILE * D + split % 2 * (2 * TILE) + at / D;
     return {__ldcg(of_row), __ldcg(of_row + TILE), __ldcg(reinterpret_cast<const float4*>(memory + at))};
   }
 
@@ -75,7 +81,8 @@ __device__ float quad_sum(float x) {
 // under way at a time.
 //
 // out: [T, HQ, D]. partial [gridDim.x, num_parts, TILE, D + 4], see Part. counters [gridDim.x]: zero before and after.
-template <typename T, int HQ, int HKV, int D, int STAGES, bool SINKS, bool GATED, int GATE_WIDTH, int GATE_STRIDE,
+// RUNS_IN_SHARED: there is shared memory for what a block adds up.
+template <typename T, int HQ, int HKV, int D, int STAGES, bool RUNS_IN_SHARED, bool SINKS, bool GATED, int GATE_WIDTH, int GATE_STRIDE,
           typename Heads>
 __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* const* slab_keys, T* const* slab_values,
                        const T* sinks, const T* gates, float scale, int shortest_split, int num_parts, T* out,
@@ -93,6 +100,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
   __shared__ __align__(16) T shared_q[STEPS * 32 * 8];
   __shared__ __align__(16) float sums[WARPS * TOGETHER * D];
   __shared__ float maxima[WARPS][TILE], weights[WARPS][TILE];
+  __shared__ __align__(16) float running[RUNS_IN_SHARED ? Part<D>::SIZE : 4];
   __shared__ bool comes_last;
 
   auto num_tiles = [](const Row& row) { return (row.num_tokens * GROUP + TILE - 1) / TILE; };  // of a key head
@@ -137,7 +145,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
     const int first_split = (item - row_item) % splits.number;
     const int end_split = min(splits.number, first_split + end_item - item);
     const int num_rows = min(row.num_tokens * GROUP - first_row, TILE);
-    const int num_keys = row.start + row.num_tokens;
+    const int num_keys = row.start + (first_row + num_rows - 1) / GROUP + 1;  // that the tile's last token sees
     const int begin = splits.origin + (splits.first + first_split) * splits.size;
     const int segment_end = min(begin + (end_split - first_split) * splits.size, num_keys);
     const long base = (static_cast<long>(row.slot) * HKV + head) * row.capacity;
@@ -173,7 +181,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
     const bool has_new = Heads::ARE_NEW && segment_end > row.start;
     if (!has_new) begin_fetching();
 
-    const int first_new = max(begin, row.start), num_new = has_new ? segment_end - first_new : 0;
+    const int first_new = max(begin, row.start), num_new = has_new ? max(0, segment_end - first_new) : 0;
 #pragma unroll 1
     for (int m = warp; m < TILE + 2 * num_new; m += WARPS) {
       // queries first, then a key and a value of each new token
@@ -300,20 +308,22 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
       // From the tile's first split on the block adds up what it finds, in a part of its own; what it finds in splits of a
       // tile that another block has begun it leaves one by one.
       const bool adds_up = first_split == 0;
-      const Part<D> own = part_of(blockIdx.x, adds_up ? 0 : 1 + item - first_item + split - first_split);
+      const Part<D> growing = RUNS_IN_SHARED ? Part<D>(running) : part_of(blockIdx.x, 0);
+      const Part<D> left = part_of(blockIdx.x, adds_up ? 0 : 1 + item - first_item + split - first_split);
+      const Part<D> to = adds_up && split + 1 < end_split ? growing : left;
 #pragma unroll 1
       for (int m0 = 0; m0 < num_rows; m0 += TOGETHER) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int m = r + half * 8 - m0;
           if (m < 0 || m >= TOGETHER) continue;
-          float4* to = reinterpret_cast<float4*>(sums + (warp * TOGETHER + m) * D + t * 16);
+          float4* own = reinterpret_cast<float4*>(sums + (warp * TOGETHER + m) * D + t * 16);
 #pragma unroll
           for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
               const int i = block * 8 + j % 2 * 4, c = half * 2 + j / 2;
-              to[block * 16 + j] = {o[i][c], o[i + 1][c], o[i + 2][c], o[i + 3][c]};
+              own[block * 16 + j] = {o[i][c], o[i + 1][c], o[i + 2][c], o[i + 3][c]};
             }
         }
         __syncthreads();
@@ -324,12 +334,12 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
           for (int w = 1; w < WARPS; w++)
             found.add(maxima[w][m], weights[w][m], *reinterpret_cast<const float4*>(sums + w * TOGETHER * D + i));
           if (adds_up && split) {
-            Mean mean = own.read(at_row, split - 1);
+            Mean mean = growing.read(at_row, split - 1);
             mean.add(found.maximum, found.total, found.sum);
             found = mean;
           }
           if (adds_up && split + 1 == splits.number) finish(at_row, found);
-          else own.write(at_row, split, found);
+          else to.write(at_row, split, found);
         }
         __syncthreads();
       }
@@ -351,13 +361,13 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
     const int end = tile_item + splits.number, added_up = min((owner + 1) * share, end);
     constexpr int AT_ONCE = 8;  // parts under way at a time
     for (int i = threadIdx.x * 4; i < num_rows * D; i += blockDim.x * 4) {
-      Mean mean = part_of(owner, 0).read(i, added_up - 1 - tile_item);
+      Mean mean = part_of(owner, 0).read_fresh(i, added_up - 1 - tile_item);
       for (int first = added_up; first < end; first += AT_ONCE) {
         Mean found[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
           const int of = min(first + j, end - 1);
-          found[j] = part_of(of / share, 1 + of % share).read(i, of - tile_item);
+          found[j] = part_of(of / share, 1 + of % share).read_fresh(i, of - tile_item);
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
@@ -365,6 +375,5 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
       }
       finish(i, mean);
     }
-    __syncthreads();
   }
 }

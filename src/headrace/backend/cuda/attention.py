@@ -50,9 +50,10 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: boo
     inputs += ["queries"] if normed is None else [*_PROJECTED, *_NORMS * normed]
     inputs += ["sinks"] * sinks + ["gates"] * gated
     heads = "MadeQueries<T, HQ, D>{queries}" if normed is None else _heads(normed)
+    choices = _runs_in_shared(head_dim), sinks, gated
     body = (
         f"{_slab_pointers(keys, values)}"
-        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(sinks).lower()}, {str(gated).lower()}, "
+        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {', '.join(str(is_so).lower() for is_so in choices)}, "
         f"GATE_WIDTH, GATE_STRIDE>(plan, plan_shape[0], {heads}, keys, values, "
         f"{'sinks' if sinks else 'static_cast<const T*>(nullptr)'}, "
         f"{'gates + GATE_AT' if gated else 'nullptr'}, scale[0] * 1.44269504f, SHORTEST, partial_shape[1], out, "
@@ -202,8 +203,18 @@ def _stage_bytes(head_dim: int) -> int:
 
 def _stages(head_dim: int) -> int:
     """That a block has room for; 0 if there is none for one."""
-    own = head_dim * (_TILE * 2 + _THREADS // 32 * 16) + 1024  # see attention.cuh
-    return max(0, min(_STAGES[head_dim], (limits.largest_block() - own) // _stage_bytes(head_dim)))
+    return max(0, min(_STAGES[head_dim], (limits.largest_block() - _own_bytes(head_dim)) // _stage_bytes(head_dim)))
+
+
+def _own_bytes(head_dim: int) -> int:
+    """Beside the stages: queries, sums of four rows by each warp, and a few numbers of a row; see attention.cuh."""
+    return head_dim * (_TILE * 2 + _THREADS // 32 * 16) + 1024
+
+
+def _runs_in_shared(head_dim: int) -> bool:
+    """Whether a block adds up in shared memory: where no second block could use that."""
+    taken, room = _own_bytes(head_dim) + _stages(head_dim) * _stage_bytes(head_dim), limits.largest_block()
+    return 2 * taken > room >= taken + _TILE * (head_dim + 4) * 4
 
 
 def most_splits(shape: HeadShape, most: int) -> int:
