@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.api.anthropic_errors import error_body
+from headrace.api.error_bodies import anthropic_error
 from headrace.errors import (
     AuthenticationFailed,
     BodyTooLarge,
@@ -33,13 +33,13 @@ from headrace.errors import (
     ],
 )
 def test_each_error_has_the_type_that_clients_know(error: HeadraceError, kind: str) -> None:
-    assert error_body(error) == {"type": "error", "error": {"type": kind, "message": "m"}}
+    assert anthropic_error(error) == {"type": "error", "error": {"type": kind, "message": "m"}}
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_make_clients_shorten_it() -> None:
     error = ContextTooLong.of_prompt(1000, 1234, "messages")
     # The longest prompt leaves room for one token of an answer.
-    assert error_body(error)["error"]["message"] == "prompt is too long: 1234 tokens > 999 maximum"
+    assert anthropic_error(error)["error"]["message"] == "prompt is too long: 1234 tokens > 999 maximum"
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_make_clients_shorte
     ],
 )
 def test_a_message_begins_with_the_field_that_is_at_fault(error: HeadraceError, message: str) -> None:
-    assert error_body(error)["error"]["message"] == message
+    assert anthropic_error(error)["error"]["message"] == message

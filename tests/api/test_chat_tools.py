@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.api.openai_chat import read_chat_completion
+from headrace.api.openai_models import read_tokenize
 from headrace.api.openai_sampling import Call
-from headrace.api.openai_tokenize import read_tokenize
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, ToolCall, ToolChoice, ToolDefinition
 from headrace.types.model import ModelTraits

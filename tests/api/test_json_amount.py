@@ -12,13 +12,22 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.api import json_amount
+from headrace.api import json_body
 from headrace.api.anthropic_request import read_messages
-from headrace.api.json_amount import MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, refuse_too_much
-from headrace.api.json_body import StrictBody, infinite_number, read_json, without_half_pairs
+from headrace.api.json_body import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_MEMBERS,
+    MAX_VALUES,
+    StrictBody,
+    infinite_number,
+    read_json,
+    refuse_too_much,
+    without_half_pairs,
+)
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_completion import read_completion
-from headrace.api.openai_tokenize import read_detokenize, read_tokenize
+from headrace.api.openai_models import read_detokenize, read_tokenize
 from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_body import read_response
 from headrace.errors import InvalidRequest
@@ -64,19 +73,19 @@ def any_value(draw: random.Random, depth: int) -> object:
 
 @pytest.mark.parametrize("slice_bytes", [1, 7, 256 * 1024])
 def test_the_counts_are_those_of_the_parsed_value(slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_amount, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
     draw = random.Random(8)
     for _ in range(300):
         value = any_value(draw, 5)
         text = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode()
         for name, exact in zip(("MAX_CONTAINERS", "MAX_MEMBERS", "MAX_VALUES"), counted(value), strict=True):
-            monkeypatch.setattr(json_amount, name, exact)
+            monkeypatch.setattr(json_body, name, exact)
         refuse_too_much((text,), "it")
         for name, exact in zip(("MAX_CONTAINERS", "MAX_MEMBERS", "MAX_VALUES"), counted(value), strict=True):
-            monkeypatch.setattr(json_amount, name, exact - 1)
+            monkeypatch.setattr(json_body, name, exact - 1)
             with pytest.raises(InvalidRequest):
                 refuse_too_much((text,), "it")
-            monkeypatch.setattr(json_amount, name, exact)
+            monkeypatch.setattr(json_body, name, exact)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from fakes import describe
 
 from headrace.api.anthropic_body import MessagesBody
-from headrace.api.anthropic_errors import error_body
 from headrace.api.anthropic_request import read_messages
+from headrace.api.error_bodies import anthropic_error
 from headrace.api.openai_sampling import Call
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.session.settings import check_options
@@ -381,9 +381,9 @@ def test_two_forms_of_one_answer_are_refused_unless_they_are_equal() -> None:
 
 
 def test_a_thread_is_refused_with_the_details_that_the_sdk_looks_for() -> None:
-    details = error_body(refusal(thread={"type": "new"}))["error"]["details"]
+    details = anthropic_error(refusal(thread={"type": "new"}))["error"]["details"]
     assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    assert "details" not in error_body(refusal(container="c"))["error"]
+    assert "details" not in anthropic_error(refusal(container="c"))["error"]
 
 
 def test_a_cache_salt_is_kept() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.api.responses_custom_input import CustomInput
+from headrace.api.responses_output import CustomInput
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

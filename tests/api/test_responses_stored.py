@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.api.responses_stored import item_page
+from headrace.api.responses_items import item_page
 from headrace.errors import InvalidRequest
 
 ITEMS = [{"id": f"item_{index}"} for index in range(30)]

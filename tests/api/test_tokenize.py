@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.api.openai_tokenize import (
+from headrace.api.openai_models import (
     DetokenizeCall,
     TokenizeCall,
     detokenize_answer,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.api.anthropic_body import MessagesBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
-from headrace.api.openai_messages import MessageBody
+from headrace.api.openai_messages import ChatMessageBody
 
 GOOD = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -57,7 +57,7 @@ ODD_MESSAGES = st.lists(
     st.fixed_dictionaries(
         {},
         optional={
-            **dict.fromkeys(MessageBody.model_fields, VALUES),
+            **dict.fromkeys(ChatMessageBody.model_fields, VALUES),
             "role": st.sampled_from(["user", "assistant", "tool", "function"]),
             "content": st.text(max_size=10) | st.lists(PARTS, max_size=3) | VALUES,
         },

@@ -16,7 +16,7 @@ from headrace.api.anthropic_body import MessagesBody
 from headrace.api.json_body import StrictBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
-from headrace.api.openai_tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from headrace.api.openai_models import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from headrace.api.responses_body import ResponsesBody
 from headrace.api.responses_items import ITEM_BODIES, SKIPPED_ITEMS
 from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from headrace.api.answer_encoder import AnswerHeading, server_sent, sparse_detail
 from headrace.api.anthropic_body import UNPARSED_INPUT
-from headrace.api.anthropic_errors import error_body
+from headrace.api.error_bodies import anthropic_error
 from headrace.api.json_body import infinite_number
 from headrace.errors import HeadraceError
 from headrace.types.events import (
@@ -56,7 +56,7 @@ class MessagesAnswer:
         return server_sent({"type": "message_stop"}, "message_stop")
 
     def failure(self, error: HeadraceError) -> bytes:
-        return server_sent(error_body(error), "error")
+        return server_sent(anthropic_error(error), "error")
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """See AnswerEncoder. Raises ValueError if the answer has not finished."""

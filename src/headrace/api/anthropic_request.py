@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.api.anthropic_body import FormatBody, MessagesBody, ThinkingBody
-from headrace.api.anthropic_messages import ChatMessages
-from headrace.api.anthropic_tools import added_tools, callable_tools, own_tools, tool_choice
+from headrace.api.anthropic_messages import ChatMessages, added_tools, callable_tools, own_tools, tool_choice
 from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, generation_options

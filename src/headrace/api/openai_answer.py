@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from headrace.api.answer_encoder import AnswerHeading, logprob_entries, server_sent, shown_logprob, sparse_detail
-from headrace.api.openai_errors import error_body
+from headrace.api.error_bodies import openai_error
 from headrace.errors import HeadraceError
 from headrace.types.events import (
     Event,
@@ -75,7 +75,7 @@ class ChunkedAnswer(ABC):
         return server_sent(self.usage_chunk(self._usage)) + DONE
 
     def failure(self, error: HeadraceError) -> bytes:
-        return server_sent(error_body(error))
+        return server_sent(openai_error(error))
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The answer as one object. Raises ValueError if a choice has not finished."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
-from headrace.api.openai_messages import MessageBody, chat_message, refuse_too_many
+from headrace.api.openai_messages import ChatMessageBody, chat_message, refuse_too_many
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     NEUTRAL_VALUES,
@@ -26,7 +26,7 @@ from headrace.api.openai_sampling import (
 )
 from headrace.api.openai_structure import StructureBody, answer_structure
 from headrace.api.openai_tools import (
-    ToolBody,
+    ChatToolBody,
     ToolsBody,
     refuse_large_arguments,
     tool_choice,
@@ -42,8 +42,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class PromptBody(StrictBody):
     """The fields that make the prompt."""
 
-    messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
-    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=4096)] | None = None
+    messages: Annotated[list[ChatMessageBody], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[ChatToolBody], Field(fail_fast=True, max_length=4096)] | None = None
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -40,7 +40,7 @@ class UrlBody(StrictBody):
     url: str
 
 
-class PartBody(StrictBody):
+class ChatPartBody(StrictBody):
     """A content part; its other fields depend on its type."""
 
     without_effect: ClassVar[frozenset[str]] = _MARKERS | {"detail"}
@@ -73,13 +73,13 @@ class ToolCallBody(StrictBody):
     function: FunctionCallBody
 
 
-class MessageBody(StrictBody):
+class ChatMessageBody(StrictBody):
     """One turn. `reasoning_content` and `reasoning` mean the same."""
 
     without_effect: ClassVar[frozenset[str]] = _MARKERS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[PartBody], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ChatPartBody], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -107,7 +107,7 @@ def refuse_too_many(messages: object, max_model_len: int | None) -> None:
                 raise InvalidRequest(f"{path} must hold at most {max_model_len} elements", param=path)
 
 
-def chat_message(message: MessageBody, index: int) -> ChatMessage:
+def chat_message(message: ChatMessageBody, index: int) -> ChatMessage:
     """Translate one message. Raises InvalidRequest, UnsupportedField with a path under `messages[index]`."""
     path = f"messages[{index}]"
     for name in ("function_call", "audio"):
@@ -132,7 +132,7 @@ def _call(call: ToolCallBody) -> ToolCall:
     return ToolCall(call.id or "", call.function.name, text)
 
 
-def _content(message: MessageBody, path: str) -> tuple[ContentPart, ...]:
+def _content(message: ChatMessageBody, path: str) -> tuple[ContentPart, ...]:
     content = message.content
     if content is None:
         # A refusal's text is in another field.
@@ -142,7 +142,7 @@ def _content(message: MessageBody, path: str) -> tuple[ContentPart, ...]:
     return tuple(_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: PartBody, path: str) -> ContentPart:
+def _part(part: ChatPartBody, path: str) -> ContentPart:
     if part.type in _UNSUPPORTED_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
     if part.type in _IMAGE_PARTS:
@@ -156,7 +156,7 @@ def _part(part: PartBody, path: str) -> ContentPart:
     raise InvalidRequest(f"{path}.type: unknown part type", param=f"{path}.type")
 
 
-def _media_part(kind: Literal["image", "video"], part: PartBody, source: str, path: str) -> MediaPart:
+def _media_part(kind: Literal["image", "video"], part: ChatPartBody, source: str, path: str) -> MediaPart:
     options = MediaOptions(part.min_pixels, part.max_pixels, part.fps, part.max_frames, part.num_frames)
     return MediaPart(kind, source, options, f"{path}.{kind}_url")
 

@@ -1,4 +1,4 @@
-"""GET /v1/models: the loaded model under its served names, for OpenAI and Anthropic clients.
+"""GET /v1/models for OpenAI and Anthropic clients, and POST /tokenize and /detokenize in vLLM's form.
 
 The one loaded model serves a request for any model name, unless the server is strict about names. The answer carries
 the requested name if it is a served one, else the first served name, so that it is not taken for another model's.
@@ -6,11 +6,17 @@ the requested name if it is a served one, else the first served name, so that it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
-from headrace.errors import InvalidRequest, ModelNotFound
+from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
+from headrace.api.openai_chat import PromptBody, chat_prompt
+from headrace.api.openai_completion import read_token_ids
+from headrace.errors import InvalidRequest, ModelNotFound, UnsupportedField
+from headrace.types.chat import ChatRequest
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
@@ -48,4 +54,94 @@ def _model(name: str, created: int, max_model_len: int) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "max_input_tokens": max_model_len,
         "max_tokens": max_model_len,
+    }
+
+
+class TokenizeBody(StrictBody):
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+        "return_token_strs": (False,),
+    }
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeTextBody(TokenizeBody):
+    prompt: str
+
+
+class TokenizeChatBody(TokenizeBody, PromptBody):
+    prompt: None = None
+
+
+class DetokenizeBody(StrictBody):
+    # Parsed by hand: pydantic would report an error per element.
+    tokens: Any = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """A text or a chat to tokenize. adds_special_tokens: of a text, BOS and whatever the tokenizer adds."""
+
+    prompt: str | ChatRequest
+    adds_special_tokens: bool
+    model: str | None
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeCall:
+    token_ids: tuple[int, ...]
+    model: str | None
+    ignored: tuple[str, ...]
+
+
+def read_tokenize(body: bytes) -> TokenizeCall:
+    """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
+    value = read_object(body)
+    if value.get("messages") is None:
+        text = check(TokenizeTextBody, value)
+        ignored = ignored_names(unknown_fields(text) - {"messages"})
+        return TokenizeCall(text.prompt, text.add_special_tokens is not False, text.model, ignored)
+    if value.get("prompt") is not None:
+        raise InvalidRequest("prompt and messages exclude each other", param="prompt")
+    chat = check(TokenizeChatBody, value)
+    if chat.add_special_tokens:
+        message = "add_special_tokens is not supported with messages: the chat template writes them"
+        raise UnsupportedField(message, param="add_special_tokens")
+    request = chat_prompt(chat, f"tokenize-{secrets.token_hex(8)}")
+    return TokenizeCall(request, False, chat.model, ignored_names(unknown_fields(chat)))
+
+
+def read_detokenize(body: bytes) -> DetokenizeCall:
+    """Parse and validate a body. Raises InvalidRequest with the field's path as its param."""
+    value = read_object(body)
+    parsed = check(DetokenizeBody, value)
+    if not isinstance(parsed.tokens, list):
+        raise InvalidRequest("tokens must be a list of token ids", param="tokens")
+    token_ids = read_token_ids(parsed.tokens, "tokens")
+    return DetokenizeCall(token_ids, parsed.model, ignored_names(unknown_fields(parsed)))
+
+
+def tokenize_answer(token_ids: tuple[int, ...], max_model_len: int) -> dict[str, Any]:
+    return {"tokens": list(token_ids), "count": len(token_ids), "max_model_len": max_model_len, "token_strs": None}
+
+
+def detokenize_answer(text: str) -> dict[str, Any]:
+    return {"prompt": text}
+
+
+def tokenizer_info_answer(
+    special_tokens: Mapping[str, str], chat_template: str | None, max_model_len: int
+) -> dict[str, Any]:
+    """The tokenizer's configuration in vLLM's form."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_model_len,
+        **special_tokens,
+        "chat_template": chat_template,
     }

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace.api.json_amount import refuse_too_much
-from headrace.api.json_body import StrictBody
+from headrace.api.json_body import StrictBody, refuse_too_much
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ToolChoice, ToolDefinition
 
@@ -33,7 +32,7 @@ class FunctionBody(StrictBody):
     strict: bool | None = None
 
 
-class ToolBody(StrictBody):
+class ChatToolBody(StrictBody):
     """A tool; its other fields depend on its type."""
 
     without_effect: ClassVar[frozenset[str]] = TOOL_MARKERS
@@ -60,7 +59,7 @@ class AllowedToolsBody(StrictBody):
     tools: Annotated[list[NamedToolBody], Field(fail_fast=True, min_length=1)]
 
 
-class ToolChoiceBody(NamedToolBody):
+class ChatToolChoiceBody(NamedToolBody):
     """A tool that must be called, or a subset that may."""
 
     allowed_tools: AllowedToolsBody | None = None
@@ -69,11 +68,11 @@ class ToolChoiceBody(NamedToolBody):
 class ToolsBody(StrictBody):
     """The fields about tools beside the messages."""
 
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
 
 
-def tool_definitions(tools: Sequence[ToolBody]) -> tuple[ToolDefinition, ...]:
+def tool_definitions(tools: Sequence[ChatToolBody]) -> tuple[ToolDefinition, ...]:
     """The tools. Raises InvalidRequest, UnsupportedField with a path under `tools[index]`."""
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     refuse_repeated([function.name for function in functions], "tools[{}].function.name")
@@ -91,7 +90,7 @@ def tool_choice(parsed: ToolsBody, tools: Sequence[ToolDefinition]) -> ToolChoic
         return ToolChoice("none" if asked == "none" else "auto", is_parallel=is_parallel)
     if not tools:
         raise InvalidRequest("tool_choice is only allowed with tools", param="tool_choice")
-    if not isinstance(asked, ToolChoiceBody):
+    if not isinstance(asked, ChatToolChoiceBody):
         return ToolChoice("required", is_parallel=is_parallel)
     if asked.type == "allowed_tools":
         return _allowed(asked, tools, is_parallel)
@@ -122,7 +121,7 @@ def no_parameters() -> dict[str, Any]:
     return {"type": "object", "properties": {}}
 
 
-def _function(tool: ToolBody, path: str) -> FunctionBody:
+def _function(tool: ChatToolBody, path: str) -> FunctionBody:
     if tool.type != "function":
         raise UnsupportedField(f"{path}.type: only function tools are supported", param=f"{path}.type")
     if tool.function is None:
@@ -130,7 +129,7 @@ def _function(tool: ToolBody, path: str) -> FunctionBody:
     return tool.function
 
 
-def _allowed(asked: ToolChoiceBody, tools: Sequence[ToolDefinition], is_parallel: bool) -> ToolChoice:
+def _allowed(asked: ChatToolChoiceBody, tools: Sequence[ToolDefinition], is_parallel: bool) -> ToolChoice:
     allowed = asked.allowed_tools
     if allowed is None:
         path = "tool_choice.allowed_tools"

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from headrace.api.json_body import check, check_at, ignored_names, read_object, unknown_fields
+from headrace.api.json_body import StrictBody, check, check_at, ignored_names, read_object, unknown_fields
+from headrace.api.openai_chat import Effort
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     Call,
@@ -29,12 +30,57 @@ from headrace.api.responses_items import (
     item_type,
     read_items,
 )
-from headrace.api.responses_text import ReasoningBody, TextBody, requested_structure, wants_summary
 from headrace.api.responses_tools import DeclaredTools, declared_tools, tool_choice
 from headrace.api.responses_turns import chat_turns
 from headrace.errors import ContextTooLong, HeadraceError, InvalidRequest
-from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 from headrace.types.model import ModelTraits
+
+
+class PlainFormat(StrictBody):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(StrictBody):
+    model_config = ConfigDict(populate_by_name=True)
+
+    type: Literal["json_schema"]
+    # Only used by the client.
+    name: str | None = None
+    description: str | None = None
+    # BaseModel already has a method named `schema`.
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextBody(StrictBody):
+    """`text`. No open model's template reads verbosity."""
+
+    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningBody(StrictBody):
+    """`reasoning`. Any summary is the whole thinking; nothing shortens it."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+def wants_summary(reasoning: ReasoningBody | None) -> bool:
+    asked = None if reasoning is None else reasoning.summary or reasoning.generate_summary
+    return asked not in (None, "", "none")
+
+
+def requested_structure(text: TextBody | None) -> Structure | None:
+    form = text.format if text is not None else None
+    if isinstance(form, SchemaFormat):
+        return Structure("json_schema", form.json_schema, "text.format")
+    return Structure("json_object", path="text.format") if form is not None and form.type == "json_object" else None
+
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"

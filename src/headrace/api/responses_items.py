@@ -1,4 +1,4 @@
-"""Input items of /v1/responses, in all the forms that clients send."""
+"""Input items of /v1/responses, in all the forms that clients send, and pages of stored ones."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CustomCallItem(AnyItem):
     input: str
 
 
-class OutputItem(AnyItem):
+class CallOutputItem(AnyItem):
     """The result of a function or custom tool."""
 
     type: str
@@ -150,14 +150,14 @@ class ReferenceItem(StrictBody):
     id: str
 
 
-ItemBody = MessageItem | FunctionCallItem | CustomCallItem | OutputItem | ReasoningItem | CarriedItem
+ItemBody = MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem | CarriedItem
 
 ITEM_BODIES: Mapping[str, type[ItemBody]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
-    "function_call_output": OutputItem,
+    "function_call_output": CallOutputItem,
     "custom_tool_call": CustomCallItem,
-    "custom_tool_call_output": OutputItem,
+    "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
     **dict.fromkeys(CARRIED_CALLS, CarriedItem),
     **dict.fromkeys(CARRIED_OUTPUTS, CarriedItem),
@@ -247,3 +247,44 @@ def carried_output(item: Item) -> str:
     """The result of a built-in call: its text, else JSON."""
     output: object = next((item[name] for name in ("output", "tools") if name in item), "")
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+
+
+_DEFAULT_LIMIT = 20
+_MAX_LIMIT = 100
+
+
+def deleted_body(response_id: str) -> dict[str, Any]:
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def count_body(num_tokens: int) -> dict[str, Any]:
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of the items for `limit`, `order` and `after`. Raises InvalidRequest."""
+    order, after, limit = query.get("order", "desc"), query.get("after"), _limit(query.get("limit"))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
+    listed = list(items if order == "asc" else reversed(items))
+    if after is not None:
+        ids = [item["id"] for item in listed]
+        if after not in ids:
+            raise InvalidRequest(f"after: there is no item with the id {after!r}", param="after")
+        listed = listed[ids.index(after) + 1 :]
+    page = listed[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(listed) > limit,
+    }
+
+
+def _limit(value: str | None) -> int:
+    if value is None:
+        return _DEFAULT_LIMIT
+    if not (value.isascii() and value.isdigit() and len(value) < 5 and 1 <= int(value) <= _MAX_LIMIT):
+        raise InvalidRequest(f"limit must be from 1 to {_MAX_LIMIT}", param="limit")
+    return int(value)

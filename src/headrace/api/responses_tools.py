@@ -65,7 +65,7 @@ class FunctionToolBody(CallableToolBody):
     strict: bool | None = None
 
 
-class FormatBody(StrictBody):
+class CustomFormatBody(StrictBody):
     """The texts that a custom tool accepts."""
 
     type: Literal["text", "grammar"]
@@ -77,7 +77,7 @@ class CustomToolBody(CallableToolBody):
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
-    format: FormatBody | None = None
+    format: CustomFormatBody | None = None
 
 
 class NamespaceBody(CallableToolBody):

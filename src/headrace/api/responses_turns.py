@@ -14,12 +14,12 @@ from headrace.api.json_body import required
 from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_items import (
     CARRIED_CALLS,
+    CallOutputItem,
     CarriedItem,
     Content,
     CustomCallItem,
     FunctionCallItem,
     MessageItem,
-    OutputItem,
     PartBody,
     ReadItem,
     ReasoningItem,
@@ -90,7 +90,7 @@ class _Turns:
             case CustomCallItem() as call:
                 name = visible_name(call.name, call.namespace)
                 self._add_call(ToolCall(call.call_id, name, custom_arguments(call.input)), item.path)
-            case OutputItem() as output:
+            case CallOutputItem() as output:
                 self._add_output(output.call_id, _parts(output.output, f"{item.path}.output"), item.path)
             case CarriedItem() as carried:
                 self._add_carried(carried, item)

@@ -18,8 +18,7 @@ from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.api.responses_answer import ResponsesAnswer
 from headrace.api.responses_body import ResponseCall, name_own_field, read_response
-from headrace.api.responses_items import listed_items
-from headrace.api.responses_stored import count_body, deleted_body, item_page
+from headrace.api.responses_items import count_body, deleted_body, item_page, listed_items
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect

@@ -12,7 +12,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.api import anthropic_errors, openai_errors
+from headrace.api.error_bodies import anthropic_error, openai_error
 from headrace.cancellation import run_in_pool
 from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError, Overloaded
 from headrace.long_work import in_turn
@@ -41,7 +41,7 @@ Parsed = TypeVar("Parsed")
 def error_response(error: HeadraceError, path: str, headers: Mapping[str, str]) -> Response:
     """The error with its status, in the request's dialect. path, headers: of the request."""
     speaks_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
-    body = anthropic_errors.error_body(error) if speaks_anthropic else openai_errors.error_body(error)
+    body = anthropic_error(error) if speaks_anthropic else openai_error(error)
     return JSONResponse(body, status_code=error.status, headers=_error_headers(error))
 
 

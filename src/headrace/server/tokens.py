@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.anthropic_request import count_answer, read_messages
-from headrace.api.openai_models import answer_name
-from headrace.api.openai_tokenize import (
+from headrace.api.openai_models import (
+    answer_name,
     detokenize_answer,
     read_detokenize,
     read_tokenize,
