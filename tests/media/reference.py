@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from headrace.families.vision import QWEN2_VISION, QWEN3_VISION, PatchVision, PixelRange, VisionTokens
+from headrace.media.patches import PreparedImage, PreparedVideo
+from headrace.media.prepare import MediaFiles, prepare
 from headrace.media.profile import VisionProfile
-from headrace.types.media import MediaOptions
+from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
 
 REFERENCE: Mapping[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "vision" / "qwen.json").read_text("utf-8")
@@ -86,3 +88,28 @@ def picture(pattern: str, size: Sequence[int], frame: int = 0, mode: str = "RGB"
         alpha = ((5 * x[:, :, :1] + 3 * y[:, :, :1]) % 256).astype(np.uint8)
         return np.concatenate([pixels, alpha], axis=2)
     return pixels
+
+
+def prepare_image(
+    file: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
+) -> PreparedImage:
+    (image,) = prepare(MediaFiles("image", (file,), False, options, param), vision, limits)
+    assert isinstance(image, PreparedImage)
+    return image
+
+
+def prepare_video(
+    file: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
+) -> PreparedVideo:
+    (video,) = prepare(MediaFiles("video", (file,), False, options, param), vision, limits)
+    assert isinstance(video, PreparedVideo)
+    return video
+
+
+def prepare_frames(
+    files: Sequence[bytes], rate: float, vision: PatchVision, limits: MediaLimits, param: str
+) -> PreparedVideo:
+    """A video given as pictures, so many a second."""
+    (video,) = prepare(MediaFiles("video", tuple(files), True, MediaOptions(fps=rate), param), vision, limits)
+    assert isinstance(video, PreparedVideo)
+    return video

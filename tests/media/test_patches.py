@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from media.reference import cases, name, picture, vision_of
+from media.reference import cases, name, picture, prepare_image, vision_of
 from PIL import Image
 
 from headrace.media.patches import scaled, to_patches, video_size
-from headrace.media.prepare import prepare_image
 from headrace.types.media import MediaLimits
 
 IMAGES = [case for case in cases("pixels") if case["kind"] == "image"]

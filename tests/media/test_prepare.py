@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from media.reference import picture
+from media.reference import picture, prepare_frames, prepare_image, prepare_video
 from media.test_image import saved
 from media.video_files import shade, video_file
 from PIL import Image
 
 from headrace.errors import ContextTooLong, InvalidRequest
 from headrace.families.vision import QWEN2_VISION, QWEN3_VISION
-from headrace.media.prepare import prepare_frames, prepare_image, prepare_video
 from headrace.types.media import MediaLimits, MediaOptions
 
 LIMITS = MediaLimits()

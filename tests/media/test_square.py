@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from media.reference import picture
+from media.reference import picture, prepare_image
 from media.test_image import saved
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from headrace.errors import ModelError, UnsupportedField
 from headrace.families.vision import GEMMA3_VISION, VisionTokens
-from headrace.media.prepare import prepare_image
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import num_media_tokens
 from headrace.types.media import MediaLimits, MediaOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from media.reference import picture
+from media.reference import picture, prepare_image
 from media.test_image import saved
 from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
@@ -19,7 +19,6 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 from headrace.errors import UnsupportedField
 from headrace.families.vision import GEMMA4_VISION, VisionTokens
 from headrace.media.patches import size_within_tokens
-from headrace.media.prepare import prepare_image
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import expand
 from headrace.types.media import Bidirectional, MediaLimits, MediaOptions

@@ -45,95 +45,25 @@ class MediaFiles:
 def prepare(item: MediaFiles, vision: PatchVision, limits: MediaLimits) -> tuple[PreparedMedia, ...]:
     """The model's input for the item; for a model without video, one picture per frame.
 
-    Raises InvalidRequest that names the item's field, ContextTooLong.
+    Raises InvalidRequest that names the item's field, ContextTooLong for too many tokens.
     """
-    files, param, options = item.files, item.param, item.options
+    preparation = _Preparation(item, vision, limits)
     if item.kind == "image":
-        return (prepare_image(files[0], vision, limits, param, options),)
-    if not vision.sees_videos:
-        if item.is_frames:
-            return prepare_frames_as_images(files, vision, limits, param, options)
-        return prepare_video_as_images(files[0], vision, limits, param, options)
-    if item.is_frames:
-        rate = options.fps or limits.fps or vision.sampling.fps
-        return (prepare_frames(files, rate, vision, limits, param, options),)
-    return (prepare_video(files[0], vision, limits, param, options),)
+        return (preparation.image(item.files[0]),)
+    if vision.sees_videos:
+        return (preparation.frames() if item.is_frames else preparation.video(),)
+    return preparation.frames_as_images() if item.is_frames else preparation.video_as_images()
 
 
 def read_pictures(item: MediaFiles, limits: MediaLimits) -> list[Pixels]:
     """The picture, or frames of a video, for a model without a vision record. Raises as `prepare`."""
     if item.is_frames:
-        check_frames(item.files, limits, item.param)
+        _check_frames(item, limits)
     if item.kind == "image" or item.is_frames:
         return [decode_image(file, limits.image_pixels, item.param) for file in item.files]
     outline = read_outline(item.files[0], limits, item.param)
     samples = choose_frames(outline.frames, UNKNOWN_VISION, limits, item.options)
     return read_frames(item.files[0], outline, samples.indices, lambda picture: picture, limits, item.param)
-
-
-def prepare_image(
-    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
-) -> PreparedImage:
-    """An image file as patches. Raises InvalidRequest that names `param`, ContextTooLong for too many tokens."""
-    picture = decode_image(data, limits.image_pixels, param)
-    size = _image_size(_size_of(picture), vision, param, options)
-    _check_tokens(1, size, vision, limits, param)
-    return _still(scaled(picture, size, is_bicubic=vision.is_bicubic), vision)
-
-
-def prepare_video(
-    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
-) -> PreparedVideo:
-    """A video file as patches of sampled frames. Raises InvalidRequest that names `param`, ContextTooLong."""
-    outline = read_outline(data, limits, param)
-    samples = choose_frames(outline.frames, vision, limits, options)
-    size = _frame_size(len(samples.indices), outline.size, vision, limits, param, options)
-    pictures = read_frames(data, outline, samples.indices, lambda picture: scaled(picture, size), limits, param)
-    return _video(pictures, samples, outline.frames, vision)
-
-
-def prepare_video_as_images(
-    data: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
-) -> tuple[PreparedImage, ...]:
-    """The sampled frames of a video file as pictures. Raises as `prepare_video`."""
-    outline = read_outline(data, limits, param)
-    samples = choose_frames(outline.frames, vision, limits, options)
-    size = _image_size(outline.size, vision, param, options)
-    _check_tokens(len(samples.indices), size, vision, limits, param)
-
-    def read(picture: Pixels) -> Pixels:
-        return scaled(picture, size, is_bicubic=vision.is_bicubic)
-
-    pictures = read_frames(data, outline, samples.indices, read, limits, param)
-    return tuple(_still(picture, vision) for picture in pictures)
-
-
-def prepare_frames_as_images(
-    files: Sequence[bytes], vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
-) -> tuple[PreparedImage, ...]:
-    """A video given as image files, as pictures. Raises as `prepare_frames`."""
-    check_frames(files, limits, param)
-    return tuple(prepare_image(file, vision, limits, param, options) for file in files)
-
-
-def prepare_frames(
-    files: Sequence[bytes],
-    rate: float,
-    vision: PatchVision,
-    limits: MediaLimits,
-    param: str,
-    options: MediaOptions = AS_MADE,
-) -> PreparedVideo:
-    """A video given as image files, `rate` per second; all are used, because the client chose them.
-
-    Raises InvalidRequest that names `param`, ContextTooLong.
-    """
-    check_frames(files, limits, param)
-    times = FrameTimes(len(files), rate)
-    first = decode_image(files[0], limits.image_pixels, param)
-    size = _frame_size(len(files), _size_of(first), vision, limits, param, options)
-    pictures = [scaled(decode_image(file, limits.image_pixels, param), size) for file in files]
-    return _video(pictures, sample(times, len(files)), times, vision)
 
 
 def choose_frames(
@@ -153,60 +83,109 @@ def choose_frames(
     return sample(frames, min(num_samples, limits.sampled_frames), with_last=not vision.takes_whole_groups)
 
 
-def _image_size(size: Size, vision: PatchVision, param: str, options: MediaOptions) -> Size:
-    is_fixed = vision.side is not None or vision.max_tokens is not None
-    if is_fixed and (options.min_pixels is not None or options.max_pixels is not None):
-        message = f"{param}: min_pixels and max_pixels: the model takes pictures of one size"
-        raise UnsupportedField(message, param=param)
-    if vision.side is not None:
-        return vision.side, vision.side
-    if vision.max_tokens is not None:
-        return size_within_tokens(size, vision.factor, vision.max_tokens)
-    try:
-        return image_size(size, vision.factor, _within(vision.image, options))
-    except ValueError as error:
-        raise InvalidRequest(f"{param}: {error}", param=param) from error
+def _check_frames(item: MediaFiles, limits: MediaLimits) -> None:
+    if not 0 < len(item.files) <= limits.sampled_frames:
+        message = f"{item.param} holds {len(item.files)} frames, it must be 1 to {limits.sampled_frames}"
+        raise InvalidRequest(message, param=item.param)
 
 
-def _still(picture: Pixels, vision: PatchVision) -> PreparedImage:
-    """A picture of the right size, repeated for all frames of a patch."""
-    patches, grid = to_patches(np.broadcast_to(picture, (vision.temporal_patch_size, *picture.shape)), vision)
-    return PreparedImage(patches, grid)
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """An item as the input of one model."""
 
+    item: MediaFiles
+    vision: PatchVision
+    limits: MediaLimits
 
-def _video(
-    pictures: Sequence[Pixels], samples: SampledFrames, frames: FrameTimes, vision: PatchVision
-) -> PreparedVideo:
-    patches, grid = to_patches(np.stack(pictures), vision)
-    # Sampled frames per second, as transformers counts them.
-    rate = len(pictures) / frames.num_frames * frames.rate
-    depth = vision.temporal_patch_size
-    return PreparedVideo(patches, grid, group_times(samples.times, depth), depth / rate)
+    def image(self, file: bytes) -> PreparedImage:
+        picture = self._decoded(file)
+        size = self._image_size(_size_of(picture))
+        self._check_tokens(1, size)
+        return self._still(self._scaled(picture, size))
 
+    def video(self) -> PreparedVideo:
+        (file,), param = self.item.files, self.item.param
+        outline = read_outline(file, self.limits, param)
+        samples = choose_frames(outline.frames, self.vision, self.limits, self.item.options)
+        size = self._frame_size(len(samples.indices), outline.size)
+        pictures = read_frames(
+            file, outline, samples.indices, lambda picture: scaled(picture, size), self.limits, param
+        )
+        return self._timed(pictures, samples, outline.frames)
 
-def _frame_size(
-    num_frames: int, size: Size, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions
-) -> Size:
-    try:
-        scaled_to = video_size(num_frames, size, replace(vision, video=_within(vision.video, options)))
-    except ValueError as error:
-        raise InvalidRequest(f"{param}: {error}", param=param) from error
-    _check_tokens(-(-num_frames // vision.temporal_patch_size), scaled_to, vision, limits, param)
-    return scaled_to
+    def video_as_images(self) -> tuple[PreparedImage, ...]:
+        (file,), param = self.item.files, self.item.param
+        outline = read_outline(file, self.limits, param)
+        samples = choose_frames(outline.frames, self.vision, self.limits, self.item.options)
+        size = self._image_size(outline.size)
+        self._check_tokens(len(samples.indices), size)
+        pictures = read_frames(
+            file, outline, samples.indices, lambda picture: self._scaled(picture, size), self.limits, param
+        )
+        return tuple(self._still(picture) for picture in pictures)
 
+    def frames(self) -> PreparedVideo:
+        """A video given as image files; all are used, because the client chose them."""
+        files = self.item.files
+        _check_frames(self.item, self.limits)
+        rate = self.item.options.fps or self.limits.fps or self.vision.sampling.fps
+        times = FrameTimes(len(files), rate)
+        size = self._frame_size(len(files), _size_of(self._decoded(files[0])))
+        pictures = [scaled(self._decoded(file), size) for file in files]
+        return self._timed(pictures, sample(times, len(files)), times)
 
-def _check_tokens(num_groups: int, size: Size, vision: PatchVision, limits: MediaLimits, param: str) -> None:
-    grid = (num_groups, size[0] // vision.patch_size, size[1] // vision.patch_size)
-    num_tokens = num_media_tokens(grid, vision)
-    if limits.tokens is not None and num_tokens >= limits.tokens:
-        raise ContextTooLong.of_prompt(limits.tokens, num_tokens, param, at_least=True)
+    def frames_as_images(self) -> tuple[PreparedImage, ...]:
+        _check_frames(self.item, self.limits)
+        return tuple(self.image(file) for file in self.item.files)
 
+    def _decoded(self, file: bytes) -> Pixels:
+        return decode_image(file, self.limits.image_pixels, self.item.param)
 
-def check_frames(files: Sequence[bytes], limits: MediaLimits, param: str) -> None:
-    """Raise InvalidRequest that names `param` for no frames or too many."""
-    if not 0 < len(files) <= limits.sampled_frames:
-        message = f"{param} holds {len(files)} frames, it must be 1 to {limits.sampled_frames}"
-        raise InvalidRequest(message, param=param)
+    def _scaled(self, picture: Pixels, size: Size) -> Pixels:
+        return scaled(picture, size, is_bicubic=self.vision.is_bicubic)
+
+    def _image_size(self, size: Size) -> Size:
+        vision, options, param = self.vision, self.item.options, self.item.param
+        is_fixed = vision.side is not None or vision.max_tokens is not None
+        if is_fixed and (options.min_pixels is not None or options.max_pixels is not None):
+            message = f"{param}: min_pixels and max_pixels: the model takes pictures of one size"
+            raise UnsupportedField(message, param=param)
+        if vision.side is not None:
+            return vision.side, vision.side
+        if vision.max_tokens is not None:
+            return size_within_tokens(size, vision.factor, vision.max_tokens)
+        try:
+            return image_size(size, vision.factor, _within(vision.image, options))
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
+
+    def _frame_size(self, num_frames: int, size: Size) -> Size:
+        vision, param = self.vision, self.item.param
+        try:
+            found = video_size(num_frames, size, replace(vision, video=_within(vision.video, self.item.options)))
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
+        self._check_tokens(-(-num_frames // vision.temporal_patch_size), found)
+        return found
+
+    def _check_tokens(self, num_groups: int, size: Size) -> None:
+        grid = (num_groups, size[0] // self.vision.patch_size, size[1] // self.vision.patch_size)
+        num_tokens = num_media_tokens(grid, self.vision)
+        if self.limits.tokens is not None and num_tokens >= self.limits.tokens:
+            raise ContextTooLong.of_prompt(self.limits.tokens, num_tokens, self.item.param, at_least=True)
+
+    def _still(self, picture: Pixels) -> PreparedImage:
+        """A picture of the right size, repeated for all frames of a patch."""
+        depth = self.vision.temporal_patch_size
+        patches, grid = to_patches(np.broadcast_to(picture, (depth, *picture.shape)), self.vision)
+        return PreparedImage(patches, grid)
+
+    def _timed(self, pictures: Sequence[Pixels], samples: SampledFrames, frames: FrameTimes) -> PreparedVideo:
+        patches, grid = to_patches(np.stack(pictures), self.vision)
+        # sampled frames per second, as transformers counts them
+        rate = len(pictures) / frames.num_frames * frames.rate
+        depth = self.vision.temporal_patch_size
+        return PreparedVideo(patches, grid, group_times(samples.times, depth), depth / rate)
 
 
 def _within(pixels: PixelRange, options: MediaOptions) -> PixelRange:
