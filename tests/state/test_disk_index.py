@@ -80,8 +80,8 @@ def test_what_lies_behind_a_lost_block_is_of_no_use_until_it_is_back() -> None:
     whole = index.match(ROOT, key, 11)
     assert whole is not None
     assert [(entry.start, entry.end) for entry in whole.entries] == [(0, 3), (3, 6), (6, 9), (9, 11)]
-    assert [entry.start for entry in whole.behind(6)] == [6, 9]
-    assert [entry.start for entry in whole.behind(7)] == [6, 9]
+    assert [entry.start for entry in whole.needed_beyond(6)] == [6, 9]
+    assert [entry.start for entry in whole.needed_beyond(7)] == [6, 9]
     index.discard([whole.entries[1].name])
     left = index.match(ROOT, key, 11)
     assert left is not None

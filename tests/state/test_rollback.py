@@ -190,3 +190,18 @@ def test_a_draft_stash_is_a_small_part_of_a_state() -> None:
     logits = sequence.model.forward([Row(sequence.state, [1, 2, 3])], [0])
     mx.eval(logits, sequence.state.arrays())
     assert sum(array.nbytes for array in sequence.state.arrays()) < 1.25 * plain
+
+
+def test_a_state_whose_slot_is_free_or_whose_layers_are_not_filled_is_of_no_use() -> None:
+    sequence = Sequence(packed("full attention"))
+    list(sequence.window(6, 0, 1))
+    record = sequence.state.checkpoint()
+    sequence.state.restore(record)
+    assert sequence.state.checkpoint() is record
+    for use in (sequence.state.snapshot, lambda: sequence.state.copy_span(0, 6), sequence.state.is_finite):
+        with pytest.raises(RuntimeError, match="since its restore"):
+            use()
+    sequence.state.release()
+    for later in (sequence.state.release, lambda: sequence.state.begin(1)):
+        with pytest.raises(AttributeError):
+            later()

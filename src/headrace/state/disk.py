@@ -82,7 +82,7 @@ class DiskTier:
         """Bytes of files on their way to the disk, by name. Items are set and removed whole, by any thread."""
         self._lock = threading.Lock()
         self._generation = 0
-        """Counts how often all was forgotten; what was to be written before is of no use then."""
+        """Counts calls of `clear`, which drops earlier saves."""
         self._warned: set[str] = set()
         self._scan()
         self._held = self._folder.held()
@@ -241,7 +241,7 @@ class DiskTier:
 
         None if that would take longer than computing it, or more memory than allowed.
         """
-        entries = match.behind(num_held)
+        entries = match.needed_beyond(num_held)
         num_bytes = sum(entry.num_bytes for entry in entries)
         num_tokens = match.num_tokens - num_held
         is_faster = self._times.read_s(num_bytes, len(entries)) < self._times.compute_s(num_tokens)

@@ -96,7 +96,7 @@ class DiskMatch:
     num_tokens: int
     entries: tuple[Entry, ...]
 
-    def behind(self, num_tokens: int) -> tuple[Entry, ...]:
+    def needed_beyond(self, num_tokens: int) -> tuple[Entry, ...]:
         """The files that are still needed if keys and values of the first `num_tokens` tokens are at hand."""
         last = self.entries[-1:]
         return (*(entry for entry in self.entries[:-1] if entry.end > num_tokens), *last)

@@ -100,15 +100,13 @@ class SequenceState:
         self._slot = pool.allocate(max(1, num_expected_tokens))
         self._layers: dict[LayerKey, LayerState] = {}
         self._delta: DeltaSlot | None = None
-        """The gated delta layers, where kernels of ours keep them."""
+        """The gated delta layers, where our kernels keep them."""
         self._closing: list[Any] | None = None
-        """What `commit` has to tell; None after a change."""
+        """The states that are not sliceable, which `commit` closes; None after a change."""
         self._sources: dict[LayerKey, list[LayerRecord]] = {}
-        """Records that layers which no mixer has asked for yet are to be filled from."""
-        self._restored: SequenceRecord | None = None
+        """Records that layers are to be filled from when a mixer first asks for them."""
+        self._restored: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
         """What was restored last, until a window is opened."""
-        self._parts: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
-        """What was restored last out of parts, until a window is opened or a checkpoint is taken."""
         self.snapshot_points: tuple[int, ...] = ()
         """Lengths inside the open window at which windowed and opaque layers take a snapshot."""
         self.length = 0
@@ -119,7 +117,7 @@ class SequenceState:
         """Tokens of the open window that can't be dropped."""
 
     def begin(self, num_tokens: int, num_certain: int | None = None, snapshot_points: tuple[int, ...] = ()) -> None:
-        """Open a window of `num_tokens` behind the committed ones and allocate it.
+        """Open a window of `num_tokens` after the committed ones and allocate it.
 
         num_certain: how many of them will surely be kept; None means all.
         snapshot_points: lengths inside the certain tokens, rising, of the snapshots for `take_snapshots`.
@@ -130,7 +128,7 @@ class SequenceState:
         start, end = self.length, self.length + num_certain
         if snapshot_points and not start < snapshot_points[0] <= snapshot_points[-1] < end:
             raise ValueError(f"snapshot points {snapshot_points} do not lie inside the tokens {start} to {end}")
-        self._restored = self._parts = None
+        self._restored = None
         self.reserve(num_tokens)
         self.num_open, self.num_certain, self.snapshot_points = num_tokens, num_certain, snapshot_points
 
@@ -197,15 +195,16 @@ class SequenceState:
 
     def checkpoint(self) -> SequenceRecord:
         """An immutable record at the committed length; evaluated, so that later writes stay in place."""
-        if self._parts is not None:
-            self._restored, self._parts = _joined(self.length, *self._parts), None
         if self._restored is not None:
-            return self._restored
+            record = _joined(self.length, *self._restored)
+            self._restored = (), record
+            return record
         return self._record(lambda state: True)
 
     def _record(self, wants: Callable[[Any], bool]) -> SequenceRecord:
         if self.num_open:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
+        self._check_layers()
         layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
         if self._delta is not None:
             layers.update(self._delta.checkpoint())
@@ -232,18 +231,23 @@ class SequenceState:
         return {length: SequenceRecord(length, layers) for length, layers in snapshots.items()}
 
     def snapshot(self) -> SequenceRecord:
-        """A record of the windowed and opaque layers at the committed length; not of an untouched state."""
+        """A record of the windowed and opaque layers at the committed length. Raises RuntimeError if `is_untouched`."""
         return self._record(lambda state: not state.is_sliceable)
 
     def copy_span(self, start: int, end: int) -> SpanRecord:
         """A copy of the keys and values of full attention layers for the committed tokens `start` to `end`.
 
-        Not of an untouched state.
+        Raises RuntimeError if `is_untouched`.
         """
+        self._check_layers()
         sliceable = {key: state for key, state in self._layers.items() if isinstance(state, FullAttentionState)}
         layers = copy_layers(sliceable, start, end)
         self._pool.launch([array for record in layers.values() for array in record.arrays])
         return SpanRecord(start, end, layers)
+
+    def _check_layers(self) -> None:
+        if self.is_untouched:
+            raise RuntimeError("no layer of the state has been filled since its restore")
 
     @property
     def is_untouched(self) -> bool:
@@ -253,7 +257,7 @@ class SequenceState:
     def is_finite(self) -> bool:
         """Whether the last token has left numbers in all layers. What lost them earlier has none there either.
 
-        Waits for the device. Not of an untouched state, nor at length 0.
+        Waits for the device. Raises RuntimeError if `is_untouched`; not at length 0.
         """
         layers = [*self.copy_span(self.length - 1, self.length).layers.values(), *self.snapshot().layers.values()]
         finite = [mx.isfinite(array).all() for record in layers for array in record.arrays]
@@ -265,19 +269,14 @@ class SequenceState:
 
     def restore(self, record: SequenceRecord) -> None:
         """Become what the checkpoint holds, whatever was computed before."""
-        self._restore(record.length, [record.layers])
-        self._restored = record
+        self.restore_parts(record.length, (), record)
 
     def restore_parts(self, length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> None:
         """Become the state at `length` from consecutive spans from token 0 on, and a snapshot there."""
-        parts: list[Mapping[LayerKey, LayerRecord]] = [span.layers for span in spans]
-        self._restore(length, [*parts, snapshot.layers] if snapshot is not None else parts)
-        self._parts = spans, snapshot
-
-    def _restore(self, length: int, parts: Sequence[Mapping[LayerKey, LayerRecord]]) -> None:
         self._clear()
-        for part in parts:
-            for key, record in part.items():
+        self._restored = spans, snapshot
+        for part in (*spans, *(() if snapshot is None else (snapshot,))):
+            for key, record in part.layers.items():
                 self._sources.setdefault(key, []).append(record)
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
         if length > self._slot.capacity:
@@ -302,20 +301,23 @@ class SequenceState:
         return [*(array for holder in self._holders() for array in holder.arrays()), *self.snapshot_arrays()]
 
     def release(self) -> None:
-        """Free the slot. The state can't be used afterwards."""
+        """Free the slot. Any later use of the state fails: another sequence may have the slot."""
         self._pool.free(self._slot)
         self._clear()
+        del self._slot
 
     def _clear(self) -> None:
         self._layers.clear()
         if self._delta is not None:
             self._pool.delta.free(self._delta.index)
-        self._delta = self._closing = None
-        self._sources, self._restored, self._parts = {}, None, None
+        self._delta = self._closing = self._restored = None
+        self._sources = {}
 
 
 def _joined(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:
-    """One record of the state at `length` that spans, which follow each other, and a snapshot make together."""
+    """One record of the state at `length`, from consecutive spans and a snapshot."""
+    if not spans and snapshot is not None:
+        return snapshot
     layers: dict[LayerKey, LayerRecord] = {}
     for key in spans[0].layers if spans else ():
         layers[key] = joined([span.layers[key] for span in spans], length)
