@@ -192,7 +192,7 @@ def test_a_draft_stash_is_a_small_part_of_a_state() -> None:
     assert sum(array.nbytes for array in sequence.state.arrays()) < 1.25 * plain
 
 
-def test_a_state_whose_slot_is_free_or_whose_layers_are_not_filled_is_of_no_use() -> None:
+def test_nothing_is_copied_of_a_state_whose_layers_are_not_filled() -> None:
     sequence = Sequence(packed("full attention"))
     list(sequence.window(6, 0, 1))
     record = sequence.state.checkpoint()
@@ -201,7 +201,15 @@ def test_a_state_whose_slot_is_free_or_whose_layers_are_not_filled_is_of_no_use(
     for use in (sequence.state.snapshot, lambda: sequence.state.copy_span(0, 6), sequence.state.is_finite):
         with pytest.raises(RuntimeError, match="since its restore"):
             use()
-    sequence.state.release()
-    for later in (sequence.state.release, lambda: sequence.state.begin(1)):
-        with pytest.raises(AttributeError):
-            later()
+
+
+def test_a_slot_is_freed_once_however_often_its_state_is_released() -> None:
+    pool = StatePool()
+    state = SequenceState(pool, 1)
+    state.release()
+    with pytest.raises(AttributeError):
+        state.begin(1)
+    taken = pool.allocate(1)
+    state.release()  # as of a preempted sequence whose checkpoint has failed
+    other = pool.allocate(1)
+    assert (id(taken.slab), taken.start) != (id(other.slab), other.start)

@@ -98,6 +98,7 @@ class SequenceState:
     def __init__(self, pool: StatePool, num_expected_tokens: int = 0) -> None:
         self._pool = pool
         self._slot = pool.allocate(max(1, num_expected_tokens))
+        self._is_released = False
         self._layers: dict[LayerKey, LayerState] = {}
         self._delta: DeltaSlot | None = None
         """The gated delta layers, where our kernels keep them."""
@@ -301,10 +302,12 @@ class SequenceState:
         return [*(array for holder in self._holders() for array in holder.arrays()), *self.snapshot_arrays()]
 
     def release(self) -> None:
-        """Free the slot. Any later use of the state fails: another sequence may have the slot."""
-        self._pool.free(self._slot)
-        self._clear()
-        del self._slot
+        """Free the slot, unless that was done. Any other later use fails: another sequence may have the slot."""
+        if not self._is_released:
+            self._is_released = True
+            self._pool.free(self._slot)
+            self._clear()
+            del self._slot
 
     def _clear(self) -> None:
         self._layers.clear()
