@@ -28,6 +28,7 @@ from headrace.text.template_probe import common_length
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.text.tool_turns import content_text, matched_results, tools_note
+from headrace.tool_calls.syntaxes import PROMPTED
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.request import Boundary, BoundaryKind
 
@@ -175,7 +176,7 @@ class ChatTemplate:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
         given = request.messages
         if given and not source.traits.shows_tools and (tools := _shown_tools(request)):
-            given = (tools_note(tools, self._family.call_syntax), *given)
+            given = (tools_note(tools, self._family.call_syntax or PROMPTED), *given)
         words, thinking = self._family.thinking_words, self._thinking_switch(request)
         if given and words is not None and thinking is not None:
             given = with_system_line(given, words[0] if thinking else words[1])

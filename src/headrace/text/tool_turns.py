@@ -26,11 +26,6 @@ _MAX_DEPTH = 200
 """Nesting of arguments; deeper ones are shown as text. Request bodies have the same limit."""
 
 _TOOLS = "You may call these tools:\n{tools}\n\nTo call some, write nothing but {form}"
-_LIST = "a list of calls on one line: [name(argument='value'), other_name()]"
-_ELEMENTS = """this, once for each call:
-<tool_call>
-{"name": "the tool", "arguments": {"its argument": "value"}}
-</tool_call>"""
 _CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 _SHORT_LENGTH = 9
 _ALPHANUMERICS = string.digits + string.ascii_letters
@@ -67,10 +62,9 @@ def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     return joined
 
 
-def tools_note(tools: Sequence[dict[str, Any]], syntax: CallSyntax | None) -> ChatMessage:
+def tools_note(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> ChatMessage:
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    form = _LIST if syntax is not None and syntax.asked_as == "list" else _ELEMENTS
-    return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=form)),))
+    return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=syntax.asked_as)),))
 
 
 def call_arguments(text: str, traits: TemplateTraits) -> Any:

@@ -16,6 +16,7 @@ harmony   <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 
 from headrace.tool_calls.calls import CallParser, CallSink
 from headrace.tool_calls.json_calls import read_arguments, read_json_body, write_none
@@ -47,27 +48,42 @@ MAX_HEADER = 400
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class DeepSeekCalls(CallParser):
-    """DeepSeek V3, R1 (in a code fence) and V3.1, V3.2-Exp. A call may come without its list's start marker."""
+class GroupedCalls(CallParser):
+    """Calls between two markers each, in a group between two others, of which all but a call's first may be missing."""
 
+    group: tuple[str, str]
+    call: tuple[str, str]
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        yield from reader.take(self.group[0])
+        yield from reader.skip_space()
+        yield from reader.expect(self.call[0])
+        while True:
+            sink.is_meant = True
+            yield from self._read_call(reader, sink)
+            if (yield from reader.skip_space()):
+                yield from reader.close(self.call[1])
+            yield from sink.end()
+            if not (yield from reader.skip_space()):
+                return
+            if not (yield from reader.take(self.call[0])):
+                break
+        if (yield from reader.close(self.group[1])):
+            sink.done = reader.pos
+
+    @abstractmethod
+    def _read_call(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        """Read a call between its markers."""
+
+
+class DeepSeekCalls(GroupedCalls):
+    """DeepSeek V3, R1 (in a code fence) and V3.1, V3.2-Exp."""
+
+    group, call = _DEEPSEEK_LIST, _DEEPSEEK_CALL
     start_markers = (_DEEPSEEK_LIST[0], _DEEPSEEK_CALL[0])
     markers = (*_DEEPSEEK_LIST, *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR)
 
-    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.take(_DEEPSEEK_LIST[0])
-        yield from reader.skip_space()
-        yield from reader.expect(_DEEPSEEK_CALL[0])
-        while True:
-            sink.is_meant = True
-            yield from self._call(reader, sink)
-            if not (yield from reader.skip_space()):
-                return
-            if not (yield from reader.take(_DEEPSEEK_CALL[0])):
-                break
-        if (yield from reader.close(_DEEPSEEK_LIST[1])):
-            sink.done = reader.pos
-
-    def _call(self, reader: Reader, sink: CallSink) -> Reading[None]:
+    def _read_call(self, reader: Reader, sink: CallSink) -> Reading[None]:
         first = (yield from reader.take_until(_DEEPSEEK_SEPARATOR, MAX_NAME)).strip()
         yield from reader.skip_space()
         if first != _KIND or (yield from reader.peek()) == "{":
@@ -76,9 +92,6 @@ class DeepSeekCalls(CallParser):
             end = yield from reader.find(("\n", _DEEPSEEK_CALL[1]), MAX_NAME)
             name, reader.pos = reader.text[reader.pos : end].strip(), end
             yield from self._fenced(reader, sink.begin(name), sink)
-        if (yield from reader.skip_space()):
-            yield from reader.close(_DEEPSEEK_CALL[1])
-        yield from sink.end()
 
     def _fenced(self, reader: Reader, schema: Schema, sink: CallSink) -> Reading[None]:
         """Arguments in a code fence; without arguments the fence may be missing."""
@@ -89,35 +102,22 @@ class DeepSeekCalls(CallParser):
             yield from reader.close("```")
 
 
-class KimiCalls(CallParser):
+class KimiCalls(GroupedCalls):
     """Kimi K2: the id names the tool and counts over the whole conversation.
 
-    The section's markers and the ends may be missing, of a call without arguments their marker, too.
+    The marker of a call's arguments may be missing if there are none.
     """
 
+    group, call = _KIMI_SECTION, _KIMI_CALL
     start_markers = (_KIMI_SECTION[0], _KIMI_CALL[0])
     markers = (*_KIMI_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS)
 
-    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.take(_KIMI_SECTION[0])
-        yield from reader.skip_space()
-        yield from reader.expect(_KIMI_CALL[0])
-        while True:
-            sink.is_meant = True
-            end = yield from reader.find((_KIMI_ARGUMENTS, _KIMI_CALL[1]), MAX_NAME)
-            written, reader.pos = reader.text[reader.pos : end].strip(), end
-            schema = sink.begin(_kimi_name(written, sink), written)
-            yield from reader.take(_KIMI_ARGUMENTS)
-            yield from read_arguments(reader, schema, sink.write, (_KIMI_CALL[1], _KIMI_SECTION[1], _KIMI_CALL[0]))
-            if (yield from reader.skip_space()):
-                yield from reader.close(_KIMI_CALL[1])
-            yield from sink.end()
-            if not (yield from reader.skip_space()):
-                return
-            if not (yield from reader.take(_KIMI_CALL[0])):
-                break
-        if (yield from reader.close(_KIMI_SECTION[1])):
-            sink.done = reader.pos
+    def _read_call(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        end = yield from reader.find((_KIMI_ARGUMENTS, _KIMI_CALL[1]), MAX_NAME)
+        written, reader.pos = reader.text[reader.pos : end].strip(), end
+        schema = sink.begin(_kimi_name(written, sink), written)
+        yield from reader.take(_KIMI_ARGUMENTS)
+        yield from read_arguments(reader, schema, sink.write, (_KIMI_CALL[1], _KIMI_SECTION[1], _KIMI_CALL[0]))
 
 
 def _kimi_name(written: str, sink: CallSink) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from headrace.tool_calls.calls import CallParser, IdForm
 from headrace.tool_calls.forms import (
@@ -23,6 +22,12 @@ from headrace.tool_calls.marked_calls import DeepSeekCalls, GemmaCalls, HarmonyC
 from headrace.tool_calls.python_calls import PythonCalls
 from headrace.tool_calls.tags import TaggedCalls
 
+_LIST = "a list of calls on one line: [name(argument='value'), other_name()]"
+_ELEMENTS = """this, once for each call:
+<tool_call>
+{"name": "the tool", "arguments": {"its argument": "value"}}
+</tool_call>"""
+
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
@@ -30,11 +35,11 @@ class CallSyntax:
 
     name: for `--tool-format` and the records of families.
     parser: reads calls from an output, leniently.
-    forms: in which a grammar lets calls be written, where models have several, each; empty if calls can't be enforced.
+    forms: in which a grammar lets calls be written; several where models differ, none if calls can't be enforced.
     messages: the whole output is a sequence of messages, and a call is one of them; None for other syntaxes.
     shown_by: texts of which a chat template in this syntax has one and, if given, `also_shown_by`.
     ids: form of the ids of its calls.
-    asked_as: form in which a prompt asks for calls where the template has none.
+    asked_as: how a prompt describes calls where the template has none.
     needs_no_template: models write it, or can be asked to, whatever their template shows.
     """
 
@@ -45,7 +50,7 @@ class CallSyntax:
     shown_by: tuple[str, ...] = ()
     also_shown_by: str = ""
     ids: IdForm = "any"
-    asked_as: Literal["elements", "list"] = "elements"
+    asked_as: str = _ELEMENTS
     needs_no_template: bool = False
 
     @property
@@ -182,7 +187,7 @@ _IN_SEARCH_ORDER = (
         PythonCalls("<|tool_call_start|>", "<|tool_call_end|>"),
         (CallForm(PythonBody(), "<|tool_call_start|>", lead="[", join=", ", close="]<|tool_call_end|>"),),
         shown_by=("<|tool_call_start|>", "<|tool_list_start|>"),
-        asked_as="list",
+        asked_as=_LIST,
     ),
     CallSyntax(
         "harmony",
@@ -234,7 +239,7 @@ _IN_SEARCH_ORDER = (
         PythonCalls("<|python_start|>", "<|python_end|>"),
         (CallForm(PythonBody(), "[", join=", ", close="]", is_clear=False),),
         shown_by=("<|python_start|>",),
-        asked_as="list",
+        asked_as=_LIST,
         needs_no_template=True,
     ),
     CallSyntax(
