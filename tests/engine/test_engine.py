@@ -14,7 +14,7 @@ from models import tiny
 
 from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine.draws import Drawn, Draws
+from headrace.engine.draws import Drawn, Draws, LogitPosition
 from headrace.engine.engine import Engine
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
@@ -133,10 +133,10 @@ async def test_a_row_that_raises_fails_alone(
     alone = [await collect(shared_engine, one) for one in REQUESTS[:4]]
     begin = Runner._begin
 
-    def poisoned(self: Runner, chunk: Chunk, wanted: GenerationRequest):
+    def poisoned(self: Runner, requests: dict[str, GenerationRequest], chunk: Chunk):
         if chunk.request_id == "r66" and chunk.start >= CHUNK:
             raise ValueError("poison in the row")
-        return begin(self, chunk, wanted)
+        return begin(self, requests, chunk)
 
     monkeypatch.setattr(Runner, "_begin", poisoned)
     victim = collect(shared_engine, request(66, 2 * CHUNK + 3))
@@ -154,14 +154,14 @@ async def test_a_row_whose_masks_cannot_be_made_fails_alone(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = await collect(shared_engine, REQUESTS[0])
-    limited = Window.limited
+    positions = Window.positions
 
-    def poisoned(self: Window) -> Window:
+    def poisoned(self: Window) -> list[LogitPosition]:
         if self.chunk.request_id == "r67" and self.chunk.output_index == 1:
             raise GenerationFailed("the grammar can't go on")
-        return limited(self)
+        return positions(self)
 
-    monkeypatch.setattr(Window, "limited", poisoned)
+    monkeypatch.setattr(Window, "positions", poisoned)
     victim, healthy = await asyncio.gather(
         collect(shared_engine, request(67, 7)), collect(shared_engine, REQUESTS[0]), return_exceptions=True
     )

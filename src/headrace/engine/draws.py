@@ -15,7 +15,7 @@ from headrace.types.events import TokenLogprobs
 
 
 @dataclass(slots=True)  # not frozen, like Drawn: that costs five times as much, for each row in each step
-class Place:
+class LogitPosition:
     """A token to sample: its row in the step's logits, and how. num_top: see GenerationRequest."""
 
     row: int
@@ -34,32 +34,32 @@ class Drawn:
 class Draws:
     """All samples of one step, to be evaluated together and read afterwards."""
 
-    def __init__(self, logits: mx.array, places: Sequence[Place]) -> None:
+    def __init__(self, logits: mx.array, positions: Sequence[LogitPosition]) -> None:
         """logits: `[n, vocab_size]`."""
-        self._places = places
-        own = pick(logits, [place.row for place in places])
-        self.tokens = sample(own, [place.settings for place in places])
+        self._positions = positions
+        own = pick(logits, [position.row for position in positions])
+        self.tokens = sample(own, [position.settings for position in positions])
         """Ids `[n]`, on the device."""
         self._fetched = Fetched(self.tokens)
-        self._scored = [index for index, place in enumerate(places) if place.num_top is not None]
+        self._scored = [index for index, position in enumerate(positions) if position.num_top is not None]
         self._scores: LogprobRows | None = None
         if self._scored:
             rows = to_device(self._scored, mx.int32)
             # a row without a token has no log-probability, but the lookup needs an id
             ids = mx.maximum(self.tokens[rows], 0)
-            self._scores = token_logprobs(own[rows], ids, max(places[index].num_top or 0 for index in self._scored))
+            self._scores = token_logprobs(own[rows], ids, max(positions[index].num_top or 0 for index in self._scored))
 
     def arrays(self) -> list[object]:
         """To be evaluated."""
         return [self._fetched.arrays, [] if self._scores is None else self._scores.arrays()]
 
     def read(self) -> list[Drawn]:
-        """One for each place, in order."""
-        told: Mapping[int, TokenLogprobs] = {}
+        """One for each position, in order."""
+        scores: Mapping[int, TokenLogprobs] = {}
         if self._scores is not None:
-            counts = [self._places[index].num_top or 0 for index in self._scored]
-            told = dict(zip(self._scored, read_logprobs(self._scores, counts), strict=True))
-        return [Drawn(token_id, told.get(index)) for index, token_id in enumerate(self._fetched.read())]
+            counts = [self._positions[index].num_top or 0 for index in self._scored]
+            scores = dict(zip(self._scored, read_logprobs(self._scores, counts), strict=True))
+        return [Drawn(token_id, scores.get(index)) for index, token_id in enumerate(self._fetched.read())]
 
 
 class PromptScores:

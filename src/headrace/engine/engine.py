@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -151,13 +151,12 @@ class Engine:
         stream = OutputStream(request, self._inbox.put)
         self._refuse_if_dead()
         self._inbox.put(Submit(request, stream.sink, time.monotonic()))
-        try:
+        async with AsyncExitStack() as unless_accepted:
+            unless_accepted.push_async_callback(stream.aclose)
             # the thread may have died between the check and the put, and then the inbox is never read
             self._refuse_if_dead()
             await stream.accepted()
-        except BaseException:
-            await stream.aclose()
-            raise
+            unless_accepted.pop_all()
         return stream
 
     async def abort(self, request_id: str) -> bool:

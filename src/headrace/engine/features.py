@@ -7,7 +7,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
+from headrace.engine.failures import boundary
 from headrace.errors import GenerationFailed
 from headrace.models.chunked import ChunkedEncoding
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
@@ -145,18 +147,18 @@ class FeatureCache(Features):
         one = missing[0]
         if one.digest not in self._kept:
             spare_s = IDLE_SLICE_S if plain_step_s is None else SLICE_SHARE * plain_step_s
-            try:
+            with boundary(partial(self._fail, missing, request_id)):
                 self._embed(one, spare_s)
-            except Exception:  # an exception boundary around the tower: the request fails when it reaches the input
-                logger.exception("the vision tower failed on an input of %s", request_id)
-                self._begun = None
-                self._failed.add(one.digest)
-                missing.pop(0)
-                return
         if one.digest in self._kept:
             missing.pop(0)
             self._kept[one.digest].needed_by.add(request_id)
             self._shrink(self._max_bytes)
+
+    def _fail(self, missing: list[MediaInput], request_id: str, error: Exception) -> None:
+        """The tower has failed on the first one: the request fails when it reaches that input."""
+        logger.error("the vision tower failed on an input of %s", request_id, exc_info=error)
+        self._begun = None
+        self._failed.add(missing.pop(0).digest)
 
     def _embed(self, one: MediaInput, spare_s: float) -> None:
         """Encode one slice of an input; discard partial work on an abandoned one."""

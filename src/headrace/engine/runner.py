@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import mlx.core as mx
@@ -14,11 +14,11 @@ import numpy as np
 
 from headrace.backend import device
 from headrace.engine.ahead import computed, launch_next, take_over
-from headrace.engine.draws import Drawn, Draws
+from headrace.engine.draws import Draws, LogitPosition
+from headrace.engine.failures import boundary, failures_of, isolate, not_drawn
 from headrace.engine.features import Features
-from headrace.engine.outcomes import Outcome, failures_of, not_drawn, result_of
 from headrace.engine.pool import PrefixCache
-from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice, places_of
+from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
@@ -118,7 +118,8 @@ class Runner:
         compute any more.
         """
         self._gained = []
-        self._preempt(plan.preempted)
+        if plan.preempted:
+            self._preempt(plan.preempted)
         failures: list[ChunkFailure] = []
         was_mixed, self._is_mixed = self._is_mixed, True
         started = time.monotonic()
@@ -126,7 +127,7 @@ class Runner:
         if not windows:
             return StepResult((), tuple(failures))
         try:
-            outcomes = self._compute(windows)
+            self._compute(windows)
         except Exception as error:  # the step's exception boundary: its rows fail, the engine goes on
             logger.exception("a step of %d rows failed", len(windows))
             if device.is_lost():
@@ -138,28 +139,34 @@ class Runner:
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
         self._known_at = time.monotonic()
-        self._report(windows, outcomes, self._afterwards_s + self._known_at - started, was_mixed=was_mixed)
-        results: list[ChunkResult] = []
-        for one, outcome in zip(windows, outcomes, strict=True):
-            try:
-                results += self._take_over(one, outcome, failures)
-            except Exception as error:  # a row's exception boundary
-                logger.exception("the row of %s failed", one.chunk.sequence_id)
-                one.live.is_sound = False
-                failures += failures_of(one.chunk, error)
+        self._report(windows, self._afterwards_s + self._known_at - started, was_mixed=was_mixed)
+
+        def fail(window: Window, error: Exception) -> list[ChunkResult]:
+            _log_failure(window.chunk, error)
+            window.live.is_sound = False
+            failures.extend(failures_of(window.chunk, error))
+            return []
+
+        by_row = isolate(windows, partial(self._take_over, failures), fail)
+        results = [result for of_row in by_row for result in of_row]
         self._gained = [result.sequence_id for result in results if result.token_ids]
         return StepResult(tuple(results), tuple(failures))
 
     def _preempt(self, sequence_ids: Iterable[str]) -> None:
         """Replace states by checkpoints; if that fails, the sequence fails when it resumes."""
-        for sequence_id in sequence_ids:
+
+        def keep(sequence_id: str) -> None:
             live = self._live[sequence_id]
             try:
                 live.record = live.state.checkpoint()
-            except Exception:  # a row's exception boundary
-                logger.exception("the state of %s could not be kept", sequence_id)
-                live.is_sound = False
-            live.state.release()
+            finally:
+                live.state.release()
+
+        def fail(sequence_id: str, error: Exception) -> None:
+            logger.error("the state of %s could not be kept", sequence_id, exc_info=error)
+            self._live[sequence_id].is_sound = False
+
+        isolate(sequence_ids, keep, fail)
 
     def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
         """Make a state from a checkpoint; each of its layers is freed once the step has copied it."""
@@ -171,18 +178,18 @@ class Runner:
         self, chunks: Sequence[Chunk], requests: Mapping[str, GenerationRequest], failures: list[ChunkFailure]
     ) -> list[Window]:
         """Open each chunk's window; a row that can't (for example, no memory for a larger slot) fails alone."""
-        windows: list[Window] = []
-        for chunk in chunks:
-            try:
-                windows.append(self._begin(chunk, requests[chunk.request_id]))
-            except Exception as error:  # a row's exception boundary
-                logger.exception("the row of %s failed", chunk.sequence_id)
-                failures += failures_of(chunk, error)
-        return windows
 
-    def _begin(self, chunk: Chunk, request: GenerationRequest) -> Window:
+        def fail(chunk: Chunk, error: Exception) -> None:
+            _log_failure(chunk, error)
+            failures.extend(failures_of(chunk, error))
+
+        windows: list[Window | None] = isolate(chunks, partial(self._begin, requests), fail)
+        return [one for one in windows if one is not None]
+
+    def _begin(self, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
         live = self._live.get(chunk.sequence_id)
         if live is None:
+            request = requests[chunk.request_id]
             live = self._live[chunk.sequence_id] = self._new(request)
             if chunk.start:
                 self._prefixes.restore(request.request_id, live.state)
@@ -196,7 +203,8 @@ class Runner:
         if live.state.length - num_ahead != chunk.start or (num_ahead and window.num_tokens != 1):
             raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
         if ahead is not None:
-            return replace(window, ahead=ahead, is_committed=True)
+            window.ahead, window.is_committed = ahead, True
+            return window
         num_certain = len(chunk.token_ids)
         points = tuple([each for each in self._snapshot_points(chunk) if each < chunk.start + num_certain])
         live.state.begin(window.num_tokens, num_certain, points)
@@ -231,8 +239,8 @@ class Runner:
             return ()
         return self._prefixes.snapshot_points(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
-    def _compute(self, windows: Sequence[Window]) -> list[Outcome]:
-        """At most one forward and one wait for the device."""
+    def _compute(self, windows: Sequence[Window]) -> None:
+        """Compute the windows' results with at most one forward and one wait for the device."""
         new = [one for one in windows if one.ahead is None]
         rows = [one.row for one in new]
         parts = computed(windows)
@@ -242,14 +250,14 @@ class Runner:
         if any(one.is_limited for one in windows):
             # The device computes while masks are made for it.
             mx.async_eval(logits)
-        errors, places = places_of(windows)
-        draws = Draws(logits, [place for of_one in places for place in of_one])
+        positions = isolate(windows, Window.positions, _draw_nothing)
+        draws = Draws(logits, [position for of_one in positions for position in of_one])
         states = self._model.unevaluated(rows)
-        prompts = [(at, one) for at, one in enumerate(windows) if one.chunk.output_index == 0]
+        prompts = [one for one in windows if one.chunk.output_index == 0]
         if prompts:
-            mx.async_eval(logits, states)  # copies of the states are launched behind them
-            errors |= self._close_prompts(prompts)
-        if not errors and self._goes_ahead(windows):
+            mx.async_eval(logits, states)  # copies of the states are launched after them
+            self._close_prompts(prompts)
+        if self._goes_ahead(windows):
             launch_next(self._model, windows, draws, states)
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
@@ -260,20 +268,15 @@ class Runner:
             [one.live.recorder.arrays() for one in windows if one.live.recorder is not None],
         )
         drawn = iter(draws.read())
-        outcomes = []
-        for at, (one, of_one) in enumerate(zip(windows, places, strict=True)):
+        for one, of_one in zip(windows, positions, strict=True):
             own = list(islice(drawn, len(of_one)))
-            num_own = len(own) - len(one.chunk.forks)
-            told = scores[one.lo].read() if one.following else ()
-            if at in errors:
-                outcomes.append(Outcome(error=errors[at]))
-            else:
-                outcomes.append(Outcome(one.gained(own[:num_own]), own[num_own:], told))
-        return outcomes
+            if one.error is None:
+                one.take(own)
+                one.prompt_logprobs = scores[one.lo].read() if one.following else ()
 
     def _goes_ahead(self, windows: Sequence[Window]) -> bool:
         """Whether the rows' next step can be launched before this one's tokens are known: it will have no drafts."""
-        if not self._runs_ahead or not all(one.is_plain for one in windows):
+        if not self._runs_ahead or not all(one.is_plain and one.error is None for one in windows):
             return False
         return self._speculator is None or self._speculator.may_overlap(
             [one.live.row for one in windows if one.num_draws]
@@ -291,14 +294,15 @@ class Runner:
         # unused logits are never computed: only what is evaluated is
         return self._model.forward(rows, picks or [num_tokens - 1], ids)
 
-    def _take_over(self, window: Window, outcome: Outcome, failures: list[ChunkFailure]) -> list[ChunkResult]:
+    def _take_over(self, failures: list[ChunkFailure], window: Window) -> list[ChunkResult]:
         """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
-        if outcome.error is not None:
-            raise outcome.error
+        if window.error is not None:
+            raise window.error
         chunk, live = window.chunk, window.live
-        token_ids = tuple([one.token_id for one in outcome.gained])
+        num_committed = len(chunk.token_ids) + max(0, len(window.gained) - 1)
+        result = window.result(num_committed)
+        token_ids = result.token_ids
         is_drawn = NO_TOKEN not in token_ids
-        num_committed = len(chunk.token_ids) + max(0, len(token_ids) - 1)
         if not window.is_committed:
             live.state.commit(num_committed)
         if not is_drawn:
@@ -306,40 +310,34 @@ class Runner:
         elif chunk.samples and chunk.output_index == 0:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
         results = []
-        if not chunk.samples:
-            results.append(ChunkResult(chunk.sequence_id, num_committed, prompt_logprobs=outcome.prompt_logprobs))
-        elif is_drawn:
-            results.append(result_of(window, num_committed, token_ids, outcome))
+        if is_drawn:
+            results.append(result)
         else:
             failures.append(not_drawn(chunk.sequence_id, live.constraint))
         if chunk.forks:
-            results += self._fork(window, outcome.forks, failures)
+            results += self._fork(window, failures)
         if live.ahead is not None:
             take_over(live, token_ids[-1])
         if is_drawn:
             live.grow(token_ids)
         return results
 
-    def _close_prompts(self, prompts: Sequence[tuple[int, Window]]) -> dict[int, Exception]:
+    def _close_prompts(self, prompts: Sequence[Window]) -> None:
         """Commit chunks of prompts, whose tokens are all certain, and copy what later prompts may use.
 
-        The prediction head processes them together. prompts: with their indices; returns errors by these.
+        The prediction head processes them together.
         """
-        errors: dict[int, Exception] = {}
-        for _, one in prompts:
+        for one in prompts:
             one.live.state.commit(len(one.chunk.token_ids))
             one.is_committed = True
-        self._catch_up([one.live for _, one in prompts])
+        self._catch_up([one.live for one in prompts])
         with self._pool.together():
-            for at, one in prompts:
-                try:
-                    self._keep_prompt(one.chunk, one.live, one.live.state.take_snapshots())
-                except Exception as error:  # a row's exception boundary
-                    errors[at] = error
-        return errors
+            isolate(prompts, self._keep_prompt, _note_error)
 
-    def _keep_prompt(self, chunk: Chunk, live: LiveSequence, snapshots: dict[int, SequenceRecord]) -> None:
+    def _keep_prompt(self, window: Window) -> None:
         """Hand over copies of what a chunk of a prompt has computed; they are stored once a token is drawn."""
+        chunk, live = window.chunk, window.live
+        snapshots = live.state.take_snapshots()
         if live.state.length in self._snapshot_points(chunk):
             snapshots[live.state.length] = live.state.snapshot()
         self._prefixes.keep(chunk.request_id, snapshots)
@@ -350,11 +348,11 @@ class Runner:
         if self._speculator is not None and lives:
             self._speculator.catch_up(lives)
 
-    def _fork(self, window: Window, forks: Sequence[Drawn], failures: list[ChunkFailure]) -> list[ChunkResult]:
+    def _fork(self, window: Window, failures: list[ChunkFailure]) -> list[ChunkResult]:
         """Begin the forks' sequences with copies of the state that the chunk has just reached."""
         record = window.live.state.checkpoint()
         results = []
-        for choice, (sequence_id, drawn) in enumerate(zip(window.chunk.forks, forks, strict=True), start=1):
+        for choice, (sequence_id, drawn) in enumerate(zip(window.chunk.forks, window.forked, strict=True), start=1):
             fork = self._live[sequence_id] = self._new(window.live.request)
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
@@ -379,9 +377,7 @@ class Runner:
         self._afterwards_s = time.monotonic() - self._known_at
         return {each: live.row.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
 
-    def _report(
-        self, windows: Sequence[Window], outcomes: Sequence[Outcome], seconds: float, *, was_mixed: bool
-    ) -> None:
+    def _report(self, windows: Sequence[Window], seconds: float, *, was_mixed: bool) -> None:
         """Report the results of a step's drafts; it took `seconds`.
 
         That is the time between the last step's tokens and its own, because the device may have computed all the while,
@@ -393,11 +389,11 @@ class Runner:
             Verified(
                 one.live.drafted,
                 one.num_drafts,
-                max(0, len(outcome.gained) - 1),
-                outcome.gained[-1].token_id in one.live.request.stop_token_ids,
+                max(0, len(one.gained) - 1),
+                one.gained[-1].token_id in one.live.request.stop_token_ids,
             )
-            for one, outcome in zip(windows, outcomes, strict=True)
-            if one.chunk.output_index > 0 and one.live.drafted is not None and outcome.gained
+            for one in windows
+            if one.chunk.output_index > 0 and one.live.drafted is not None and one.gained
         ]
         was_ahead = [one.ahead is not None for one in windows]
         self._is_mixed = len(verified) < len(windows) or (any(was_ahead) and not all(was_ahead))
@@ -413,27 +409,24 @@ class Runner:
         """Drop the states of ended sequences; what they computed stays in the prefix cache."""
         found = [self._live.pop(each, None) for each in sequence_ids]
         ended = [live for live in found if live is not None and live.record is None]
-        try:
-            with self._pool.together():
-                for live in ended:
-                    self._keep_answer(live)
-        except Exception:  # a boundary: the answers are complete
-            logger.exception("what %d sequences have computed is not kept", len(ended))
-            self._prefixes.evict(sys.maxsize)
+        if not ended:
+            return
+        with boundary(partial(self._forget_answers, ended)), self._pool.together():
+            isolate(ended, self._keep_answer, _forget_answer)
         for live in ended:
             live.state.release()
 
     def _keep_answer(self, live: LiveSequence) -> None:
         """Hand over what an ended sequence has computed."""
-        if not self._prefixes.is_on or not live.is_sound or not live.state.length:
-            return
-        try:
+        if self._prefixes.is_on and live.is_sound and live.state.length:
             self._catch_up([live])
-            self._prefixes.store(
-                live.request.request_id, live.token_ids, live.state, was_drawn_from=live.num_output > 0
-            )
-        except Exception:  # a row's exception boundary: its answer is complete
-            logger.exception("what %s has computed is not kept", live.request.request_id)
+            was_drawn_from = live.num_output > 0
+            self._prefixes.store(live.request.request_id, live.token_ids, live.state, was_drawn_from=was_drawn_from)
+
+    def _forget_answers(self, ended: Sequence[LiveSequence], error: Exception) -> None:
+        # the answers are complete, but copies that were launched together have failed together
+        logger.error("what %d sequences have computed is not kept", len(ended), exc_info=error)
+        self._prefixes.evict(sys.maxsize)
 
     def drop(self) -> None:
         """Free all states and keep nothing of them."""
@@ -441,3 +434,21 @@ class Runner:
             if live.record is None:
                 live.state.release()
         self._live.clear()
+
+
+def _log_failure(chunk: Chunk, error: Exception) -> None:
+    logger.error("the row of %s failed", chunk.sequence_id, exc_info=error)
+
+
+def _note_error(window: Window, error: Exception) -> None:
+    """The row fails when the step is taken over."""
+    window.error = error
+
+
+def _draw_nothing(window: Window, error: Exception) -> list[LogitPosition]:
+    window.error = error
+    return []
+
+
+def _forget_answer(live: LiveSequence, error: Exception) -> None:
+    logger.error("what %s has computed is not kept", live.request.request_id, exc_info=error)

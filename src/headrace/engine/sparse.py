@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
+from headrace.engine.failures import boundary
 from headrace.engine.pool import PrefixCache
 from headrace.engine.sparse_draft import Importance, Scored, SparseDraft
 from headrace.errors import ContextTooLong
@@ -138,17 +139,16 @@ class SparsePrefill(Sparse):
         if known is not None:
             self._scored[request.request_id] = known
             return False
-        try:
-            if not self._is_broken:
-                self.draft.begin(request)
-                self._scoring[request.request_id] = (request.cache_salt, request.prompt)
-                return True
-            self._scored[request.request_id] = Bypass.DRAFT_FAILED
-        except ContextTooLong:
-            self._scored[request.request_id] = Bypass.DRAFT_CONTEXT
-        except Exception:  # an exception boundary: a failed score must not fail its request
-            self._break()
-            self._scored[request.request_id] = Bypass.DRAFT_FAILED
+        with boundary(self._break):
+            try:
+                if not self._is_broken:
+                    self.draft.begin(request)
+                    self._scoring[request.request_id] = (request.cache_salt, request.prompt)
+                    return True
+            except ContextTooLong:
+                self._scored[request.request_id] = Bypass.DRAFT_CONTEXT
+                return False
+        self._scored[request.request_id] = Bypass.DRAFT_FAILED
         return False
 
     def _whole(self, request: GenerationRequest, plan: PromptPlan, reason: Bypass) -> PromptPlan:
@@ -196,11 +196,9 @@ class SparsePrefill(Sparse):
         return self.draft.records_bytes
 
     def advance(self, limit_s: float | None) -> None:
-        try:
+        with boundary(self._break):
             for one in self.draft.advance(limit_s):
                 self._note(self._scoring.pop(one.request_id), one)
-        except Exception:  # an exception boundary, as in `_begin`
-            self._break()
 
     def _note(self, key: tuple[str, tuple[int, ...]], one: Scored) -> None:
         """Keep the draft model's result for the request, and for others with the same prompt."""
@@ -217,9 +215,9 @@ class SparsePrefill(Sparse):
         self._remembered.clear()
         return self.draft.clear()
 
-    def _break(self) -> None:
-        """The draft model's engine is in an unknown state: it is not used again."""
-        logger.exception("sparse prefill has failed; prompts are computed in full from now on")
+    def _break(self, error: Exception) -> None:
+        """The draft model's engine is in an unknown state and is not used again; no request fails for it."""
+        logger.error("sparse prefill has failed; prompts are computed in full from now on", exc_info=error)
         self._is_broken = True
         self.draft.close()
         self._scored.update(dict.fromkeys(self._scoring, Bypass.DRAFT_FAILED))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.engine.failures import boundary
 from headrace.engine.pool import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
@@ -113,14 +114,15 @@ class SparseDraft:
         return scored
 
     def _score(self, request_id: str) -> Importance | None:
-        try:
+        def fail(error: Exception) -> None:
+            logger.error("the prompt of %s could not be scored", request_id, exc_info=error)
+
+        with boundary(fail):
             found = importance(*self._runner.recorded(request_id), self._lengths[request_id])
             if not np.isfinite(found).all():
                 raise GenerationFailed("the draft model's attention is not numbers")
             return found
-        except Exception:  # an exception boundary: the request's prompt is computed in full
-            logger.exception("the prompt of %s could not be scored", request_id)
-            return None
+        return None
 
     def close(self) -> None:
         """Drop all prompts in progress; afterwards only the memory still held may be asked for."""

@@ -11,6 +11,7 @@ from functools import partial
 
 from headrace.config import Config
 from headrace.engine.drafting import Drafting
+from headrace.engine.failures import boundary
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import EngineDead
@@ -220,13 +221,15 @@ class WarmUp:
     def advance(self) -> None:
         """Run the next piece. A failure is logged. Raises EngineDead where the device can compute nothing any more."""
         piece, started = self._left.pop(0), time.monotonic()
-        try:
-            _MadeUpRequests(piece, self._served).run()
-        except EngineDead:
-            raise
-        except Exception:  # the exception boundary of work that no request has asked for
-            logger.exception("steps of %d rows could not be warmed up", piece.num_rows)
+
+        def fail(error: Exception) -> None:
+            if isinstance(error, EngineDead):
+                raise error
+            logger.error("steps of %d rows could not be warmed up", piece.num_rows, exc_info=error)
             self._num_failed += 1
+
+        with boundary(fail):
+            _MadeUpRequests(piece, self._served).run()
         self._last_s, self._since_s = time.monotonic() - started, 0.0
         self._seconds += self._last_s
         num_pieces = self.status.num_pieces

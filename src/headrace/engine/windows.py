@@ -1,4 +1,4 @@
-"""A sequence between steps, its window in a step, and the window's result."""
+"""A sequence between steps, and its window in a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from headrace.engine.draws import Drawn, Place, PromptScores
+from headrace.engine.draws import Drawn, LogitPosition, PromptScores
 from headrace.engine.features import LiveMedia
 from headrace.grammar.constraint import Constraint, Mask
 from headrace.models.media import RowMedia, entry_at
@@ -22,8 +22,9 @@ from headrace.speculate.head import EntryMedia
 from headrace.speculate.speculator import DraftState
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
-from headrace.types.step import Chunk
+from headrace.types.step import Chunk, ChunkResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,18 @@ def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """A chunk whose tokens are being computed, with the drafts behind them.
+    """A chunk whose tokens are being computed, with the drafts after them, and its result.
 
-    lo: its first row among the step's logits. draft_ids: None as long as only the
-    device knows them. masks: what may come at each place; None if anything may, or before `limited`. media: among the
-    window's tokens, None in a sequence without. following: prompt tokens whose log-probabilities are due: those that
-    the chunk's own predict; then each of these needs logits. ahead: its logits, if they are computed already.
-    is_committed: whether the state has taken its token over, which then is certain.
+    draft_ids: None as long as only the device knows them.
+    masks: allowed tokens at each position; None if all are allowed, or before `limit`.
+    media: among the window's tokens; None in a sequence without.
+    following: prompt tokens whose log-probabilities are due, those that the chunk's own predict; then each of these
+    needs logits.
+    lo: its first row among the step's logits.
+    ahead: its logits, if they were computed ahead.
+    is_committed: the state has taken over its tokens, which then are certain.
+    error: why the row failed.
+    gained, forked: tokens that the sequence gains, and the first one of each fork.
     """
 
     chunk: Chunk
@@ -135,6 +141,10 @@ class Window:
     lo: int = 0
     ahead: Ahead | None = None
     is_committed: bool = False
+    error: Exception | None = None
+    gained: Sequence[Drawn] = ()
+    forked: Sequence[Drawn] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -189,45 +199,60 @@ class Window:
         """Whether there are tokens that may not come."""
         return self.live.constraint is not None and self.chunk.samples
 
-    def limited(self) -> Window:
-        """With its masks, which take longer than anything else of a window to make. Raises GenerationFailed."""
-        if self.live.constraint is None or self.draft_ids is None or not self.is_limited:
-            return self
-        return replace(self, masks=self.live.constraint.window(self.draft_ids).masks)
+    def positions(self) -> list[LogitPosition]:
+        """Where tokens are drawn: before each draft and after the last, then for each fork.
 
-    def places(self) -> list[Place]:
-        """What is drawn: at each place of the window, before each draft and behind the last, then for each fork.
-
-        Nothing if the chunk ends inside a prompt. Forks are drawn from the logits that the chunk itself is drawn from.
+        None if the chunk ends inside a prompt. Forks are drawn from the logits that the chunk itself is drawn from.
+        Makes the masks, which take longer than the rest of a window. Raises GenerationFailed.
         """
         if not self.chunk.samples:
             return []
+        if self.live.constraint is not None and self.draft_ids is not None:
+            self.masks = self.live.constraint.window(self.draft_ids).masks
         rows = window_rows(self.live.settings, self._likely_drafts, self.masks)
         first = self.lo + self.num_logits - len(rows)
         num_top = self.live.request.num_logprobs
-        places = [Place(first + offset, row, num_top) for offset, row in enumerate(rows)]
+        positions = [LogitPosition(first + offset, row, num_top) for offset, row in enumerate(rows)]
         for choice in range(1, len(self.chunk.forks) + 1):
             fork = replace(rows[0], params=params_of_choice(self.live.params, choice))
-            places.append(Place(first, fork, num_top))
-        return places
+            positions.append(LogitPosition(first, fork, num_top))
+        return positions
 
     def prompt_scores(self, logits: mx.array) -> PromptScores:
         """Log-probabilities of `following`, out of the step's logits."""
         own = logits[self.lo : self.lo + self.num_logits]
         return PromptScores(own, self.following, self.live.request.num_prompt_logprobs or 0)
 
-    def gained(self, drawn: Sequence[Drawn]) -> Sequence[Drawn]:
-        """What the window adds to the output of what was drawn at its places, up to the first stop token.
+    def take(self, drawn: Sequence[Drawn]) -> None:
+        """Set the result from what was drawn at `positions`."""
+        num_own = len(drawn) - len(self.chunk.forks)
+        self.gained, self.forked = self._accepted(drawn[:num_own]), drawn[num_own:]
 
-        Right drafts behind a stop token are of no use, and the state is not to run past the answer's end.
+    def _accepted(self, drawn: Sequence[Drawn]) -> Sequence[Drawn]:
+        """The token after the last right draft, and these drafts, up to the first stop token.
+
+        Right drafts after a stop token are of no use, and the state must not run past the answer's end.
         """
         if len(drawn) < 2:
             return drawn
         draft_ids = self.drafts.read() if self.draft_ids is None else self.draft_ids
         gained = drawn[: len(gained_tokens(draft_ids, [one.token_id for one in drawn]))]
         stops = self.live.request.stop_token_ids
-        end = next((place for place, one in enumerate(gained) if one.token_id in stops), len(gained))
+        end = next((number for number, one in enumerate(gained) if one.token_id in stops), len(gained))
         return gained[: end + 1]
+
+    def result(self, num_committed: int) -> ChunkResult:
+        """As the scheduler is told it."""
+        if not self.chunk.samples:
+            return ChunkResult(self.chunk.sequence_id, num_committed, prompt_logprobs=self.prompt_logprobs)
+        return ChunkResult(
+            self.chunk.sequence_id,
+            num_committed,
+            tuple([one.token_id for one in self.gained]),
+            tuple([one.logprobs for one in self.gained if one.logprobs is not None]),
+            self.prompt_logprobs,
+            self.num_drafts,
+        )
 
 
 def open_window(chunk: Chunk, live: LiveSequence) -> Window:
@@ -248,19 +273,6 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
     if live.media is None:
         return window
     return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))
-
-
-def places_of(windows: Sequence[Window]) -> tuple[dict[int, Exception], list[list[Place]]]:
-    """What is drawn for each window; nothing for one that it can't be said of, by its index why."""
-    errors: dict[int, Exception] = {}
-    places: list[list[Place]] = []
-    for at, one in enumerate(windows):
-        try:
-            places.append(one.limited().places())
-        except Exception as error:  # a row's exception boundary
-            errors[at] = error
-            places.append([])
-    return errors, places
 
 
 def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:

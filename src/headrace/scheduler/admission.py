@@ -156,14 +156,9 @@ class Admission:
 
         Returns those preempted; the sequence itself if that is not enough.
         """
-        needed = len(sequence.token_ids)
-        if needed <= self._reservations[sequence.id].num_tokens:
+        if len(sequence.token_ids) <= self._reservations[sequence.id].num_tokens:
             return ()
-
-        def reserve() -> bool:
-            return self._extend(sequence.id, _ample(sequence)) or self._extend(sequence.id, needed)
-
-        preempted = self._preempt_for(_younger_ones(sequence, started), 0, reserve)
+        preempted = self._preempt_for(_younger_ones(sequence, started), 0, partial(self._extend_some, sequence))
         return (self.preempt(sequence),) if isinstance(preempted, WaitReason) else preempted
 
     def preempt(self, sequence: Sequence) -> Preempted:
@@ -220,6 +215,11 @@ class Admission:
             return False
         self._set(sequence_id, replace(reservation, num_tokens=num_tokens, num_bytes=num_bytes))
         return True
+
+    def _extend_some(self, sequence: Sequence) -> bool:
+        """Amply if possible, else by what is needed."""
+        needed = len(sequence.token_ids)
+        return self._extend(sequence.id, _ample(sequence)) or self._extend(sequence.id, needed)
 
     def _set(self, sequence_id: str, reservation: Reservation) -> None:
         before = self._reservations.get(sequence_id)
