@@ -21,7 +21,7 @@ from headrace.backend.cuda.shapes import HeadShape
 from headrace.backend.device import DeviceKind, current, device_kind
 from headrace.backend.gated_delta import Form, scan
 from headrace.backend.kernels import Kernels
-from headrace.bench.machine import versions
+from headrace.bench.report import versions
 from headrace.bench.table import spread_text
 from headrace.config import Parser
 from headrace.models.mixers.attention import attend

@@ -18,8 +18,8 @@ from benchmarks.shapes import SHAPES, config_of, copy_bytes_per_s, random_model,
 from benchmarks.steps import OurSteps, PeerSteps
 from headrace.backend.device import current, device_kind
 from headrace.backend.kernels import Kernels
-from headrace.bench.machine import machine, versions
-from headrace.cli.bench_parser import make_folder
+from headrace.bench.report import machine, versions
+from headrace.cli.bench import make_folder
 from headrace.config import Parser
 from headrace.engine.memory import state_cost
 from headrace.engine.prepare import PREFILL_CHUNK

@@ -18,8 +18,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace.bench.answer import estimate_tokens
 from headrace.bench.client import Client, Message
-from headrace.bench.counting import estimate_tokens
 from headrace.bench.plan import Plan, Target
 from headrace.bench.workloads import Conversation, build_round
 

@@ -12,9 +12,8 @@ import pytest
 from bench.fake_openai import DONE, FakeOpenAI, delta, event, running, spoken
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from headrace.bench.answer import Answer
+from headrace.bench.answer import Answer, estimate_tokens
 from headrace.bench.client import Client
-from headrace.bench.counting import estimate_tokens
 from headrace.bench.plan import Target
 from headrace.errors import ConfigError
 

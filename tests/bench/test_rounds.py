@@ -13,8 +13,8 @@ import pytest
 from bench.fake_openai import Body, FakeOpenAI, question, running, spoken
 from starlette.responses import JSONResponse, Response
 
+from headrace.bench.answer import estimate_tokens
 from headrace.bench.client import Client
-from headrace.bench.counting import estimate_tokens
 from headrace.bench.figures import sameness
 from headrace.bench.plan import Plan, Target
 from headrace.bench.rounds import PlayedLevel, PlayedRound, play, play_round, total_requests, warm_up

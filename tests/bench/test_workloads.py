@@ -13,8 +13,7 @@ import pytest
 
 import headrace
 from headrace.bench.plan import WORKLOADS, Plan
-from headrace.bench.prompt_text import TOKENS_PER_WORD, WORDS, random_text
-from headrace.bench.workloads import Conversation, Round, build_round, num_requests
+from headrace.bench.workloads import TOKENS_PER_WORD, WORDS, Conversation, Round, build_round, num_requests, random_text
 
 PLAN = Plan((), num_prompt_tokens=300, max_tokens=20)
 

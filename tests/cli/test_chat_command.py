@@ -14,7 +14,7 @@ from fakes import END, FakeEngine, PlainTemplate, fake_session
 
 from headrace.cli import chat
 from headrace.cli.chat import Conversation, LocalChat, converse
-from headrace.cli.chat_display import PlainDisplay
+from headrace.cli.chat_terminal import PlainDisplay
 from headrace.config import Config
 from headrace.errors import InvalidRequest
 from headrace.types.chat import ChatMessage, TextPart

@@ -11,9 +11,8 @@ import pytest
 from fakes import END, FakeEngine, PlainTemplate, fake_session
 from loopback import serving
 
-from headrace.cli.chat_commands import COMMANDS, ChatCommands
 from headrace.cli.chat_remote import RemoteChat
-from headrace.cli.chat_state import ChatState
+from headrace.cli.chat_state import COMMANDS, ChatCommands, ChatState
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, GenerationFailed
 from headrace.types.chat import ChatMessage, MediaPart, TextPart

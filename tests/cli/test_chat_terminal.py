@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.cli.chat_display import TerminalDisplay, split_blocks
-from headrace.cli.chat_input import is_open, unquoted
+from headrace.cli.chat_terminal import TerminalDisplay, is_open, split_blocks, unquoted
 
 PATIENCE_S = 120
 COLUMNS, ROWS = 80, 24

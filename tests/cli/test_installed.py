@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import text_pipeline
+from headrace.cli import configured
 from headrace.cli.installed import backend_advice, backends_advice, vision_advice
 from headrace.config import Config, ModelConfig
 
@@ -89,17 +89,17 @@ def test_without_mlx_vlm_a_model_that_sees_serves_its_text_part(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlx_vlm" else find(name))
     assert str(vision_advice()).startswith("`pip install --no-deps 'mlx-vlm")
     with caplog.at_level(logging.WARNING):
-        assert text_pipeline.without_missing_vision(Config("miniature")).models.vision == "off"
+        assert configured.without_missing_vision(Config("miniature")).models.vision == "off"
     assert "images and videos are refused" in caplog.text
     caplog.clear()
     # A model without a vision tower lacks nothing, nor does one that is not to see.
     blind = Config("miniature-draft")
-    assert text_pipeline.without_missing_vision(blind) is blind
+    assert configured.without_missing_vision(blind) is blind
     unwanted = Config("miniature", ModelConfig(vision="off"))
-    assert text_pipeline.without_missing_vision(unwanted) is unwanted
+    assert configured.without_missing_vision(unwanted) is unwanted
     assert caplog.text == ""
 
 
 def test_with_mlx_vlm_nothing_changes() -> None:
     config = Config("miniature")
-    assert text_pipeline.without_missing_vision(config) is config
+    assert configured.without_missing_vision(config) is config

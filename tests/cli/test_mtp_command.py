@@ -13,7 +13,7 @@ import pytest
 from models import tiny, tiny_head
 
 import headrace
-from headrace.cli import mtp_check
+from headrace.cli import mtp
 from headrace.cli.main import main
 from headrace.engine import head_check
 from headrace.engine.head_check import HeadCheck
@@ -118,9 +118,9 @@ def stand_in(patch: pytest.MonkeyPatch, rule: Rule, is_quantised: bool = False) 
 
     patch.setattr(head_check, "measure_acceptance", measure)
     check = HeadCheck(cast(PackedModel, trunk), weights, build(weights), build, ())
-    patch.setattr(mtp_check, "load_head_check", lambda config, texts, tokens: check)
+    patch.setattr(mtp, "load_head_check", lambda config, texts, tokens: check)
     patch.setattr(
-        mtp_check,
+        mtp,
         "configured_text_pipeline",
         lambda config: SimpleNamespace(tokenizer=SimpleNamespace(encode_document=list, token_ids=TokenIds(128))),
     )
@@ -165,9 +165,9 @@ def test_a_useless_head_is_explained(
 def test_the_miniatures_head_is_usable_and_an_untrained_one_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp_check, "_NUM_TOKENS", 8)
+    monkeypatch.setattr(mtp, "_NUM_TOKENS", 8)
     monkeypatch.setattr(
-        mtp_check, "TEXTS", ("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",)
+        mtp, "TEXTS", ("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",)
     )
     monkeypatch.setattr(head_check, "_NUM_TRIED", 2)
     folder = tmp_path / "miniature"

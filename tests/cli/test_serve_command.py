@@ -1,4 +1,4 @@
-"""`headrace serve`: what it prints, and when."""
+"""`headrace serve`: what it prints, and how it starts and ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -13,9 +14,55 @@ import pytest
 from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from loopback import serving
 
-from headrace.cli import serve, startup
-from headrace.config import Config, ServerConfig
+from headrace.backend.device import Device
+from headrace.cli import serve
+from headrace.cli.serve import summary
+from headrace.config import Config, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
+from headrace.session.session import Session
+
+DEFAULT = Config()
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "current", lambda: Device("cpu", "Some CPU", 16_000_000_000, 4))
+    monkeypatch.setattr(serve, "compiler", lambda: "/usr/bin/g++")
+
+
+def lines(session: Session, config: Config = DEFAULT) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in summary(config, session))
+
+
+def test_a_model_that_lacks_nothing() -> None:
+    report = ("device: x", "drafts: up to 4 at once, by the head")
+    model = replace(describe(max_model_len=4096), report=report, takes_media=True, config={"vision_config": {"x": 1}})
+    said = lines(fake_session(FakeEngine(model=model)))
+    assert said["model"] == "fake-model (fake) on Some CPU (cpu), 16.0 GB"
+    assert said["context"].startswith("4096 tokens")
+    assert said["can do"].split(", ") == [
+        *("chats and completions", "thinking", "tool calls", "structured output", "images and videos"),
+        *("speculative decoding", "prefix caching"),
+    ]
+    assert said["missing"] == "nothing"
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "compiler", lambda: None)
+    template = PlainTemplate()
+    template.exists = False
+    model = replace(describe(), config={"vision_config": {"x": 1}}, report=("drafts: none, as configured",))
+    said = lines(fake_session(FakeEngine(model=model), template), Config(engine=EngineConfig(prefix_cache="off")))
+    assert said["can do"] == "completions, thinking, structured output"
+    assert "this is a base model" in said["missing"]
+    assert "images and videos" in said["missing"]
+    assert "C++ compiler" in said["missing"]
+
+
+def test_a_name_that_is_of_no_chat_model_is_taken_at_its_word() -> None:
+    for name, purpose in (("Qwen3-Reranker-4B", "a reranker"), ("Qwen3-4B-Base", "a base model, not trained to chat")):
+        said = lines(fake_session(FakeEngine(model=replace(describe(), name=name))))
+        assert said["missing"] == f"a purpose for chats: by its name this is {purpose}"
 
 
 @pytest.mark.parametrize("takes_chats", [True, False])
@@ -25,7 +72,7 @@ def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> 
         template.exists = takes_chats
         session = fake_session(FakeEngine("Paris", (END,)), template)
         async with serving(session) as url:
-            text = startup.ready_text(Config(), url, session)
+            text = serve.ready_text(Config(), url, session)
             words = shlex.split(next(line for line in text.splitlines() if line.startswith("curl ")))
             assert words[1] == "-N"
             name, _, value = words[words.index("-H") + 1].partition(": ")
@@ -42,7 +89,7 @@ def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> 
 
 def test_the_key_is_not_printed() -> None:
     config = Config(server=ServerConfig(api_key="secret", served_model_name=("mine",)))
-    text = startup.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
+    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
     assert "secret" not in text
     assert "Authorization: Bearer YOUR_KEY" in text
     assert '"mine"' in text

@@ -25,7 +25,7 @@ import yaml
 from fake_hub import fake_hub
 from pages import ROOT, Block, blocks, without_options
 
-from headrace.engine.engine import MINIATURE
+from headrace.engine.prepare import MINIATURE
 
 PATIENCE_S = 240
 SHELL, PROGRAMS, DATA = ("", "sh"), ("python",), ("json", "yaml", "toml")

@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import httpx
 
-from headrace.bench.answer import Answer, AnswerReader, TokenSource, error_text
-from headrace.bench.counting import TokenCounter
+from headrace.bench.answer import Answer, AnswerReader, TokenCounter, TokenSource, error_text
 from headrace.bench.event_stream import EventStreamReader
 from headrace.bench.plan import Target
 from headrace.errors import ConfigError

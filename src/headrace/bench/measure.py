@@ -7,9 +7,8 @@ from contextlib import AsyncExitStack, aclosing
 from datetime import UTC, datetime
 from typing import Any
 
-from headrace.bench.answer import TokenSource
+from headrace.bench.answer import TokenCounter, TokenSource, estimate_tokens, tokenizer_counter
 from headrace.bench.client import Client
-from headrace.bench.counting import TokenCounter, estimate_tokens, tokenizer_counter
 from headrace.bench.plan import Plan
 from headrace.bench.report import report
 from headrace.bench.rounds import OnDone, PlayedLevel, play, warm_up

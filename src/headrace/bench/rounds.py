@@ -12,8 +12,7 @@ from random import Random
 from headrace.bench.answer import Answer
 from headrace.bench.client import Client, Message
 from headrace.bench.plan import Plan
-from headrace.bench.prompt_text import random_text
-from headrace.bench.workloads import Conversation, Round, build_round, num_requests
+from headrace.bench.workloads import Conversation, Round, build_round, num_requests, random_text
 from headrace.errors import ConfigError
 
 _WARM_UP_TOKENS = 16

@@ -10,9 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.bench.plan import WORKLOADS, Plan, Target, check, parse_peer, parse_url
-from headrace.cli.bench_parser import make_folder, whole_numbers
 from headrace.config import Parser
 from headrace.errors import ConfigError, HeadraceError
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """`1,2,4`, each once."""
+    return tuple(dict.fromkeys(int(number) for number in text.split(",")))
+
+
+def make_folder(file: Path) -> None:
+    """Called before measuring, so that an hour of results is not lost because they can't be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--json {file} can't be written ({error})") from error
+
 
 _ABOUT = """Measure a server that speaks OpenAI's chat completions: time to the first text, time per token, tokens per
 second, and whether the same question at temperature 0 gets the same answer twice."""

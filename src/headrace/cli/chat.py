@@ -12,14 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.cli.chat_commands import ChatCommands
-from headrace.cli.chat_display import Display, PlainDisplay, TerminalDisplay
-from headrace.cli.chat_input import terminal_input, unquoted
 from headrace.cli.chat_remote import RemoteChat
-from headrace.cli.chat_state import ChatState
-from headrace.cli.defaults import server_defaults
+from headrace.cli.chat_state import ChatCommands, ChatState
+from headrace.cli.chat_terminal import Display, PlainDisplay, TerminalDisplay, terminal_input, unquoted
+from headrace.cli.configured import configured_text_pipeline, server_defaults, without_missing_vision
 from headrace.cli.progress import PromptProgress, Waiting, loading_text, preparing_text
-from headrace.cli.text_pipeline import configured_text_pipeline, without_missing_vision
 from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, HeadraceError

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """module: its `run` takes what `parse` returns; imported only then, because it imports MLX and the web framework.
+    """module: its function `name` takes what `parse` returns. Imported only then, since it imports MLX and starlette.
 
     parse: raises ConfigError, and SystemExit after `--help`.
     """
@@ -22,6 +22,7 @@ class Command:
     module: str
     help: str
     parse: Callable[[Sequence[str]], Any]
+    name: str = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ _MTP = Group(
     "take a model's prediction head out of a checkpoint, or measure it",
     {
         "extract": Command(
-            "headrace.cli.mtp_extract", "SOURCE OUT: write a head into a file of its own", _parse_mtp_extract
+            "headrace.cli.mtp", "SOURCE OUT: write a head into a file", _parse_mtp_extract, "run_extract"
         ),
-        "check": Command("headrace.cli.mtp_check", "MODEL: measure how often a head is right", _parse_mtp_check),
+        "check": Command("headrace.cli.mtp", "MODEL: measure how often a head is right", _parse_mtp_check, "run_check"),
     },
 )
 

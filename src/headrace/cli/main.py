@@ -58,7 +58,7 @@ def _run(words: Sequence[str]) -> None:
         raise ConfigError(f"a command is missing; commands: {', '.join(COMMANDS)}")
     command, rest = find_command(words)
     parsed = command.parse(rest)
-    _import_command(command.module).run(parsed)
+    getattr(_import_command(command.module), command.name)(parsed)
 
 
 def _import_command(module: str) -> Any:

@@ -1,16 +1,21 @@
-"""What `headrace doctor` concludes."""
+"""`headrace doctor`: what it concludes, and the command as a user runs it."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_hub import fake_hub
 
 from headrace.backend.device import Device, available_memory_bytes
-from headrace.cli import verdict
+from headrace.cli import doctor
+from headrace.cli.doctor import Resources, fit, resources
 from headrace.cli.main import main
-from headrace.cli.verdict import Resources, fit, resources
 from headrace.engine.memory import CONTEXT_STEP
 from headrace.engine.prepare import MINIATURE
 from headrace.models.preview import Preview, foresee, preview_folder
@@ -67,7 +72,7 @@ def test_weights_that_a_cpu_widens_count_as_wide() -> None:
 
 
 def test_what_is_still_to_be_fetched_must_fit_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict.shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 * GB))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 * GB))
     enough, little = (fit(preview(5 * GB, missing), GPU, 0.5, "auto") for missing in (5 * GB, 8 * GB))
     assert enough.fits
     assert "to fetch: 5.00 GB; 7.00 GB of disk are free" in list(enough.lines())[-1]
@@ -106,12 +111,12 @@ def test_a_gguf_file_and_a_folder_of_them_are_told_what_to_do_instead(
 
 
 def test_what_a_machine_lacks_becomes_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(verdict, "compiler", lambda: "/usr/bin/g++")
-    monkeypatch.setattr(verdict, "vision_advice", lambda: None)
+    monkeypatch.setattr(doctor, "compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr(doctor, "vision_advice", lambda: None)
     assert list(Resources(CPU, 9 * GB, 80 * GB, tmp_path).advice()) == []
     assert list(Resources(CPU, None, 80 * GB, tmp_path).advice()) == []
-    monkeypatch.setattr(verdict, "compiler", lambda: None)
-    monkeypatch.setattr(verdict, "vision_advice", lambda: "`pip install x`")
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
+    monkeypatch.setattr(doctor, "vision_advice", lambda: "`pip install x`")
     advice = list(Resources(CPU, 1 * GB, 2 * GB, tmp_path).advice())
     assert [line.split()[0] for line in advice] == ["install", "`pip", "end", "free"]
     # A GPU needs no compiler.
@@ -131,8 +136,8 @@ def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
 
 
 def test_a_busy_machine_is_told_how_to_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "compiler", lambda: "/usr/bin/g++")
-    monkeypatch.setattr(verdict, "vision_advice", lambda: None)
+    monkeypatch.setattr(doctor, "compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr(doctor, "vision_advice", lambda: None)
     one_core = Device("cpu", "Some CPU", 24 * GB, 1)
     advice = {
         (device.num_cores, load): list(Resources(device, 9 * GB, 80 * GB, tmp_path, load).advice())
@@ -141,3 +146,47 @@ def test_a_busy_machine_is_told_how_to_share_its_cores(tmp_path: Path, monkeypat
     assert "30 programs share 8 cores" in advice[8, 30.0][0]
     # One core has one thread anyway.
     assert advice[8, 8.0] == advice[1, 30.0] == []
+
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+def run_doctor(name: str, home: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    command = [sys.executable, "-m", "headrace", "doctor", name, "--dtype", "stored"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_model_of_the_hub_is_judged_without_its_weights_and_named_without_a_network(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(50_000_000)
+    with fake_hub({"owner/name": folder}) as hub:
+        done = run_doctor("owner/name", tmp_path / "home", hub.url)
+        assert done.returncode == 0, done.stderr
+        assert "fits: 0.05 GB of weights, " in done.stdout
+        assert "context: 4096 tokens, all of its own" in done.stdout
+        assert "to fetch: 0.05 GB; " in done.stdout
+        assert "`headrace serve owner/name` fetches the weights" in done.stdout
+        assert hub.downloaded == {"config.json"}
+        endpoint = hub.url
+    done = run_doctor("owner/other", tmp_path / "home", endpoint)
+    assert done.returncode == 2
+    assert "'owner/other' is not a folder here" in done.stderr
+    assert "Hugging Face can't be reached" in done.stderr
+    assert done.stderr.rstrip().count("\n") == 0

@@ -1,14 +1,16 @@
-"""`headrace mtp check MODEL`: how often a model's prediction head is right."""
+"""`headrace mtp extract` writes a prediction head as a file, `headrace mtp check` measures how often it is right."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 
-from headrace.cli.mtp_texts import TEXTS
-from headrace.cli.text_pipeline import configured_text_pipeline
+from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
+from headrace.engine.prepare import built_in_folder
+from headrace.models.mtp_extract import extract_head
 
 _DEPTH = 4
 _NUM_TOKENS = 32
@@ -20,7 +22,15 @@ _LEAST_USABLE = 0.2
 _UNUSABLE = 1
 
 
-def run(config: Config) -> None:
+def run_extract(given: argparse.Namespace) -> None:
+    """Writes the file and prints what is in it. Raises ConfigError and ModelError."""
+    built_in = built_in_folder(given.source)
+    done = extract_head(given.source if built_in is None else str(built_in), given.out.expanduser())
+    print(f"{done.file}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, out of {', '.join(done.shards)}")
+    print("norms: zero-centred, as the file says" if done.is_centred else "norms: told by their numbers when loaded")
+
+
+def run_check(config: Config) -> None:
     """Prints what was measured. Raises ModelError, and SystemExit with 1 if the head is not usable."""
     warn_of_unknown_variables()
     tokenizer = configured_text_pipeline(config).tokenizer
@@ -58,3 +68,48 @@ def _explanation(check: HeadCheck, first: float) -> Iterator[str]:
         yield "No other reading of it is better: it belongs to another model, or is damaged."
     yield "`headrace mtp extract SOURCE OUT`, with the full-precision original as SOURCE and this model's folder as"
     yield "OUT, puts a head in bfloat16 beside the model, with what is known of its norms."
+
+
+_PROSE = (
+    "The harbour office opens at seven, long before the first ferry comes in. Someone has to sweep the steps, read the "
+    "barometer and write the day's weather on the board beside the door. For eleven years that was Martha Quill, who "
+    "knew every skipper by the sound of the engine and could tell from the gulls whether the wind would turn before "
+    "noon. When she retired, the town gave her a brass clock and a small boat. She sold the clock and kept the boat, "
+    "and on most mornings she can be seen rowing out past the breakwater, because, as she says, somebody still has to "
+    "look at the weather. In the"
+)
+
+_LIST = """Things to bring for the walk on Saturday:
+
+1. Water, at least two litres for each person
+2. Bread, cheese and apples
+3. A map of the northern hills and a compass
+4. Rain jackets, because the forecast changes every day
+5. A torch with fresh batteries
+6. Plasters and a bandage
+
+Things to do before we leave:
+
+1. Feed the cat
+2. Close all windows
+3."""
+
+_CODE = '''def read_table(path):
+    """Rows of a comma-separated file as dictionaries, by the names in its first line."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        names = file.readline().strip().split(",")
+        for line in file:
+            values = line.strip().split(",")
+            rows.append(dict(zip(names, values)))
+    return rows
+
+
+def write_table(path, rows):
+    """Write dictionaries that have the same keys as a comma-separated file."""
+    names = list(rows[0])
+    with open(path, "w", encoding="utf-8") as file:
+'''
+
+TEXTS = (_PROSE, _LIST, _CODE)
+"""The model continues these."""

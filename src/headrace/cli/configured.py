@@ -1,15 +1,41 @@
-"""Loads a model's text pipeline before its weights, so that an unusable model is reported before minutes of loading."""
+"""What the configuration becomes: a model's text pipeline, defaults of requests, media policy and limits."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 from headrace.cli.installed import vision_advice
-from headrace.config import Config
+from headrace.config import Config, DefaultsConfig, MediaConfig
 from headrace.engine.prepare import model_files
-from headrace.session.settings import model_defaults
+from headrace.errors import ConfigError
+from headrace.session.settings import Defaults, model_defaults
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
+from headrace.types.media import MediaLimits, MediaPolicy
+
+
+def server_defaults(config: DefaultsConfig) -> Defaults:
+    given = {field.name.removeprefix("default_"): getattr(config, field.name) for field in fields(config)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def media_policy(config: MediaConfig) -> MediaPolicy:
+    """Where media may come from. Raises ConfigError for a media folder that does not exist."""
+    root = None if config.media_root is None else Path(config.media_root).expanduser()
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"--media-root: there is no folder {root}")
+    return MediaPolicy(config.media_hosts, root, config.media_max_bytes, config.media_timeout_s)
+
+
+def media_limits(config: MediaConfig) -> MediaLimits:
+    return MediaLimits(
+        image_pixels=config.image_max_pixels,
+        video_s=config.video_max_s,
+        sampled_frames=config.video_max_frames,
+        fps=config.video_fps,
+    )
+
 
 log = logging.getLogger(__name__)
 

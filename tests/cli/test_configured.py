@@ -1,20 +1,23 @@
-"""Flags for defaults on their way to the engine, and the flag for system messages on its way to the template."""
+"""What the flags about defaults and media become."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, thinking_family
 
 from headrace.api.openai_chat import read_chat_completion
-from headrace.cli.defaults import server_defaults
-from headrace.cli.text_pipeline import configured_text_pipeline
+from headrace.cli.configured import configured_text_pipeline, media_limits, media_policy, server_defaults
 from headrace.config import load_config
+from headrace.errors import ConfigError
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
+from headrace.types.media import MediaLimits, MediaPolicy
 from headrace.types.request import GenerationRequest
 
 FLAGS = (
@@ -72,3 +75,23 @@ def test_the_flag_for_system_notes_reaches_the_template() -> None:
     for flags, comes_first in (((), "question"), (("--system-notes", "hoist"), "late note")):
         text = configured_text_pipeline(load_config(flags, {})).template.render(chat).text
         assert min(("question", "late note"), key=text.index) == comes_first
+
+
+def test_by_default_nothing_outside_of_the_request_is_read() -> None:
+    config = load_config([], {}).media
+    assert media_policy(config) == MediaPolicy(hosts=(), root=None)
+    assert media_limits(config) == MediaLimits()
+
+
+def test_flags_reach_the_policy_and_the_limits(tmp_path: Path) -> None:
+    flags = ["--media-hosts", "a.example", "--media-hosts", "*.b.example", "--media-root", str(tmp_path)]
+    flags += ["--media-max-bytes", "9", "--media-timeout-s", "2", "--image-max-pixels", "8", "--video-fps", "0.5"]
+    flags += ["--video-max-frames", "7", "--video-max-s", "6"]
+    config = load_config(flags, {}).media
+    assert media_policy(config) == MediaPolicy(("a.example", "*.b.example"), tmp_path, 9, 2.0)
+    assert media_limits(config) == MediaLimits(image_pixels=8, video_s=6.0, sampled_frames=7, fps=0.5)
+
+
+def test_a_media_folder_that_is_none_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--media-root"):
+        media_policy(load_config(["--media-root", str(tmp_path / "none")], {}).media)
