@@ -222,7 +222,7 @@ NOT_PUBLIC = tuple(
     # this machine, private networks and shared ones (RFC 6890), multicast, documentation, no address at all
     "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 0.0.0.0 100.64.0.1 198.18.0.1 224.0.0.1 240.0.0.1 255.255.255.255 "
     "203.0.113.9 ::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 2001:db8::1 3fff::1 100::1 nonsense "
-    # site-local (RFC 3879), IPv4-compatible (RFC 4291), what nobody has been given
+    # site-local (RFC 3879), IPv4-compatible (RFC 4291), unassigned
     "fec0::1 feff:ffff::1 ::7f00:1 ::a00:1 ::808:808 4000::1 5f00::1 "
     # the metadata services of AWS, Google and others, Alibaba, Oracle and Azure
     "169.254.169.254 fd00:ec2::254 fd20:ce::254 100.100.100.200 192.0.0.192 168.63.129.16 "

@@ -28,7 +28,7 @@ RATE_WITHOUT_METADATA = 24
 
 def sampled(case: Any) -> SampledFrames:
     rate = case.get("src_fps", RATE_WITHOUT_METADATA)
-    if "frames_indices" in case:  # somebody has sampled already
+    if "frames_indices" in case:  # the caller has sampled already
         indices = tuple(case["frames_indices"])
         return SampledFrames(indices, tuple(index / rate for index in indices))
     times = FrameTimes(case["frames"], rate)

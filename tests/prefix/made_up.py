@@ -102,13 +102,13 @@ class Shelf:
         return self.find(key, namespace).num_tokens
 
     def find(self, key: Sequence[int], namespace: Namespace = HERE) -> Match:
-        """What a prompt goes on from."""
+        """What a prompt continues from."""
         match = self.tree.match(namespace, tuple(key), len(key) - 1)
         self.tree.use(match)
         return match
 
     def best_length(self, key: Sequence[int], limit: int, namespace: Namespace = HERE) -> int:
-        """The deepest usable length by the pieces that are alive, looked at one by one."""
+        """The deepest usable length by the live pieces, checked one by one."""
         key = tuple(key)
         covered: set[int] = set()
         ends = set(range(1, limit + 1))

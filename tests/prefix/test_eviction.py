@@ -178,7 +178,7 @@ def test_spans_that_lead_nowhere_else_count_with_their_snapshot() -> None:
         prompt = system + made_up_tokens(number, 500)
         shelf.put(prompt, [10_000, 10_500])
         shelf.tree.lock(shelf.find(prompt + (7,)))
-    # 57,000 units of work in 660 MB against 13,000 in the 60 MB that the system prompt's snapshot takes by itself
+    # 57,000 units of work in 660 MB against 13,000 in the 60 MB that the system prompt's snapshot takes alone
     shelf.tree.evict(1)
     assert (shelf.length(system + (7,)), shelf.length(alone + (7,))) == (10_000, 0)
 

@@ -169,7 +169,7 @@ class Course:
             self.shelf.check_held(self.shelf.tree.read(match), look.key, look.namespace)
 
     def finish(self) -> None:
-        """Nothing stays behind once nobody uses anything."""
+        """Nothing stays once nothing is in use."""
         for match, _ in self.locked:
             self.shelf.tree.unlock(match)
         self.shelf.tree.evict(self.shelf.tree.num_bytes)

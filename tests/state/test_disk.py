@@ -1,4 +1,4 @@
-"""The disk tier by itself, with states that a test writes."""
+"""The disk tier alone, with states that a test writes."""
 
 from __future__ import annotations
 

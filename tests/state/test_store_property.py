@@ -162,7 +162,7 @@ class Sequences(RuleBasedStateMachine):
         live.tokens += window.kept
         assert tuple(snapshots) == window.marks
         for length, snapshot in snapshots.items():
-            # the head reads what lies before a snapshot before that is put to use
+            # the head has its entries before a snapshot is used
             self.read(live, length)
             self.keep(live, length, snapshot)
 

@@ -253,7 +253,7 @@ def states(cache: Any) -> list[tuple[str, Any]]:
 
 
 class OwnCache(KVCache):
-    """As a model file of its own might bring along."""
+    """A custom model file might bring such a class."""
 
 
 @pytest.mark.parametrize("cache", [QuantizedKVCache(), OwnCache(), CacheList(OwnCache()), [KVCache(), OwnCache()]])

@@ -212,7 +212,7 @@ class _SnapshotCheck:
                     self._same(one, other, 2, num_tokens, num_tokens)
             case "recurrent":
                 self._same(stored["arrays"][0], expected["arrays"][0])
-                # the form's has the inputs of its own tokens behind those that a step needs
+                # the form's has its tokens' inputs after those that a step needs
                 least = self.form.arrays[expected["arrays"][1]["array"]][1][1] - self.form.length
                 self._same(stored["arrays"][1], expected["arrays"][1], 1, max(1, least), None)
             case "hidden":
