@@ -176,16 +176,11 @@ class NodeStorage:
 class Mismatch(StrEnum):
     """Why a prompt and the stored keys agree no further."""
 
-    WHOLE = "whole"
-    """They agree to the prompt's end."""
-    END = "end"
-    """What is stored ends there."""
-    TOKEN = "token"
-    """Another token follows in what is stored."""
-    MEDIA = "media"
-    """A media item follows in one of them, and not the same one in the other."""
-    EMPTY = "empty"
-    """Nothing is stored in the namespace."""
+    WHOLE = "the prompt ends there"
+    END = "what is stored ends there"
+    TOKEN = "another token follows in what is stored"
+    MEDIA = "another media item, or none, follows in what is stored"
+    EMPTY = "nothing is stored for this model, adapter and salt"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,14 +17,6 @@ words after one."""
 REPEAT_TOKENS = 16
 """A snapshot before a prompt's last token is taken if it saves an identical prompt at least this many tokens."""
 
-_REASONS = {
-    Mismatch.WHOLE: "the prompt ends there",
-    Mismatch.END: "what is stored ends there",
-    Mismatch.TOKEN: "another token follows in what is stored",
-    Mismatch.MEDIA: "another media item, or none, follows in what is stored",
-    Mismatch.EMPTY: "nothing is stored for this model, adapter and salt",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
@@ -66,7 +58,7 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
         report += f" ({_place(num_reused, boundaries)})"
     if match.mismatch is not Mismatch.EMPTY:
         report += f"; parted at token {num_agreed} ({_place(num_agreed, boundaries)})"
-    report += f": {_REASONS[match.mismatch]}"
+    report += f": {match.mismatch}"
     if num_reused < min(num_agreed, match.limit):
         report += f"; no state is held after token {num_reused}"
     elif match.limit < min(num_agreed, match.num_prompt_tokens - 1):
