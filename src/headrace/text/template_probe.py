@@ -83,14 +83,13 @@ def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> Templa
     if single_system is None:
         single_system = _NOTE not in (attempt(_turns("user", "assistant", "system", "user"), {}) or "")
     takes_user = attempt(_turns("user"), {}) is not None
-    reasoning_keys = detect_reasoning_keys(source)
     traits = TemplateTraits(
         takes_system=_NOTE in (attempt(_turns("system", "user"), {}) or ""),
         single_system=single_system,
         alternates_roles=takes_user and attempt(_turns("user", "user"), {}) is None,
-        reasoning_keys=reasoning_keys,
-        **_probe_tools(lambda messages: attempt(messages, {"tools": _TOOLS}) or "", reasoning_keys),
+        reasoning_keys=detect_reasoning_keys(source),
     )
+    traits = _with_call_traits(traits, lambda messages: attempt(messages, {"tools": _TOOLS}) or "")
     if traits.shows_calls:
         counts_ids = family.call_syntax is not None and family.call_syntax.ids == "counted"
         joins_results = "tool_responses" in source and _TOOL_ROLE.search(source) is None
@@ -98,30 +97,29 @@ def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> Templa
     return traits
 
 
-def _probe_tools(attempt: Callable[[list[Fields]], str], reasoning_keys: Sequence[str]) -> dict[str, Any]:
-    """The traits of tools, calls and results. attempt: empty if the template refuses."""
+def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], str]) -> TemplateTraits:
+    """The traits with those of tools, calls and results. attempt: empty if the template refuses."""
     shows_lone_results = any(_RESULT in attempt(_lone_result(ids)) for _, ids in _IDS)
-    found: dict[str, Any] = {
-        "shows_tools": _NAMES[0] in attempt(_turns("user")),
-        "takes_lone_results": shows_lone_results,
-    }
+    shows_tools = _NAMES[0] in attempt(_turns("user"))
+    traits = replace(traits, shows_tools=shows_tools, takes_lone_results=shows_lone_results)
     for form, ids in _IDS:
         mapping, text = (attempt(_calls(ids, arguments)) for arguments in (_MAPPINGS[:1], _TEXTS[:1]))
         if _VALUES[0] not in mapping and _VALUES[0] not in text:
             continue
         wants_text = not mapping or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in text)
         arguments = _TEXTS if wants_text else _MAPPINGS
-        return found | {
-            "shows_results": _RESULT in mapping + text,
-            "arguments": "text" if wants_text else "mapping",
-            "takes_broken_arguments": _BROKEN in attempt(_calls(ids, (_BROKEN,))),
-            "takes_several_calls": _VALUES[1] in attempt(_calls(ids, arguments)),
-            "takes_thoughts": bool(attempt(_calls(ids, arguments[:1], reasoning_keys))),
-            "ids": form,
+        return replace(
+            traits,
+            shows_results=_RESULT in mapping + text,
+            arguments="text" if wants_text else "mapping",
+            takes_broken_arguments=_BROKEN in attempt(_calls(ids, (_BROKEN,))),
+            takes_several_calls=_VALUES[1] in attempt(_calls(ids, arguments)),
+            takes_thoughts=bool(attempt(_calls(ids, arguments[:1], traits.reasoning_keys))),
+            ids=form,
             # Once for the call and once for its result.
-            "shows_ids": (mapping or text).count(ids[0]) > 1,
-        }
-    return found | {"shows_calls": False, "shows_results": shows_lone_results}
+            shows_ids=(mapping or text).count(ids[0]) > 1,
+        )
+    return replace(traits, shows_calls=False, shows_results=shows_lone_results)
 
 
 def _turns(*roles: str) -> list[Fields]:

@@ -251,10 +251,11 @@ _IN_SEARCH_ORDER = (
 )
 
 SYNTAXES = {syntax.name: syntax for syntax in _IN_SEARCH_ORDER}
+"""By name, in the order in which a chat template is searched for them."""
 
 PROMPTED = SYNTAXES["hermes"]
 """Models whose template shows no calls are asked for this one."""
 
 
 def detect_syntax(chat_template: str) -> CallSyntax | None:
-    return next((syntax for syntax in _IN_SEARCH_ORDER if syntax.is_shown_by(chat_template)), None)
+    return next((syntax for syntax in SYNTAXES.values() if syntax.is_shown_by(chat_template)), None)
