@@ -33,7 +33,7 @@ from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import WarmUpStatus
 from headrace.types.step import StepPlan
 
@@ -61,8 +61,13 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch)
 
 
 def request(number: int, num_prompt: int, num_tokens: int, sampling: SamplingParams = GREEDY) -> GenerationRequest:
+    """With the branch points of a conversation: behind what was said before, and around the last message."""
     prompt = np.random.default_rng(number).integers(0, VOCAB, num_prompt).tolist()
-    return GenerationRequest(f"r{number}", tuple(prompt), replace(sampling, seed=number), num_tokens)
+    lengths = sorted({num_prompt * 2 // 3, num_prompt - 5, num_prompt - 2})
+    branches = tuple(Boundary(length, BoundaryKind.PROMPT) for length in lengths if length > 0)
+    return GenerationRequest(
+        f"r{number}", tuple(prompt), replace(sampling, seed=number), num_tokens, boundaries=branches
+    )
 
 
 async def answer(engine: Engine, wanted: GenerationRequest) -> list[int]:
@@ -303,7 +308,8 @@ def test_a_piece_waits_for_rows_and_bytes_that_requests_have(
 
 
 def test_what_prompts_leave_in_a_cache_is_part_of_the_piece(served: Served) -> None:
-    assert Piece(2, 27, caches=True).num_bytes(served.memory) == 700 + 2 * 2 * 1_000
+    assert Piece(2, 27, num_snapshots=1).num_bytes(served.memory) == 700 + 2 * 2 * 1_000
+    assert Piece(2, 27, num_snapshots=4).num_bytes(served.memory) == 700 + 2 * 5 * 1_000
 
 
 def test_no_step_has_more_rows_or_tokens_than_there_may_be() -> None:
@@ -316,4 +322,4 @@ def test_a_row_alone_without_drafts_or_a_cache_is_warmed_up_too() -> None:
     pieces = pieces_for(1, 64, 0, caches=False)
     assert {piece.num_rows for piece in pieces} == {1}
     assert not any(each.number for piece in pieces for each in piece.drafts)
-    assert not any(piece.caches or piece.joining for piece in pieces)
+    assert not any(piece.num_snapshots or piece.joining for piece in pieces)

@@ -37,6 +37,8 @@ _SHARE = 0.25
 
 _PROMPT_TOKENS = 2 * MOST_TOKENS
 
+_MANY_SNAPSHOTS = 4
+
 _LARGEST_CHUNK = 1 << 20
 """So that prompts of a piece are computed together."""
 
@@ -62,8 +64,8 @@ _PLAIN_STEPS = (_NO_DRAFTS,) * 4
 class Piece:
     """Requests that start together, with prompts of `prompt_tokens`; then a step for each of `drafts`.
 
-    joining: length of a prompt that then takes the place of the oldest row; 0 for none. caches: whether the prompts
-    leave what they have computed in a prefix cache, which is dropped behind the piece.
+    joining: length of a prompt that then takes the place of the oldest row; 0 for none. num_snapshots: that each prompt
+    leaves in a prefix cache, which is dropped behind the piece; 0 without a cache.
     """
 
     num_rows: int
@@ -71,7 +73,7 @@ class Piece:
     sampling: SamplingParams = GREEDY
     drafts: tuple[RowDrafts, ...] = ()
     joining: int = 0
-    caches: bool = False
+    num_snapshots: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -84,9 +86,9 @@ class Piece:
         return max(self.prompt_tokens, self.joining) + self.max_tokens
 
     def num_bytes(self, memory: MemoryBudget) -> int:
-        """The most that it holds at once. A row leaves a record behind its prompt, and one before the last token."""
-        records = 2 * memory.checkpoint_bytes(self.num_tokens) if self.caches else 0
-        return self.num_rows * (memory.cost(self.num_tokens) + records)
+        """The most that it holds at once. With a cache a row leaves a record behind its prompt, too."""
+        num_records = 1 + self.num_snapshots if self.num_snapshots else 0
+        return self.num_rows * (memory.cost(self.num_tokens) + num_records * memory.checkpoint_bytes(self.num_tokens))
 
 
 def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool) -> list[Piece]:
@@ -107,14 +109,13 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
         if max_drafts:
             found += _short_prompts_beside_drafts(num_rows, max_drafts)
     for num_rows in _sizes(padded_chunks, max_rows):
-        if caches:  # so short only where the prefix cache wants something of them
-            found.append(Piece(num_rows, MOST_TOKENS, caches=True))
+        # conversations have several branch points; more rows rarely begin at once
+        snapshots = [each for each in (1, _MANY_SNAPSHOTS) if num_rows * each <= max(num_rows, _MOST_ROWS)] * caches
+        # so short only where the prefix cache wants something of them
+        found += [Piece(num_rows, MOST_TOKENS, num_snapshots=each) for each in snapshots]
         for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
             if num_tokens > num_rows * MOST_TOKENS:
-                found.append(Piece(num_rows, num_tokens // num_rows))
-                # fewer rows of the same size leave fewer snapshots on their way
-                both = {num_rows, -(-num_rows // 2)} if caches else ()
-                found += [Piece(each, num_tokens // each, caches=True) for each in sorted(both)]
+                found += [Piece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
         found.append(Piece(2, drafts=drafts, joining=_PROMPT_TOKENS))
@@ -276,7 +277,7 @@ class _MadeUpRequests:
         if served.head is not None:
             most = max([each.number for each in piece.drafts], default=0)
             self._speculator = Speculator(served.head, most, self._planned, _AsPlanned(self._planned))
-        prefixes = served.make_cache() if piece.caches else None
+        prefixes = served.make_cache() if piece.num_snapshots else None
         stages = [] if prefixes is None else [prefixes]
         self._scheduler = Scheduler(
             piece.num_rows,
@@ -314,7 +315,8 @@ class _MadeUpRequests:
         number = self._num_requests
         self._num_requests += 1
         prompt = tuple([(number + place) % self._num_tokens for place in range(num_tokens)])
-        inside = (Boundary(num_tokens - 1, BoundaryKind.PROMPT),) if self._piece.caches else ()
+        first = num_tokens - self._piece.num_snapshots
+        inside = tuple(Boundary(length, BoundaryKind.PROMPT) for length in range(first, num_tokens))
         name, sampling, max_tokens = str(number), self._piece.sampling, self._piece.max_tokens
         request = GenerationRequest(name, prompt, sampling, max_tokens, boundaries=inside)
         self._scheduler.add(request, time.monotonic())

@@ -12,7 +12,7 @@ from mlx_lm.models import qwen3_5
 
 from headrace.backend.cuda import delta, shapes
 from headrace.models.fused import FusedLinear, can_fuse
-from headrace.models.mixers.fused import KindInputs, LayerInputs, Table, is_window, padded_chunks, padded_size
+from headrace.models.mixers.fused import KindInputs, LayerInputs, Table, is_window, padded_size, padded_stops
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.delta import DeltaSlot, DeltaTables, Stops, arrays_of
 from headrace.state.layer import LayerKey
@@ -188,7 +188,8 @@ class DeltaLayers:
         rows = size.padded(plan.rows)
         if not plan.stops:
             return KindInputs((rows,), arrays, ())
-        stops = (*plan.stops, *[(0,)] * (padded_chunks(len(plan.stops)) - len(plan.stops)))
+        num_stops = padded_stops(sum(len(span.state.snapshot_points) for span in step.spans), size.num_rows)
+        stops = (*plan.stops, *[(0,)] * (num_stops - len(plan.stops)))
         return KindInputs((rows, stops), arrays, (size.num_tokens,))
 
     def keep_outputs(self, step: PackedStep, outputs: Sequence[Sequence[mx.array]]) -> None:

@@ -85,8 +85,19 @@ def padded_chunk_tokens(num_tokens: int) -> int:
 
 
 def padded_chunks(number: int) -> int:
-    """The next power of four: for the rows of compiled steps of chunks, and for their stops."""
+    """The next power of four: for the rows of compiled steps of chunks."""
     return 1 << -(-(number - 1).bit_length() // 2) * 2
+
+
+def padded_stops(number: int, num_rows: int) -> int:
+    """At how many places a compiled step of chunks leaves states, for `number` snapshot points in padded rows.
+
+    As many as rows, or the next power of four; from 64 on the next multiple of 64, because each place takes the memory
+    of a sequence's running states. A step without any has one, which is not read.
+    """
+    if number == 0:
+        return 1
+    return max(num_rows, padded_chunks(number) if number <= 64 else -(-number // 64) * 64)
 
 
 @dataclass(frozen=True, slots=True)
