@@ -22,8 +22,7 @@ from headrace.tool_calls.syntaxes import SYNTAXES
 from headrace.types.chat import ToolDefinition
 from headrace.types.events import Text, ToolArguments, ToolCallStart
 from headrace.types.model import TokenIds
-from headrace.types.output_guarantees import OutputGuarantees
-from headrace.types.request import ConstraintSpec
+from headrace.types.request import ConstraintSpec, OutputGuarantees
 
 END = 256
 PATIENCE = 40

@@ -9,10 +9,8 @@ import sys
 
 import pytest
 
-from headrace.server.live import LiveRequests
+from headrace.server.bookkeeping import OTHERS, LiveRequests, RequestRecord, UnknownFields
 from headrace.server.log_format import FIELDS, JsonLines, TextLines, stack_without_messages, use_log_format
-from headrace.server.record import RequestRecord
-from headrace.server.unknown_fields import OTHERS, UnknownFields
 from headrace.types.events import Finished, FinishReason, Started, Text, Usage
 from headrace.types.media import Route
 

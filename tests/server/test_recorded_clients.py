@@ -23,8 +23,7 @@ import headrace
 from headrace.config import ServerConfig
 from headrace.media.profile import read_profile
 from headrace.server.app import build_app
-from headrace.session.media import MediaReader
-from headrace.session.media_processor import TowerProcessor
+from headrace.session.media import MediaReader, TowerProcessor
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.types.media import MediaLimits, MediaPolicy

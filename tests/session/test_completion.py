@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
-from headrace.session.generation import generation_ids
+from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import CompletionRequest

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.session.interleave import interleaved
+from headrace.session.concurrency import interleaved
 
 
 class Source:

@@ -24,7 +24,6 @@ import headrace
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.media.decoder import MediaDecoder
 from headrace.session import media as session_media
-from headrace.session import media_processor
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart, ToolCall
 from headrace.types.media import MediaLimits, MediaOptions, MediaPolicy
@@ -278,13 +277,13 @@ class Evaluated:
 
 def test_a_decoder_that_crashes_or_panics_is_the_request_s_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in ("__import__('os').abort()", "(_ for _ in ()).throw(BaseException())"):
-        monkeypatch.setattr(media_processor, "prepare", Evaluated(f"lambda *_: {call}"))
+        monkeypatch.setattr(session_media, "prepare", Evaluated(f"lambda *_: {call}"))
         with pytest.raises(InvalidRequest, match="decod") as refused:
             asked(said(image(64, 96)))
         assert refused.value.param == PLACE
 
 
 def test_an_error_of_ours_is_not_the_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_processor, "prepare", os.getpid)  # takes no arguments
+    monkeypatch.setattr(session_media, "prepare", os.getpid)  # takes no arguments
     with pytest.raises(TypeError):
         asked(said(image(64, 96)))

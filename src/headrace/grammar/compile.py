@@ -19,7 +19,7 @@ from headrace.grammar.vocabulary import Vocabulary
 from headrace.tool_calls.forms import MessageFormat
 from headrace.tool_calls.syntaxes import SYNTAXES, CallSyntax
 from headrace.types.chat import Structure, ToolDefinition
-from headrace.types.output_guarantees import OutputGuarantees
+from headrace.types.request import OutputGuarantees
 
 _BEFORE_START = r"\n?"
 _AFTER_END = r"\n{0,2}"

@@ -17,8 +17,7 @@ from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.thinking import ThinkingBudget
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.lru_cache import LruCache
-from headrace.types.output_guarantees import OutputGuarantees
-from headrace.types.request import ConstraintSpec, ThinkingLimit
+from headrace.types.request import ConstraintSpec, OutputGuarantees, ThinkingLimit
 
 MAX_CHARACTERS = 1_000_000
 """Over all schemas and grammars of a request; a value counts like a character."""

@@ -23,12 +23,10 @@ from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, HeadraceError, RequestCancelled, RequestError
+from headrace.server.bookkeeping import LiveRequests, RequestRecord, UnknownFields
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
-from headrace.server.live import LiveRequests
-from headrace.server.record import RequestRecord
 from headrace.server.responses import closing_error, ignored_headers, read_call
-from headrace.server.unknown_fields import UnknownFields
-from headrace.session.generation import generation_ids
+from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
 from headrace.types.events import Event

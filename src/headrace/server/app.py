@@ -15,15 +15,13 @@ from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
+from headrace.server.bookkeeping import LiveRequests, UnknownFields
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
-from headrace.server.guard import Guard
-from headrace.server.hosts import OwnNames
-from headrace.server.live import LiveRequests
+from headrace.server.guard import Guard, OwnNames
 from headrace.server.operations import OperationRoutes
 from headrace.server.response_routes import ResponseRoutes
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
-from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 
 

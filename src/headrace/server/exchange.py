@@ -7,7 +7,7 @@ import asyncio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Send
 
-from headrace.server.record import RequestRecord
+from headrace.server.bookkeeping import RequestRecord
 
 _EXPOSED_HEADERS = "x-request-id, request-id, x-headrace-ignored, retry-after"
 

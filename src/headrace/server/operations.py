@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
+import time
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,10 +14,27 @@ from headrace import __version__
 from headrace.api.status_body import cache_body, health_body, status_body
 from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
-from headrace.server.live import LiveRequests
-from headrace.server.process import ProcessMeter
-from headrace.server.unknown_fields import UnknownFields
+from headrace.server.bookkeeping import LiveRequests, UnknownFields
 from headrace.session.session import Session
+from headrace.types.status import ProcessStatus
+
+# macOS reports bytes, Linux KiB.
+_PEAK_MEMORY_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+class ProcessMeter:
+    """Measures the process from its creation on."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def measure(self) -> ProcessStatus:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return ProcessStatus(
+            uptime_s=time.monotonic() - self._started,
+            cpu_s=used.ru_utime + used.ru_stime,
+            peak_memory_bytes=used.ru_maxrss * _PEAK_MEMORY_UNIT,
+        )
 
 
 class OperationRoutes:

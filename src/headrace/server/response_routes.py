@@ -22,11 +22,10 @@ from headrace.api.responses_items import count_body, deleted_body, item_page, li
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect
+from headrace.server.bookkeeping import LiveRequests, UnknownFields
 from headrace.server.connection import while_connected
-from headrace.server.live import LiveRequests
 from headrace.server.response_store import ResponseStore, StoredResponse
 from headrace.server.responses import ignored_headers, read_call
-from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
 from headrace.types.events import Event

@@ -25,7 +25,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead
 from headrace.long_work import hand_over_soon
 from headrace.server.app import build_app
-from headrace.server.hosts import OwnNames
+from headrace.server.guard import OwnNames
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.watchdog import start_watchdog
 from headrace.session.session import Session

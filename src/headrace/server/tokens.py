@@ -22,9 +22,9 @@ from headrace.api.openai_models import (
     tokenizer_info_answer,
 )
 from headrace.config import ServerConfig
+from headrace.server.bookkeeping import UnknownFields
 from headrace.server.connection import while_connected
 from headrace.server.responses import ignored_headers, read_call
-from headrace.server.unknown_fields import UnknownFields
 from headrace.session.session import Session
 
 Parsed = TypeVar("Parsed")

@@ -18,14 +18,13 @@ from headrace.grammar.compile import (
 )
 from headrace.grammar.compiler import NUM_PROCESSES
 from headrace.grammar.factory import ConstraintFactory
-from headrace.session.helper_gate import HelperGate
+from headrace.session.concurrency import HelperGate
 from headrace.session.output_processor import ChoiceOutputProcessor
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart, ToolDefinition
 from headrace.types.events import FinishReason
-from headrace.types.output_guarantees import OutputGuarantees
-from headrace.types.request import ConstraintSpec, LateThinking, ThinkingLimit
+from headrace.types.request import ConstraintSpec, LateThinking, OutputGuarantees, ThinkingLimit
 
 log = logging.getLogger("headrace.session")
 

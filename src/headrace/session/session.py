@@ -18,21 +18,18 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from headrace.cancellation import run_in_thread
-from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, UnsupportedField
+from headrace.errors import EngineDead, GenerationFailed
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.long_work import in_turn
-from headrace.session.completion import CompletionPrompts
-from headrace.session.constraint import ChatConstraints, callable_tools
-from headrace.session.generation import Generations
-from headrace.session.helper_gate import HelperGate
+from headrace.session.chat_prompts import ChatPrompts
+from headrace.session.concurrency import TextWork, interleaved
+from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
-from headrace.session.interleave import interleaved
-from headrace.session.media import MediaReader
-from headrace.session.media_processor import find_media_processor
-from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor, usage_of
+from headrace.session.media import MediaReader, find_media_processor
+from headrace.session.output_processor import PromptOutputProcessor, usage_of
+from headrace.session.prompts import CompletionPrompts, Generations
 from headrace.session.scores import Scorer
 from headrace.session.settings import (
     Defaults,
@@ -43,33 +40,20 @@ from headrace.session.settings import (
     naming,
 )
 from headrace.session.source import TokenSource, TokenStream
-from headrace.session.sparse import chat_sparse_options
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
-from headrace.text.detokenize import Detokenizer
-from headrace.text.encoder import LONG_TEXT
 from headrace.text.history import with_thinking_apart
-from headrace.text.normalise import media_parts
-from headrace.text.stream_parser import StreamParser, visible_tokens
-from headrace.text.template import ChatTemplate, PromptHead, RenderedPrompt
+from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Finished, Progress, Started, TokenOutput
-from headrace.types.media import MediaLimits, MediaPolicy, PromptMedia
+from headrace.types.media import MediaLimits, MediaPolicy
 from headrace.types.model import ModelDescription, ModelTraits
-from headrace.types.output_guarantees import OutputGuarantees
 from headrace.types.status import EngineStatus, WarmUpStatus
 
 log = logging.getLogger("headrace.session")
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
-
-_SHORT_PROMPT = 32 * 1024
-"""Characters up to which a prompt takes a few milliseconds to render; longer ones are rendered one at a time."""
-
-# While one is rendered others may be encoded; the longest are encoded in helper processes and wait for these.
-_NUM_LONG_PROMPTS = 16
-_NUM_LONGEST_PROMPTS = 4
 
 
 class Session:
@@ -102,13 +86,15 @@ class Session:
         self._generations = Generations(engine.model, tokenizer)
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_malformed_calls = 0
-        self._long_prompts = HelperGate(_NUM_LONG_PROMPTS, "long-prompt")
-        self._longest_prompts = HelperGate(_NUM_LONGEST_PROMPTS, "longest-prompt")
         self._num_call_violations = 0
         self._media = media
-        self._idle = IdleTurns(engine, self._render_answered) if prepares_turns else None
+        self._text_work = TextWork()
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
+        self._chats = ChatPrompts(
+            self._generations, tokenizer, template, family, self._constraints, media, self._scorer, self._text_work
+        )
+        self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 
     @classmethod
     def over(
@@ -216,7 +202,7 @@ class Session:
         RequestError before Started when the request can't be served, EngineDead, GenerationFailed, and
         RequestCancelled.
         """
-        return self._answer(request, partial(self._chat_prompts, request), partial(self._note_chat, request))
+        return self._answer(request, partial(self._chats.make, request), partial(self._note_chat, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
         """Events of a completion's answers, as for a chat. Prompts run concurrently."""
@@ -227,15 +213,13 @@ class Session:
 
         It may be longer than the context, but texts that are too long to be encoded raise ContextTooLong.
         """
-        self._generations.check(request)
-        prompt, _ = await self._prompt(request, None)
-        return prompt.token_ids
+        return await self._chats.tokenize(request)
 
     async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
         self._generations.refuse_oversized((text,), "prompt")
         encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
-        return tuple(await self._host_work((text,), naming("prompt", encode), text))
+        return tuple(await self._text_work.run((text,), naming("prompt", encode), text))
 
     async def detokenize(self, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises InvalidRequest for an invalid id."""
@@ -340,120 +324,7 @@ class Session:
                 output.request_id, kind, fault.reason, self._num_malformed_calls, self._num_call_violations,
             )  # fmt: skip
 
-    def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
-        """The prompt of a chat. max_model_len: for one to be answered, None for one to be tokenized only."""
-        is_answered = max_model_len is not None
-        refuse = self._generations.refuse_too_long if is_answered else self._generations.refuse_oversized
-        refuse(_lasting_texts(request, self._family.think_close), "messages")
-        arguments = [call.arguments for message in request.messages for call in message.tool_calls]
-        self._generations.refuse_oversized(arguments, "messages")
-        prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
-        if not prompt.token_ids:
-            raise InvalidRequest("the messages come to an empty prompt", param="messages")
-        return prompt
-
-    async def _prompt(
-        self, request: ChatRequest, max_model_len: int | None
-    ) -> tuple[RenderedPrompt, PromptMedia | None]:
-        """The prompt of a chat with all of its media. max_model_len: as in `_render`."""
-        parts = media_parts(request.messages)
-        if parts and self._media is None:
-            message = f"{parts[0].param}: the model takes no {parts[0].kind}s"
-            raise UnsupportedField(message, param=parts[0].param)
-
-        async def render(shown: ChatRequest) -> RenderedPrompt:
-            # Rendering and encoding a long prompt takes up to a second; other streams go on meanwhile.
-            return await self._host_work(_texts(shown), self._render, shown, max_model_len)
-
-        if self._media is None or not parts:
-            return await render(request), None
-        # Media are matched by their order in the prompt.
-        ordered = self._template.with_matched_results(request)
-        return await self._media.prompt(ordered, render, self.model.max_model_len)
-
-    async def _render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
-        return await self._host_work(_texts(request), self._template.render_answered, request, answer)
-
-    async def _host_work(
-        self,
-        texts: Sequence[str],
-        work: Callable[Arguments, Result],
-        /,
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Result:
-        """Run work on texts in a thread, which ends soon after the caller is cancelled."""
-        num_chars = sum(map(len, texts))
-        if num_chars <= _SHORT_PROMPT:
-            return await run_in_thread(work, *args, **kwargs)
-        gate = self._long_prompts if num_chars <= LONG_TEXT else self._longest_prompts
-        return await gate.run(partial(in_turn, work, *args, **kwargs))
-
-    async def _chat_prompts(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
-        self._generations.check(request)
-        prompt, media = await self._prompt(request, self.model.max_model_len)
-        constraint, guarantees = await self._constraints.spec(request, prompt)
-        # In a thread: there may be many bad words to encode.
-        make = partial(self._generations.make, request, request.request_id, prompt, "messages", media)
-        generation = await run_in_thread(make) if request.options.sampling.bad_words else make()
-        sparse_options = chat_sparse_options(request, self.model.sparse_draft, len(prompt.token_ids), prompt.boundaries)
-        generation = replace(generation, constraint=constraint, sparse_options=sparse_options)
-        scorer = None if request.options.num_logprobs is None else self._scorer
-        choices = [
-            ChoiceOutputProcessor(
-                choice,
-                self._detokenizer(request, prompt),
-                self._parser(request, prompt, guarantees),
-                scorer,
-            )
-            for choice in range(request.options.num_choices)
-        ]
-        num_prompt_logprobs = request.options.num_prompt_logprobs
-        return (PromptOutputProcessor(generation, choices, self._scorer, num_prompt_logprobs=num_prompt_logprobs),)
-
-    def _detokenizer(self, request: ChatRequest, prompt: RenderedPrompt) -> Detokenizer:
-        detokenizer = self._tokenizer.detokenizer(visible_tokens(self._family))
-        # A structure must match byte for byte, even where the tokenizer would drop a text's first space.
-        begins_with_form = request.structure is not None and not prompt.thinking_open
-        if begins_with_form or request.continue_final_message:
-            detokenizer.follow(prompt.token_ids)
-        return detokenizer
-
-    def _parser(
-        self, request: ChatRequest, prompt: RenderedPrompt, guarantees: OutputGuarantees | None
-    ) -> StreamParser:
-        return StreamParser(
-            self._family,
-            thinking_open=prompt.thinking_open,
-            stop_strings=request.options.stop_strings,
-            tools=callable_tools(request),
-            num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
-            guarantees=guarantees,
-        )
-
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
         self._generations.check(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        return await self._host_work(texts, self._completions.make, request)
-
-
-def _texts(request: ChatRequest) -> list[str]:
-    """Texts that the prompt of a chat is made from."""
-    parts = (part for message in request.messages for part in message.content)
-    return [
-        *(part.text for part in parts if isinstance(part, TextPart)),
-        *(message.reasoning or "" for message in request.messages),
-        *(call.arguments for message in request.messages for call in message.tool_calls),
-    ]
-
-
-def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:
-    """Texts of a chat that certainly occur in its prompt: templates drop old thinking, and space around a content."""
-    texts = []
-    for message in request.messages:
-        for part in message.content:
-            text = part.text if isinstance(part, TextPart) else ""
-            if message.role == "assistant" and think_close is not None:
-                text = text.rpartition(think_close)[2]
-            texts.append(text.strip())
-    return texts
+        return await self._text_work.run(texts, self._completions.make, request)

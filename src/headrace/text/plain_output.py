@@ -24,7 +24,7 @@ from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
 from headrace.tool_calls.fences import LineTracker, closes_quote
 from headrace.tool_calls.reader import Reader, Reading, first_of, overlap
-from headrace.types.output_guarantees import OutputGuarantees
+from headrace.types.request import OutputGuarantees
 
 MAX_BLOCK = 2048
 """Characters of a block in mid-answer that are held back until it is closed."""

@@ -15,7 +15,7 @@ from headrace.text.plain_output import ConstrainedOutput, PlainOutput
 from headrace.tool_calls.calls import CallFault, CallIds, Tools
 from headrace.tool_calls.reader import Reader
 from headrace.types.chat import ToolDefinition
-from headrace.types.output_guarantees import OutputGuarantees
+from headrace.types.request import OutputGuarantees
 
 
 def visible_tokens(family: ModelFamily) -> frozenset[str]:

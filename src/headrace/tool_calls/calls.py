@@ -13,7 +13,7 @@ from typing import Literal
 from headrace.tool_calls.reader import NotACall, Reader, Reading
 from headrace.tool_calls.schema import ANY, Schema
 from headrace.types.chat import ToolDefinition
-from headrace.types.output_guarantees import OutputGuarantees
+from headrace.types.request import OutputGuarantees
 
 IdForm = Literal["any", "short", "counted"]
 """Forms of calls' ids: any, nine letters and digits, or counted over the whole conversation."""

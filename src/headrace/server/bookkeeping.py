@@ -1,9 +1,16 @@
-"""What is logged about a request: times, counts and reasons, never content."""
+"""Ids of requests and the engine's work for them, log records, and counts of unknown fields.
+
+Log records have times, counts and reasons, never content.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.types.events import (
@@ -16,6 +23,47 @@ from headrace.types.events import (
     ToolCallStart,
     Usage,
 )
+
+# Safe in a header, a path and a log line.
+_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class LiveRequests:
+    """Assigns request ids and finds the engine's work for an id."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Work] = {}
+        self._owner_of_answer: dict[str, str] = {}
+
+    def admit(self, sent: str | None) -> str:
+        """The request's id: the client's, if it is safe and not in use, else a random one."""
+        request_id = sent if sent is not None and _HARMLESS.fullmatch(sent) else None
+        if request_id is None or request_id in self._live:
+            request_id = f"req_{secrets.token_hex(16)}"
+        self._live[request_id] = _Work()
+        return request_id
+
+    def attach(self, request_id: str, answer_id: str, work: tuple[str, ...]) -> None:
+        """Register the id of a request's answer and the engine's ids for it."""
+        self._live[request_id] = _Work(answer_id, work)
+        self._owner_of_answer[answer_id] = request_id
+
+    def release(self, request_id: str) -> None:
+        self._owner_of_answer.pop(self._live.pop(request_id).answer_id, None)
+
+    def work_of(self, id: str) -> tuple[str, ...]:
+        """The engine's ids for a request's or an answer's id; an unknown id may be one of the engine's own."""
+        found = self._live.get(self._owner_of_answer.get(id, id))
+        return found.engine_ids if found is not None else (id,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request's work; empty before its body is read."""
+
+    answer_id: str = ""
+    engine_ids: tuple[str, ...] = ()
+
 
 _MAX_METHOD_LENGTH = 16
 _MAX_PATH_LENGTH = 128
@@ -127,3 +175,29 @@ class _AnswerRecord:
             "tokens_per_s": round(num_later / seconds, 3) if num_later > 0 and seconds > 0 else None,
             "finish_reasons": self.reasons,
         }
+
+
+# Bounds memory, because clients choose the names.
+_MAX_NAMES = 256
+_MAX_NAME_LENGTH = 64
+
+OTHERS = "(others)"
+"""Further names are counted under this one."""
+
+
+class UnknownFields:
+    """Counts of field names since the start."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, names: Sequence[str]) -> None:
+        for name in names:
+            shown = name[:_MAX_NAME_LENGTH]
+            known = shown in self._counts or len(self._counts) < _MAX_NAMES
+            self._counts[shown if known else OTHERS] += 1
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """By name, the most frequent first."""
+        return dict(self._counts.most_common())

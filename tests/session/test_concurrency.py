@@ -14,16 +14,16 @@ from headrace.grammar import factory as factories
 from headrace.grammar.compile import OutputForm
 from headrace.grammar.factory import NUM_KEPT, ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
-from headrace.session import helper_gate
+from headrace.session import concurrency
+from headrace.session.concurrency import HelperGate
 from headrace.session.constraint import ChatConstraints
-from headrace.session.helper_gate import HelperGate
 from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 
 
 def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(helper_gate, "MAX_WAITING", 3)
+    monkeypatch.setattr(concurrency, "MAX_WAITING", 3)
     go_on, running, most = threading.Event(), [0], [0]
 
     def call(number: int) -> int:
@@ -53,7 +53,7 @@ def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_
 
 
 def test_a_gate_without_a_refusal_lets_any_number_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper_gate, "MAX_WAITING", 1)
+    monkeypatch.setattr(concurrency, "MAX_WAITING", 1)
 
     async def ask() -> list[int]:
         gate = HelperGate(1, "test")

@@ -1,0 +1,131 @@
+"""Several streams as one, and limits on how much work waits and runs at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from headrace.cancellation import run_in_pool, run_in_thread
+from headrace.errors import Overloaded
+from headrace.long_work import in_turn
+from headrace.text.encoder import LONG_TEXT
+
+Item = TypeVar("Item")
+
+
+async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """The items of all streams as they come, those of each in order. Closes the streams at the end.
+
+    The first error of a stream ends everything.
+    """
+    pending: dict[asyncio.Task[Item], AsyncGenerator[Item, None]] = {}
+    try:
+        if len(streams) == 1:  # the usual case: no task per item
+            async for item in streams[0]:
+                yield item
+            return
+        pending = {_next(stream): stream for stream in streams}
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = pending.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                pending[_next(stream)] = stream
+                yield item
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _next(stream: AsyncGenerator[Item, None]) -> asyncio.Task[Item]:
+    async def step() -> Item:
+        return await anext(stream)
+
+    return asyncio.ensure_future(step())
+
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+MAX_WAITING = 128
+
+
+class HelperGate:
+    """Runs a few calls at once, in its own threads, because they block on helper processes. Belongs to one event loop.
+
+    name: of the threads. refusal: message for calls beyond MAX_WAITING; None to let any number wait.
+    """
+
+    def __init__(self, num_threads: int, name: str, refusal: str | None = None) -> None:
+        self._free = asyncio.Semaphore(num_threads)
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._refusal = refusal
+        self._num_waiting = 0
+        self._started: set[asyncio.Task[Any]] = set()
+
+    async def run(
+        self, function: Callable[..., Result], *args: object, unless: Callable[[], Result | None] = lambda: None
+    ) -> Result:
+        """The function's result, or what `unless` gives once a thread is free. Raises Overloaded."""
+        if self._refusal is not None and self._is_full:
+            raise Overloaded(self._refusal, retry_after_s=10)
+        self._num_waiting += 1
+        try:
+            async with self._free:
+                known = unless()
+                return await run_in_pool(self._threads, function, *args) if known is None else known
+        finally:
+            self._num_waiting -= 1
+
+    def start(self, function: Callable[..., object], *args: object) -> bool:
+        """Run a function in the background. Returns False if too many are waiting."""
+        if self._is_full:
+            return False
+        task = asyncio.create_task(self.run(function, *args))
+        self._started.add(task)
+        task.add_done_callback(self._started.discard)
+        return True
+
+    @property
+    def _is_full(self) -> bool:
+        return self._num_waiting >= MAX_WAITING
+
+
+_SHORT_TEXT = 32 * 1024
+"""Characters up to which a prompt takes a few milliseconds to render; longer ones are rendered one at a time."""
+
+# While one is rendered others may be encoded; the longest are encoded in helper processes and wait for these.
+_NUM_LONG_PROMPTS = 16
+_NUM_LONGEST_PROMPTS = 4
+
+
+class TextWork:
+    """Runs work on texts in threads: rendering and encoding a long one takes up to a second."""
+
+    def __init__(self) -> None:
+        self._long = HelperGate(_NUM_LONG_PROMPTS, "long-prompt")
+        self._longest = HelperGate(_NUM_LONGEST_PROMPTS, "longest-prompt")
+
+    async def run(
+        self,
+        texts: Sequence[str],
+        work: Callable[Arguments, Result],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Run work on texts in a thread, which ends soon after the caller is cancelled."""
+        num_chars = sum(map(len, texts))
+        if num_chars <= _SHORT_TEXT:
+            return await run_in_thread(work, *args, **kwargs)
+        gate = self._long if num_chars <= LONG_TEXT else self._longest
+        return await gate.run(partial(in_turn, work, *args, **kwargs))
