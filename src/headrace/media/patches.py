@@ -50,7 +50,7 @@ PreparedMedia = PreparedImage | PreparedVideo
 
 
 def scaled(picture: Pixels, size: tuple[int, int], *, is_bicubic: bool = True) -> Pixels:
-    """The RGB picture [height, width, 3] at another size, antialiased by Pillow, bicubic or bilinear."""
+    """RGB [height, width, 3] at another size, antialiased by Pillow, bicubic or bilinear."""
     if picture.shape[:2] == size:
         return picture
     height, width = size

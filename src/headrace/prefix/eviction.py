@@ -62,7 +62,7 @@ class Eviction:
         return before - self._storage.num_bytes
 
     def _push(self, node: Node) -> None:
-        if self._may_go(node):
+        if self._is_evictable(node):
             self._num_pushed += 1
             heapq.heappush(self._heap, _Candidate(self._score(node), self._num_pushed, node))
 
@@ -70,7 +70,7 @@ class Eviction:
         """Drop the lowest candidate, or put it back if its score has risen since."""
         candidate = heapq.heappop(self._heap)
         node = candidate.node
-        if not self._may_go(node):
+        if not self._is_evictable(node):
             return
         if self._score(node) > candidate.score:
             self._push(node)
@@ -95,8 +95,7 @@ class Eviction:
         self._storage.drop_span(leaf)
         return self._storage.prune(leaf)
 
-    def _may_go(self, node: Node) -> bool:
-        """Whether a node has a piece that can be evicted on its own."""
+    def _is_evictable(self, node: Node) -> bool:
         if node.parent is None:
             return False
         if self._needs_snapshots:

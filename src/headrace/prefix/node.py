@@ -87,7 +87,7 @@ class Node:
         return self.end - len(self.edge)
 
     def path_to_root(self) -> Iterator[Node]:
-        """This node and those above it, without the root."""
+        """Without the root."""
         node = self
         while node.parent is not None:
             yield node

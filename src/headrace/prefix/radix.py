@@ -261,7 +261,6 @@ class PrefixTree:
         return before - self.num_bytes
 
     def summary(self) -> CacheStatus:
-        """What is stored now, and the results of the counted lookups."""
         nodes = [node for root in self._roots.values() for node in below(root)]
         return CacheStatus(
             num_bytes=self.num_bytes,

@@ -89,12 +89,10 @@ class FullAttentionState:
         return self.slot.fill(self.layer, record.start, keys, values)
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The slab's arrays of this layer."""
         slab = self.slot.slab
         return (slab.keys[self.layer], slab.values[self.layer]) if self.slot.has(self.layer) else ()
 
     def cost(self) -> LayerCost:
-        """A slot's share of the slab, token by token."""
         num_bytes = sum(array.nbytes for array in self.arrays())
         return LayerCost(per_token=num_bytes // self.slot.slab.capacity, in_slots=True)
 

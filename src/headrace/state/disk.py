@@ -114,9 +114,8 @@ class DiskTier:
     def pending_bytes(self) -> int:
         return sum(list(self._pending.values()))
 
-    def count_hit(self, num_tokens: int) -> None:
-        """A read has saved a prompt so many tokens."""
-        self._count(num_hits=1, num_hit_tokens=num_tokens)
+    def count_hit(self, num_saved_tokens: int) -> None:
+        self._count(num_hits=1, num_hit_tokens=num_saved_tokens)
 
     def _count(self, **amounts: int) -> None:
         """Thread-safe."""

@@ -61,7 +61,7 @@ class DiskFolder:
         return name == _KEY or any(form.fullmatch(name) for form in (_OURS, _UNFINISHED, _EARLIER))
 
     def _write_key(self) -> None:
-        """Write a key, unless another server does at the same time."""
+        """Unless another server does at the same time."""
         if self._key is None:
             for stored in self.files():  # made with a key that is lost
                 self.remove(stored.name)
@@ -162,7 +162,7 @@ class DiskFolder:
             write(file)
             num_bytes = file.tell()
             part.replace(self.path / name)
-        self._sync()
+        self._sync_names()
         return num_bytes
 
     @contextmanager
@@ -180,8 +180,7 @@ class DiskFolder:
     def _part(self, name: str) -> Path:
         return self.path / f".{name}.{os.getpid()}-{threading.get_ident()}.part"
 
-    def _sync(self) -> None:
-        """Flush the folder's list of names to the disk."""
+    def _sync_names(self) -> None:
         folder = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(folder)

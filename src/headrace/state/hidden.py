@@ -175,6 +175,6 @@ class HiddenState:
         return tuple(piece.array for piece in self._pieces)
 
     def cost(self) -> LayerCost:
-        """A few rows: no more stay between steps for long."""
+        """Of the few rows that usually stay between steps."""
         num_rows = 1 + NUM_AGAIN
         return LayerCost(fixed=sum(num_rows * piece.array.nbytes // piece.array.shape[1] for piece in self._pieces[:1]))

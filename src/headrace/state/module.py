@@ -88,7 +88,6 @@ class ModuleState:
             self._replay = None
 
     def checkpoint(self, length: int) -> ModuleRecord:
-        """Replay, then copy."""
         self._settle()
         return ModuleRecord(copy.deepcopy(self._cache))
 
@@ -118,7 +117,6 @@ def token_by_token(feed: Feed, cache: Any, inputs: mx.array) -> mx.array:
 
 
 def cache_arrays(cache: Any) -> tuple[mx.array, ...]:
-    """All arrays of an mlx-lm cache or of a list of them."""
     leaves: Any = tree_flatten([one.state for one in _as_list(cache)])
     return tuple(leaf for _, leaf in leaves if isinstance(leaf, mx.array))
 
@@ -143,5 +141,4 @@ def _as_list(cache: Any) -> list[Any]:
 
 
 def caches_in(cache: Any) -> list[Any]:
-    """The caches inside an entry that holds several."""
     return list(cache.caches) if isinstance(cache, CacheList) else [cache]

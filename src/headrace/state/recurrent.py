@@ -152,7 +152,6 @@ class RecurrentState:
         self.stash, self.num_replay = None, 0
 
     def cost(self) -> LayerCost:
-        """State and context: the same at every length."""
         rows = [row.array for row in (self.state, self.window) if row is not None]
         return LayerCost(fixed=sum(array.nbytes // array.shape[0] for array in rows))
 

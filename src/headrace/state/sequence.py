@@ -25,12 +25,11 @@ class StateCost:
 
     @property
     def has_spans(self) -> bool:
-        """Whether any layer is sliceable."""
         return any(layer.in_slots for layer in self.layers)
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether any layer is valid at the lengths of its records only."""
+        """Whether any layer is not sliceable."""
         return not all(layer.in_slots for layer in self.layers)
 
     @property
@@ -269,7 +268,6 @@ class SequenceState:
         return sum(state.cost().per_token for state in self._layers.values() if state.is_sliceable)
 
     def restore(self, record: SequenceRecord) -> None:
-        """Become what the checkpoint holds, whatever was computed before."""
         self.restore_parts(record.length, (), record)
 
     def restore_parts(self, length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> None:

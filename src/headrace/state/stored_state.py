@@ -116,7 +116,6 @@ def _flatten(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:
 
 
 def _unflatten(stored: Any, arrays: Mapping[str, mx.array]) -> Any:
-    """The tree that `_flatten` described."""
     if isinstance(stored, list):
         return [_unflatten(part, arrays) for part in stored]
     if not isinstance(stored, dict):
