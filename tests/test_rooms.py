@@ -38,11 +38,10 @@ RULES: dict[str, set[str]] = {
     "sampling": {"types", "backend"},
     "models": {"types", "families", "state", "backend", "errors"},
     "speculate": {"types", "models", "state", "sampling", "backend", "recent_times"},
-    "sparse": {"types", "models", "state"},
     "engine": {
         *("types", "errors", "config", "families", "prefix", "metrics", "scheduler", "grammar", "lru_cache"),
         "recent_times",
-        *("backend", "state", "sampling", "models", "speculate", "sparse"),
+        *("backend", "state", "sampling", "models", "speculate"),
     },
     "session": {
         *("types", "errors", "sandbox", "cancellation", "long_work", "lru_cache"),

@@ -21,13 +21,13 @@ from tokenizers import Tokenizer
 
 from headrace.backend import blas, device
 from headrace.engine.prepare import MINIATURE
+from headrace.engine.sparse.scoring import importance
+from headrace.engine.sparse.select import CHUNK, NEIGHBOURS, select
 from headrace.models.load import load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
 from headrace.models.query_recorder import QueryRecorder
 from headrace.models.source import read_files
-from headrace.sparse.scoring import importance
-from headrace.sparse.select import CHUNK, NEIGHBOURS, select
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from training.chat import encode

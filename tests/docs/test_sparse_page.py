@@ -7,10 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from headrace.config import EngineConfig
-from headrace.engine.sparse import NUM_REMEMBERED
-from headrace.engine.sparse_draft import LOOKAHEAD
+from headrace.engine.sparse.draft import LOOKAHEAD
+from headrace.engine.sparse.prefill import NUM_REMEMBERED
+from headrace.engine.sparse.select import CHUNK
 from headrace.session.sparse import LONG_TURN, TURN_EDGE
-from headrace.sparse.select import CHUNK
 from headrace.types.request import Bypass
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "sparse-prefill.md").read_text()

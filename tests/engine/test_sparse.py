@@ -14,10 +14,10 @@ from engine.sparse_models import GREEDY, config, save, tokens
 from models import tiny
 from models.positioned import reference
 
-from headrace.engine import sparse as sparse_module
 from headrace.engine.engine import Engine
+from headrace.engine.sparse import prefill as sparse_module
+from headrace.engine.sparse.select import select
 from headrace.models.packed import PackedModel, Row
-from headrace.sparse.select import select
 from headrace.types.events import SparseUsage
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SparseOptions
 

@@ -10,8 +10,8 @@ import pytest
 from engine.sparse_models import GREEDY, THRESHOLD, tokens
 
 from headrace.engine.pool import PrefixCache, PrefixPool
-from headrace.engine.sparse import NUM_REMEMBERED, SparsePrefill
-from headrace.engine.sparse_draft import Scored, SparseDraft
+from headrace.engine.sparse.draft import Scored, SparseDraft
+from headrace.engine.sparse.prefill import NUM_REMEMBERED, SparsePrefill
 from headrace.errors import ContextTooLong
 from headrace.scheduler.stages import PromptPlan, PromptStages, Stage
 from headrace.types.events import SparseUsage

@@ -13,11 +13,11 @@ from engine.sparse_models import GREEDY, config, name_tokens, save, tokens
 from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
-from headrace.engine import sparse_draft
 from headrace.engine.engine import Engine
 from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, Sink, Stop, Submit
 from headrace.engine.runner import Runner
-from headrace.engine.sparse_draft import Scored, SparseDraft
+from headrace.engine.sparse import draft as draft_module
+from headrace.engine.sparse.draft import Scored, SparseDraft
 from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, RequestCancelled
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner
@@ -80,8 +80,8 @@ def failing_runner(patch: pytest.MonkeyPatch) -> None:
 
 
 TROUBLES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "scoring": lambda patch: patch.setattr(sparse_draft, "importance", raises),
-    "no numbers": lambda patch: patch.setattr(sparse_draft, "importance", lambda *_: [float("nan")] * 230),
+    "scoring": lambda patch: patch.setattr(draft_module, "importance", raises),
+    "no numbers": lambda patch: patch.setattr(draft_module, "importance", lambda *_: [float("nan")] * 230),
     "a step": failing_runner,
     "all of it": lambda patch: patch.setattr(SparseDraft, "advance", raises),
     "its beginning": lambda patch: patch.setattr(SparseDraft, "begin", raises),

@@ -19,7 +19,7 @@ from headrace.engine import prepare
 from headrace.engine.engine import Engine
 from headrace.engine.features import FeatureCache
 from headrace.engine.runner import Runner
-from headrace.engine.sparse_draft import SparseDraft
+from headrace.engine.sparse.draft import SparseDraft
 from headrace.state import disk_records, disk_times
 from headrace.types.request import GenerationRequest, SparseOptions
 from headrace.types.status import WaitReason

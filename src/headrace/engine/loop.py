@@ -16,7 +16,7 @@ from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
 from headrace.engine.pool import PrefixCache
 from headrace.engine.runner import Runner
-from headrace.engine.sparse import Sparse
+from headrace.engine.sparse.prefill import Sparse
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats

@@ -19,7 +19,8 @@ from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
-from headrace.engine.sparse_setup import LoadedDraft, load_draft, start_sparse
+from headrace.engine.sparse.draft import LoadedDraft, load_draft
+from headrace.engine.sparse.prefill import start_sparse
 from headrace.engine.warm_up import prepare_warm_up
 from headrace.errors import ModelError
 from headrace.grammar.factory import ConstraintFactory

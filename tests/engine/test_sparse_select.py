@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.sparse import select as module
-from headrace.sparse.select import NEIGHBOURS
+from headrace.engine.sparse import select as module
+from headrace.engine.sparse.select import NEIGHBOURS
 
 
 def select(*arguments: Any, neighbours: float = 0.0, **options: Any) -> tuple[int, ...]:

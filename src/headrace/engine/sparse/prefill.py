@@ -10,13 +10,18 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
+from headrace.config import Config
 from headrace.engine.failures import boundary
-from headrace.engine.pool import PrefixCache
-from headrace.engine.sparse_draft import Importance, Scored, SparseDraft
+from headrace.engine.memory import fitting_context
+from headrace.engine.pool import PrefixCache, PrefixPool
+from headrace.engine.runner import Runner
+from headrace.engine.sparse.draft import LOOKAHEAD, Importance, LoadedDraft, Scored, SparseDraft
+from headrace.engine.sparse.select import CHUNK, select
 from headrace.errors import ContextTooLong
 from headrace.lru_cache import LruCache
+from headrace.scheduler.admission import MemoryBudget
+from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import PromptPlan
-from headrace.sparse.select import CHUNK, select
 from headrace.types.events import SparseUsage
 from headrace.types.request import Bypass, GenerationRequest, SparseOptions
 from headrace.types.status import SparseStatus, WaitReason
@@ -235,3 +240,41 @@ class SparsePrefill(Sparse):
             state_bytes=self.draft.state_bytes,
             records_bytes=self.draft.records_bytes,
         )
+
+
+def start_sparse(
+    config: Config,
+    draft: LoadedDraft,
+    budget_bytes: int,
+    chunk_tokens: int,
+    max_model_len: int,
+    prefixes: PrefixCache,
+    window: int,
+) -> SparsePrefill:
+    """The stage with the draft model's engine, which has `budget_bytes` for its states.
+
+    max_model_len: the served model's. The rest as for SparsePrefill.
+    """
+    cost, knobs = draft.cost, config.engine
+    own, stages = PrefixCache(), []
+    if prefixes.is_on:
+        own = PrefixPool(draft.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
+        stages.append(own)
+    longest = max_model_len + LOOKAHEAD
+    if draft.model.context_length is not None:
+        longest = min(longest, draft.model.context_length)
+    scheduler = Scheduler(
+        knobs.max_num_seqs,
+        chunk_tokens,
+        fitting_context(budget_bytes, cost.num_bytes, longest),
+        memory=MemoryBudget(budget_bytes, cost.num_bytes, cost.record_bytes),
+        stages=stages,
+    )
+    runner = Runner(draft.model.packed, draft.model.tokens.end, own, records_queries=True)
+    return SparsePrefill(
+        SparseDraft(draft.name, runner, scheduler, own, draft.weights_bytes),
+        prefixes,
+        threshold=knobs.sparse_threshold,
+        keep=knobs.sparse_keep,
+        window=window,
+    )
