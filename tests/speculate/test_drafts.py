@@ -7,8 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from headrace.speculate.drafts import DraftBatch, Drafts, packed_ids
-from headrace.speculate.proposal import Source
-from headrace.speculate.ranking import Candidate, RankedDraft
+from headrace.speculate.ranking import Candidate, RankedDraft, Source
 
 BATCH = DraftBatch(mx.array([1, 4, 2, 5, 3], dtype=mx.int32), (2, 2, 1))
 """1 2 3 for the first sequence, 4 5 for the second."""

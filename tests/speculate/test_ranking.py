@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.speculate.proposal import Proposal, Source
-from headrace.speculate.ranking import Ranking, RowRecord
+from headrace.speculate.ranking import Proposal, Ranking, RowRecord
 
 
 def copied(*token_ids: int, confidence: float = 0.8) -> Proposal:
-    return Proposal(Source.COPY, token_ids, (confidence,) * len(token_ids))
+    return Proposal(token_ids, (confidence,) * len(token_ids))
 
 
 def taught(ranking: Ranking, record: RowRecord, proposal: Proposal, num_right: int, times: int = 40) -> None:
@@ -19,7 +18,7 @@ def taught(ranking: Ranking, record: RowRecord, proposal: Proposal, num_right: i
 
 
 def test_survival_is_the_product_of_the_estimates() -> None:
-    best = Ranking().best(RowRecord(), 4, copied=Proposal(Source.COPY, (5, 6, 7), (0.6, 0.7, 0.8)))
+    best = Ranking().best(RowRecord(), 4, copied=Proposal((5, 6, 7), (0.6, 0.7, 0.8)))
     assert best.token_ids == (5, 6, 7)
     assert best.survival == pytest.approx((0.6, 0.42, 0.336))
     assert not best.uses_head
@@ -30,7 +29,7 @@ def test_a_long_sound_copy_is_preferred_to_two_drafts_of_the_head_and_a_doubtful
     ranking, record = Ranking(), RowRecord()
     assert ranking.best(record, 6, copied=copied(*range(6), confidence=0.9), num_head=2).token_ids == tuple(range(6))
     best = ranking.best(record, 6, copied=copied(*range(6), confidence=0.4), num_head=2)
-    assert (best.token_ids, len(best.places), best.uses_head) == ((), 2, True)
+    assert (best.token_ids, len(best.drafts), best.uses_head) == ((), 2, True)
 
 
 def test_of_equals_the_copy_is_taken() -> None:
@@ -51,10 +50,10 @@ def test_a_copy_that_agrees_goes_on_behind_forced_tokens() -> None:
 
 def test_no_more_is_drafted_than_there_is_room_for() -> None:
     ranking, record = Ranking(), RowRecord()
-    assert len(ranking.best(record, 2, num_head=4).places) == 2
+    assert len(ranking.best(record, 2, num_head=4).drafts) == 2
     assert ranking.best(record, 1, forced=(1, 2)).token_ids == (1,)
-    assert ranking.best(record, 0, forced=(1,), copied=copied(1, 2), num_head=3).places == ()
-    assert ranking.best(record, 4).places == ()
+    assert ranking.best(record, 0, forced=(1,), copied=copied(1, 2), num_head=3).drafts == ()
+    assert ranking.best(record, 4).drafts == ()
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
@@ -73,7 +72,7 @@ def test_each_place_of_the_head_has_an_estimate_of_its_own() -> None:
     ranking, record = Ranking(), RowRecord()
     for _ in range(60):
         ranking.report(record, ranking.best(record, 3, num_head=3), 1)
-    first, second, third = (place.estimate for place in ranking.best(record, 3, num_head=3).places)
+    first, second, third = (draft.estimate for draft in ranking.best(record, 3, num_head=3).drafts)
     assert first > 0.75 > 0.2 > second
     assert third > 0.3  # it was never reached
 

@@ -23,8 +23,7 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter
-from headrace.speculate.proposal import Proposal, Source
-from headrace.speculate.ranking import Candidate, RankedDraft, Ranking, RowRecord
+from headrace.speculate.ranking import Candidate, Proposal, RankedDraft, Ranking, RowRecord, Source
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool

@@ -169,7 +169,7 @@ class Window:
     @property
     def num_drafts(self) -> int:
         """Drafts in the window."""
-        return len(self.drafts.candidate.places)
+        return len(self.drafts.candidate.drafts)
 
     @property
     def num_tokens(self) -> int:

@@ -47,7 +47,7 @@ class DraftBatch:
 class Drafts:
     """Drafts for a sequence's next window. Their ids are `known`, or those of sequence `row` in a batch.
 
-    candidate: their origin, one place each.
+    candidate: where each comes from.
     """
 
     candidate: Candidate
@@ -57,7 +57,7 @@ class Drafts:
 
     @property
     def num_drafts(self) -> int:
-        return len(self.candidate.places)
+        return len(self.candidate.drafts)
 
     def read(self) -> tuple[int, ...]:
         """The ids; waits for the device if they are there."""

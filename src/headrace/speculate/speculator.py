@@ -13,7 +13,6 @@ from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafts import NOTHING, Drafts
 from headrace.speculate.head import EntryMedia, HeadDrafter, HeadRow
 from headrace.speculate.ngram import NgramDrafter
-from headrace.speculate.proposal import Source
 from headrace.speculate.ranking import Candidate, Ranking, RowRecord
 from headrace.state.sequence import SequenceState
 
@@ -166,13 +165,13 @@ class Speculator:
         for one, candidate in chosen:
             if candidate.uses_head:
                 by_head.append((one, candidate))
-            elif candidate.places:
+            elif candidate.drafts:
                 one.row.drafts = Drafts(candidate, candidate.token_ids)
         if not by_head:
             return
-        by_head.sort(key=lambda each: -len(each[1].places))
+        by_head.sort(key=lambda each: -len(each[1].drafts))
         rows = [
-            HeadRow(one.state, one.token_ids, len(candidate.places), one.settings, one.entry_media)
+            HeadRow(one.state, one.token_ids, len(candidate.drafts), one.settings, one.entry_media)
             for one, candidate in by_head
         ]
         batch = self._head.draft(rows)
@@ -230,9 +229,6 @@ class Speculator:
         num_judged = one.num_right if one.is_stopped else one.num_verified
         judged = one.row.drafts.candidate.first(num_judged)
         self._ranking.report(one.row.record, judged, one.num_right)
-        copied = [place.source is Source.COPY for place in judged.places]
-        if one.row.copies is not None and any(copied):
-            one.row.copies.report(sum(copied), sum(copied[: one.num_right]))
 
     @contextmanager
     def _isolated(self, rows: Sequence[DraftState]) -> Iterator[None]:
