@@ -243,6 +243,7 @@ async def test_guesses_company_and_preemption_change_nothing_of_what_is_said_to_
 ) -> None:
     """The head reads the kept tokens at their positions; whatever it guesses, the answers are the same."""
     monkeypatch.setattr(DepthPlanner, "plan", lambda self, rows: tuple(len(row.survival) for row in rows))
+    monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
     head = tiny_head.prefixed(tiny_head.draw("qwen3_5"))
     target = name_tokens(tiny_head.save_with_head("qwen3_5", tmp_path, head))
     engine = Engine.launch(config(target, draft, max_num_seqs=2))

@@ -363,14 +363,47 @@ def test_attempts_that_find_nothing_take_a_quarter_of_what_flows_in() -> None:
     """Each takes a quarter of a step: at 1.5 % of a step a piece there is one in 67 steps, one of which it is."""
     planner, rows = DepthPlanner(), [forecast()]
     attempts = []
-    for step in range(1000):
+    for step in range(400):
         is_due = planner.is_due(rows)
         attempts += [step] * is_due
         assert planner.plan(rows) == (0,)
         planner.observe(
             rows, (0,), 1, 0.0125 if is_due else 0.01, is_timed=True, is_usual=not is_due, has_attempted=is_due
         )
-    assert {later - earlier for earlier, later in itertools.pairwise(attempts[4:])} <= {66, 67, 68}
+    assert {later - earlier for earlier, later in itertools.pairwise(attempts[4:8])} <= {66, 67, 68}
+
+
+def test_attempts_go_on_where_the_budget_is_full() -> None:
+    planner, rows = timed(gpu, 1), [forecast()]
+    is_due = []
+    for _ in range(3000):
+        is_due.append(planner.is_due(rows))
+        planner.plan(rows)
+        planner.observe(
+            rows,
+            (0,),
+            1,
+            0.02 if is_due[-1] else 0.01,
+            is_timed=True,
+            is_usual=not is_due[-1],
+            has_attempted=is_due[-1],
+        )
+    assert sum(is_due[2000:]) > 10
+
+
+def test_attempts_go_on_beside_prompts() -> None:
+    """The time of such steps is not known, so that they are charged what attempts took without prompts."""
+    planner, rows = timed(gpu, 1), [forecast()]
+    for _ in range(3):
+        planner.times(1).observe(1000, 0, 0, 1.25 * gpu(StepShape(1, 0, 0, 1000)))
+    attempts = []
+    for step in range(300):
+        attempts += [step] * planner.is_due(rows)
+        is_due = planner.is_due(rows)
+        assert planner.plan(rows) == (0,)
+        planner.observe(rows, (0,), 1, 3.0, is_timed=False, is_usual=False, has_attempted=is_due)
+    assert {later - earlier for earlier, later in itertools.pairwise(attempts)} <= {66, 67, 68}
+    assert len(attempts) > 3
 
 
 def test_rows_without_drafts_are_planned_none() -> None:

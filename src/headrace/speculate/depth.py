@@ -136,41 +136,31 @@ class DepthPlanner:
         or compilation. is_usual: whether the step took as long as if nothing were ever drafted. has_attempted: whether
         drafts were looked for.
         """
-        num_drafts = sum(depths)
+        num_drafts, head_depth = sum(depths), _head_depth(rows, depths)
         self._since_timed += num_drafts > 0
         self._num_undrafted = 0 if num_drafts else self._num_undrafted + 1
         if self._num_undrafted >= _TIMING_STEPS or (is_timed and is_usual):
             self._since_timed = 0
-        if rows and is_timed:
-            self._learn(rows, depths, num_gained / len(rows), seconds, is_usual=is_usual, has_attempted=has_attempted)
-        if rows and has_attempted:
-            again_at = self._budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
-            self._due_at = 0.0 if num_gained > len(rows) else min(self._useful_at, again_at)
-
-    def _learn(
-        self,
-        rows: Sequence[DraftForecast],
-        depths: Sequence[int],
-        num_steps: float,
-        seconds: float,
-        *,
-        is_usual: bool,
-        has_attempted: bool,
-    ) -> None:
-        """num_steps: without drafts, that would have gained as many tokens."""
-        times, num_context = self.times(len(rows)), _num_context(rows)
-        num_drafts, head_depth = sum(depths), _head_depth(rows, depths)
-        if is_usual:
-            times.observe_undrafted(num_context, seconds)
-        elif has_attempted:
-            times.observe(num_context, num_drafts, head_depth, seconds)
-        if (undrafted_s := times.undrafted_s(num_context)) is None:
+        if not rows:
             return
-        self._budget += _BUDGET_SHARE * num_steps
-        if not is_usual:
+        times, num_context = self.times(len(rows)), _num_context(rows)
+        if is_timed and is_usual:
+            times.observe_undrafted(num_context, seconds)
+        elif is_timed and has_attempted:
+            times.observe(num_context, num_drafts, head_depth, seconds)
+        undrafted_s = times.undrafted_s(num_context)
+        if undrafted_s is None:
+            return
+        # in steps without drafts, that would have gained as many tokens
+        gained, taken = num_gained / len(rows), times.ratio(num_drafts, head_depth) if has_attempted else 1.0
+        self._budget += _BUDGET_SHARE * gained
+        if is_timed and not is_usual:
             # a disturbance would have affected a step without drafts as well
-            self._budget += num_steps - min(seconds / undrafted_s, 2 * times.ratio(num_drafts, head_depth))
-        self._budget = min(self._budget, _FULL_BUDGET)
+            taken = min(seconds / undrafted_s, 2 * taken)
+        self._budget = min(self._budget + gained - taken, _FULL_BUDGET)
+        if has_attempted:
+            again_at = self._budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
+            self._due_at = 0.0 if num_gained > len(rows) else min(self._useful_at, again_at, _FULL_BUDGET)
 
 
 class _Draft(NamedTuple):
