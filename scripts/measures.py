@@ -33,7 +33,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def constants(tree: ast.Module) -> Iterator[str]:
-    """Names of a module's constants that are numbers."""
+    """Names of a module's constants that are numbers, not counting those derived from others."""
     for statement in tree.body:
         if not isinstance(statement, ast.Assign):
             continue
@@ -45,8 +45,9 @@ def constants(tree: ast.Module) -> Iterator[str]:
 
 
 def _is_number(name: ast.Name, value: ast.expr) -> bool:
-    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-    return name.id.upper() == name.id and isinstance(value, ast.Constant | ast.BinOp) and not is_text
+    parts = [part.value for part in ast.walk(value) if isinstance(part, ast.Constant)]
+    is_derived = any(isinstance(part, ast.Name | ast.Call | ast.Tuple) for part in ast.walk(value))
+    return name.id.upper() == name.id and not is_derived and all(isinstance(part, int | float) for part in parts)
 
 
 def measures() -> dict[str, str]:

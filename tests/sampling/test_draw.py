@@ -54,12 +54,12 @@ def test_the_tail_of_a_large_vocabulary_is_not_lost() -> None:
 
 
 def test_evenly_spaced_places_give_each_token_its_share() -> None:
-    num_tokens, num_places, batch = 1300, 40_000, 1000
+    num_tokens, num_positions, batch = 1300, 40_000, 1000
     weights = np.random.default_rng(4).gamma(0.3, size=num_tokens).astype(np.float32)
-    expected = weights.astype(np.float64) / weights.astype(np.float64).sum() * num_places
+    expected = weights.astype(np.float64) / weights.astype(np.float64).sum() * num_positions
     counts = np.zeros(num_tokens)
-    for first in range(0, num_places, batch):
-        places = (np.arange(first, first + batch) + 0.5) / num_places
+    for first in range(0, num_positions, batch):
+        places = (np.arange(first, first + batch) + 0.5) / num_positions
         drawn = draw(mx.broadcast_to(mx.array(weights), (batch, num_tokens)), places)
         counts += np.bincount(np.array(drawn), minlength=num_tokens)
     assert np.abs(counts - expected).max() < 1.1  # a border lies between two places; 0.1 for float32

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.sampling.random_stream import uniform, uniforms
+from headrace.sampling.draw import uniform, uniforms
 
 WORD = (1 << 64) - 1
 

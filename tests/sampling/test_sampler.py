@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from sampling.distributions import distribution
 
 from headrace.sampling import sampler, truncation
-from headrace.sampling.draw import NO_TOKEN, draw
+from headrace.sampling.draw import NO_TOKEN, draw, uniform, uniforms
 from headrace.sampling.history import History
-from headrace.sampling.random_stream import uniform, uniforms
 from headrace.sampling.sampler import SamplingRow, sample
 from headrace.types.request import SamplingParams
 

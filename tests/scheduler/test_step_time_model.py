@@ -26,13 +26,13 @@ class Machine:
 
     fixed_s: float
     row_s: float
-    piece_s: float
+    chunk_s: float
     token_s: float
     depth_s: float = 0.0
 
     def step_s(self, num_rows: int, num_prompt_tokens: int) -> float:
-        piece_s = self.piece_s if num_prompt_tokens else 0.0
-        return self.fixed_s + self.row_s * num_rows + piece_s + self.token_s * num_prompt_tokens
+        chunk_s = self.chunk_s if num_prompt_tokens else 0.0
+        return self.fixed_s + self.row_s * num_rows + chunk_s + self.token_s * num_prompt_tokens
 
     def plan_s(self, plan: StepPlan) -> float:
         prompts = [chunk for chunk in plan.chunks if chunk.output_index == 0]
@@ -45,9 +45,9 @@ def middle(chunk: Chunk) -> float:
 
 
 # as the bundled model on one core, and as one of four billion parameters on a large GPU, which builds each mixed step
-CPU = Machine(fixed_s=0.008, row_s=0.001, piece_s=0.005, token_s=0.0003, depth_s=1e-7)
-GPU = Machine(fixed_s=0.0037, row_s=0.0001, piece_s=0.029, token_s=20e-6)
-FLAT = Machine(fixed_s=0.02, row_s=0.001, piece_s=0.004, token_s=0.0005)
+CPU = Machine(fixed_s=0.008, row_s=0.001, chunk_s=0.005, token_s=0.0003, depth_s=1e-7)
+GPU = Machine(fixed_s=0.0037, row_s=0.0001, chunk_s=0.029, token_s=20e-6)
+FLAT = Machine(fixed_s=0.02, row_s=0.001, chunk_s=0.004, token_s=0.0005)
 
 
 def run(pace: StepTimeModel, machine: Machine, num_rows: int, num_steps: int, chunk: int = CHUNK) -> list[int]:
@@ -73,7 +73,7 @@ def test_the_price_of_a_piece_is_found_apart_from_that_of_its_tokens(machine: Ma
     pace = StepTimeModel()
     run(pace, machine, num_rows, 60)
     assert pace.decode_step_s(num_rows) == pytest.approx(machine.step_s(num_rows, 0))
-    assert pace.piece_s == pytest.approx(machine.piece_s)
+    assert pace.chunk_s == pytest.approx(machine.chunk_s)
     assert pace.prompt_token_s() == pytest.approx(machine.token_s)
 
 
@@ -82,7 +82,7 @@ def test_the_price_of_a_piece_is_found_apart_from_that_of_its_tokens(machine: Ma
 def test_pieces_are_as_large_as_the_streams_bear(machine: Machine, num_rows: int) -> None:
     plain_s = machine.step_s(num_rows, 0)
     # by hand: what a mixed step may take more than a plain one, without the price of the piece, in tokens
-    expected = ((SLOWDOWN - 1) * plain_s - machine.piece_s) / machine.token_s
+    expected = ((SLOWDOWN - 1) * plain_s - machine.chunk_s) / machine.token_s
     budgets = run(StepTimeModel(), machine, num_rows, 60)[-REMEASURE_EVERY - 1 :]
     *large, half = sorted(budgets, reverse=True)[:REMEASURE_EVERY]
     assert set(large) <= {int(expected), int(expected) - 1}
@@ -92,14 +92,14 @@ def test_pieces_are_as_large_as_the_streams_bear(machine: Machine, num_rows: int
 
 def test_a_piece_is_never_mostly_its_fixed_price() -> None:
     budgets = run(StepTimeModel(), GPU, 7, 60)[-REMEASURE_EVERY - 1 :]
-    assert GPU.piece_s > (SLOWDOWN - 1) * GPU.step_s(7, 0)  # no piece, however small, is within what the streams bear
-    assert max(budgets) == pytest.approx(GPU.piece_s / GPU.token_s, abs=1)
+    assert GPU.chunk_s > (SLOWDOWN - 1) * GPU.step_s(7, 0)  # no piece, however small, is within what the streams bear
+    assert max(budgets) == pytest.approx(GPU.chunk_s / GPU.token_s, abs=1)
 
 
 def test_a_piece_where_tokens_are_dear_is_smaller_than_a_block() -> None:
-    slow = Machine(fixed_s=0.01, row_s=0.0, piece_s=0.0, token_s=0.003)
+    slow = Machine(fixed_s=0.01, row_s=0.0, chunk_s=0.0, token_s=0.003)
     assert set(run(StepTimeModel(), slow, 1, 100)[-40:]) == {0, 6, 3}
-    slower = Machine(fixed_s=0.01, row_s=0.0, piece_s=0.0, token_s=1.0)
+    slower = Machine(fixed_s=0.01, row_s=0.0, chunk_s=0.0, token_s=1.0)
     assert set(run(StepTimeModel(), slower, 1, 100)[-40:]) == {0, 1}
 
 
@@ -146,7 +146,7 @@ def test_steps_that_waited_for_a_compiler_are_got_over() -> None:
 def test_the_model_follows_a_machine_that_slows_down() -> None:
     pace = StepTimeModel()
     run(pace, FLAT, 4, 60)
-    slower = Machine(fixed_s=0.048, row_s=0.0, piece_s=0.016, token_s=0.002)
+    slower = Machine(fixed_s=0.048, row_s=0.0, chunk_s=0.016, token_s=0.002)
     assert max(run(pace, slower, 4, 200)[-REMEASURE_EVERY:]) == 40  # (2 * 0.048 - 0.016) / 0.002
 
 
@@ -222,7 +222,7 @@ def test_gaps_stay_within_three_plain_steps_beside_prompts_whose_tokens_get_dear
 def test_a_prompt_takes_what_its_share_of_the_time_gives() -> None:
     steps, alone = serve(CPU, 1, {"long": 14_600}, 256), serve(CPU, 0, {"long": 14_600}, 256)
     # of three plain steps' time one goes to the stream, and the price of a piece off the rest: by hand 3 / (2 - 5 / 9)
-    share = SLOWDOWN / (SLOWDOWN - 1 - CPU.piece_s / CPU.step_s(1, 0))
+    share = SLOWDOWN / (SLOWDOWN - 1 - CPU.chunk_s / CPU.step_s(1, 0))
     assert sum(steps.seconds) <= 1.15 * share * sum(alone.seconds)
 
 
@@ -235,7 +235,7 @@ def test_on_a_gpu_a_prompt_is_a_few_large_pieces() -> None:
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_beside_fast_streams_chunks_fill_a_gap_that_no_reader_sees(num_rows: int) -> None:
     # as compiled steps on a large GPU, where three plain steps have room for a third of what a gap has
-    fast = Machine(fixed_s=0.003, row_s=0.0001, piece_s=0.004, token_s=28e-6)
+    fast = Machine(fixed_s=0.003, row_s=0.0001, chunk_s=0.004, token_s=28e-6)
     budgets = run(StepTimeModel(), fast, num_rows, 60)[-REMEASURE_EVERY - 1 :]
     assert 3 * fast.step_s(num_rows, 0) < STREAM_GAP_S
     # by hand: of 25 ms the plain step and the fixed cost go off

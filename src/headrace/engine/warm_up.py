@@ -38,9 +38,6 @@ _PROMPT_TOKENS = 2 * MOST_TOKENS
 
 _MANY_SNAPSHOTS = 4
 
-_LARGEST_CHUNK = 1 << 20
-"""So that prompts of a piece are computed together."""
-
 _SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05)
 
 logger = logging.getLogger(__name__)
@@ -280,7 +277,7 @@ class _MadeUpRequests:
         stages = [] if prefixes is None else [prefixes]
         self._scheduler = Scheduler(
             piece.num_rows,
-            _LARGEST_CHUNK,
+            piece.num_rows * piece.num_tokens,  # so that all prompts are computed together
             piece.num_tokens,
             memory=served.memory,
             stages=stages,

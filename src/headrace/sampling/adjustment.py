@@ -85,7 +85,6 @@ def plan_adjustment(
 
 
 def _must_end(mask: Mask, stop_token_ids: frozenset[int]) -> bool:
-    """Whether only stop tokens are allowed."""
     others = mask.copy()
     for token_id in stop_token_ids:
         if 0 <= token_id < 32 * len(others):
@@ -95,7 +94,6 @@ def _must_end(mask: Mask, stop_token_ids: frozenset[int]) -> bool:
 
 @lru_cache(_NUM_REMEMBERED)
 def _inside(token_ids: frozenset[int], num_tokens: int) -> Ids:
-    """The ids inside the vocabulary."""
     return np.array([token_id for token_id in token_ids if 0 <= token_id < num_tokens], dtype=np.int32)
 
 
@@ -143,14 +141,13 @@ def apply_adjustments(logits: mx.array, adjustments: Mapping[int, Adjustment]) -
 
 
 def _keep_only(logits: mx.array, allowed: Mapping[int, Ids]) -> mx.array:
-    """Ban all but the allowed tokens of these rows."""
     if not allowed:
         return logits
     is_closed = mx.array([row in allowed for row in range(logits.shape[0])])[:, None]
     # Banned by addition: a broken logit stays one (NaN - inf and inf - inf are NaN), so its row is still detected.
     closed = mx.where(is_closed, logits - mx.inf, logits)
-    places = _places(allowed, logits.shape[-1])
-    return _put(closed, places, mx.take(logits, places))
+    positions = _positions(allowed, logits.shape[-1])
+    return _put(closed, positions, mx.take(logits, positions))
 
 
 def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
@@ -159,9 +156,9 @@ def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
         return logits
     num_tokens = logits.shape[-1]
     words = np.zeros((len(masks), -(-num_tokens // 32)), dtype=np.uint32)
-    for place, mask in enumerate(masks.values()):
+    for index, mask in enumerate(masks.values()):
         width = min(words.shape[1], len(mask))
-        words[place, :width] = mask[:width]
+        words[index, :width] = mask[:width]
     bits = (mx.array(words)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
     may_come = bits.reshape(len(masks), -1)[:, :num_tokens] == 1
     masked = pick(logits, list(masks))
@@ -174,23 +171,22 @@ def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
 def _edit(
     logits: mx.array, edits: Mapping[int, Edit | None], change: Callable[[mx.array, mx.array], mx.array]
 ) -> mx.array:
-    """Replace each named logit by `change` of it and its number."""
     wanted = {row: edit for row, edit in edits.items() if edit and len(edit.ids)}
     if not wanted:
         return logits
-    places = _places({row: edit.ids for row, edit in wanted.items()}, logits.shape[-1])
+    positions = _positions({row: edit.ids for row, edit in wanted.items()}, logits.shape[-1])
     numbers = mx.array(np.concatenate([edit.numbers for edit in wanted.values()]))
-    return _put(logits, places, change(mx.take(logits, places), numbers))
+    return _put(logits, positions, change(mx.take(logits, positions), numbers))
 
 
 def _discourage(logits: mx.array, factors: mx.array) -> mx.array:
     return mx.where(logits > 0, logits / factors, logits * factors)
 
 
-def _places(ids: Mapping[int, Ids], num_tokens: int) -> mx.array:
+def _positions(ids: Mapping[int, Ids], num_tokens: int) -> mx.array:
     """Indices of all rows' ids in the flattened logits, [N]."""
     return mx.array(np.concatenate([of_row.astype(np.int64) + row * num_tokens for row, of_row in ids.items()]))
 
 
-def _put(logits: mx.array, places: mx.array, values: mx.array) -> mx.array:
-    return mx.put_along_axis(logits.reshape(-1), places, values, axis=0).reshape(logits.shape)
+def _put(logits: mx.array, positions: mx.array, values: mx.array) -> mx.array:
+    return mx.put_along_axis(logits.reshape(-1), positions, values, axis=0).reshape(logits.shape)

@@ -1,6 +1,8 @@
-"""Draw one token per row by inverting the cumulative distribution."""
+"""Draws one token per row by inverting the cumulative distribution, at a number of its request's seed and position."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -15,12 +17,15 @@ NO_TOKEN = -1
 _COARSE = 2.0**24
 """Multiples of 1/this in [0, 1) are exact in float32."""
 
+SEED_BITS = 128
+"""Width of the generator's key."""
 
-def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
+
+def draw(weights: mx.array, numbers: npt.NDArray[np.float64]) -> mx.array:
     """Token ids, [R] int32, drawn in proportion to `weights`.
 
     weights: [R, V] float32, not negative; they need not sum to 1. A row that sums to 0 or has a NaN gives NO_TOKEN.
-    uniforms: [R] in [0, 1).
+    numbers: [R] in [0, 1).
 
     Tokens are laid out by id, not by rank: that needs no sort and is the same for every setting. The search has two
     levels, blocks and then tokens, because one float32 running sum over a large vocabulary loses the tail.
@@ -31,8 +36,8 @@ def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
     total = borders[:, -1:]
 
     # A float32 is too coarse for the draw: its first 24 bits choose the block, the rest refines the position inside it.
-    coarse = np.floor(uniforms * _COARSE) / _COARSE
-    parts = to_device([*coarse.tolist(), *(uniforms - coarse).tolist()], mx.float32).reshape(2, -1, 1) * total
+    coarse = np.floor(numbers * _COARSE) / _COARSE
+    parts = to_device([*coarse.tolist(), *(numbers - coarse).tolist()], mx.float32).reshape(2, -1, 1) * total
     target, rest = (part.squeeze(0) for part in mx.split(parts, 2))
 
     chosen = mx.minimum(mx.sum(borders <= target, axis=-1, keepdims=True), num_blocks - 1)
@@ -43,3 +48,23 @@ def draw(weights: mx.array, uniforms: npt.NDArray[np.float64]) -> mx.array:
     last = mx.max(mx.where(inside > 0, mx.arange(block), 0), axis=-1, keepdims=True)
     ids = chosen * block + mx.minimum(passed, last)
     return mx.where(total > 0, ids, NO_TOKEN).squeeze(-1).astype(mx.int32)
+
+
+def uniform(seed: int, output_index: int) -> float:
+    """The number in [0, 1), a multiple of 2**-53, at this position of this stream.
+
+    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) is a block cipher: the seed is its key,
+    the position its counter, and there is no state between draws.
+
+    seed: any integer, taken modulo 2**128, so a negative seed is a separate stream.
+    output_index: from 0, under 2**64.
+    """
+    counter = np.array([output_index, 0, 0, 0], dtype=np.uint64)
+    bits = np.random.Philox(key=seed % (1 << SEED_BITS), counter=counter).random_raw()
+    return float((int(bits) >> 11) * 2.0**-53)
+
+
+def uniforms(seeds: Sequence[int], output_indices: Sequence[int]) -> npt.NDArray[np.float64]:
+    """`uniform` for each row, [R]. Raises ValueError if the two lengths differ."""
+    draws = (uniform(seed, index) for seed, index in zip(seeds, output_indices, strict=True))
+    return np.fromiter(draws, dtype=np.float64, count=len(seeds))

@@ -16,12 +16,10 @@ _FIRST_CAPACITY = 64
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Whether sampling with these settings needs a History."""
     return params.repetition_penalty != 1 or counts_output(params) or bool(params.banned_sequences)
 
 
 def counts_output(params: SamplingParams) -> bool:
-    """Whether the counts of output tokens matter."""
     return params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
@@ -32,7 +30,7 @@ class History:
     vocabulary are part of the text but are never counted.
     """
 
-    __slots__ = ("_counts", "_ids", "_output", "_places", "_prompt", "_prompt_ids", "_vocab_size")
+    __slots__ = ("_counts", "_ids", "_output", "_positions", "_prompt", "_prompt_ids", "_vocab_size")
 
     def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
         self._prompt = tuple(prompt)
@@ -41,7 +39,7 @@ class History:
         self._vocab_size = vocab_size
         self._output: list[int] = []
         # The index of each output id in the two arrays, which have room to grow.
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         self._ids: Ids = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self._counts: Counts = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
 
@@ -53,30 +51,28 @@ class History:
     @property
     def output_ids(self) -> Ids:
         """The different ids of the output, in order of first occurrence."""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._positions)]
 
     @property
     def output_counts(self) -> Counts:
         """The count of each of `output_ids`; a view that the next `append` may change."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._positions)]
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Add tokens to the output."""
         for token_id in token_ids:
             self._output.append(token_id)
             if self.has_id(token_id):
                 self._count(token_id)
 
     def _count(self, token_id: int) -> None:
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):
+        index = self._positions.setdefault(token_id, len(self._positions))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token_id
-        self._counts[place] += 1
+        self._ids[index] = token_id
+        self._counts[index] += 1
 
     def ends_with(self, token_ids: Sequence[int]) -> bool:
-        """Whether these are the last tokens of prompt and output together."""
         num_tokens = len(token_ids)
         num_output = min(num_tokens, len(self._output))
         num_prompt = num_tokens - num_output
@@ -89,12 +85,11 @@ class History:
         """This text with tokens behind it that may never be part of it. Valid until the next `append`."""
         return Continuation(self, token_ids) if token_ids else self
 
-    def place_of(self, token_id: int) -> int | None:
+    def index_of(self, token_id: int) -> int | None:
         """The index of an id in `output_ids`; None if it has not occurred."""
-        return self._places.get(token_id)
+        return self._positions.get(token_id)
 
     def has_id(self, token_id: int) -> bool:
-        """Whether an id is inside the vocabulary."""
         return 0 <= token_id < self._vocab_size
 
 
@@ -108,25 +103,22 @@ class Continuation:
         self._token_ids = tuple(token_ids)
         known, new = history.output_counts.copy(), dict[int, int]()
         for token_id in filter(history.has_id, token_ids):
-            place = history.place_of(token_id)
-            if place is None:
+            index = history.index_of(token_id)
+            if index is None:
                 new[token_id] = new.get(token_id, 0) + 1
             else:
-                known[place] += 1
+                known[index] += 1
         self.output_ids: Ids = np.concatenate([history.output_ids, np.array(list(new), dtype=np.int32)])
         self.output_counts: Counts = np.concatenate([known, np.array(list(new.values()), dtype=np.int32)])
 
     @property
     def prompt_ids(self) -> Ids:
-        """The different ids of the prompt, in any order."""
         return self._history.prompt_ids
 
     def followed_by(self, token_ids: Sequence[int]) -> Text:
-        """The same followed by still more tokens."""
         return self._history.followed_by((*self._token_ids, *token_ids))
 
     def ends_with(self, token_ids: Sequence[int]) -> bool:
-        """Whether these are the last tokens of prompt and output together."""
         num_own = min(len(token_ids), len(self._token_ids))
         num_before = len(token_ids) - num_own
         own = self._token_ids[len(self._token_ids) - num_own :]

@@ -12,9 +12,8 @@ import numpy as np
 from headrace.backend.cuda.greedy import most_likely
 from headrace.backend.transfer import to_device
 from headrace.sampling.adjustment import Mask, apply_adjustments, plan_adjustment
-from headrace.sampling.draw import NO_TOKEN, draw
+from headrace.sampling.draw import NO_TOKEN, draw, uniforms
 from headrace.sampling.history import Text, needs_history
-from headrace.sampling.random_stream import uniforms
 from headrace.sampling.rows import in_order, pick, row_sums
 from headrace.sampling.truncation import Candidates, truncate
 from headrace.types.request import SamplingParams
@@ -47,7 +46,6 @@ class SamplingRow:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the row is sampled from changed logits."""
         params = self.params
         has_ids = params.allowed_token_ids is not None or params.banned_token_ids or params.logit_bias
         is_limited = self.mask is not None or self.output_index < params.min_tokens
@@ -89,8 +87,8 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         groups.append((greedy, most_likely(pick(logits, greedy), NO_TOKEN)))
     if random:
         chosen = [rows[row] for row in random]
-        places = uniforms([row.params.seed for row in chosen], [row.output_index for row in chosen])
-        groups.append((random, draw(random_distribution(pick(logits, random), chosen), places)))
+        numbers = uniforms([row.params.seed for row in chosen], [row.output_index for row in chosen])
+        groups.append((random, draw(random_distribution(pick(logits, random), chosen), numbers)))
     return in_order(groups) if groups else mx.zeros((0,), dtype=mx.int32)
 
 

@@ -39,7 +39,6 @@ class Candidates:
     top_p: tuple[float, ...]
 
     def pick(self, rows: Sequence[int]) -> Candidates:
-        """The given rows only."""
         return Candidates(
             logits=pick(self.logits, rows),
             temperature=pick(self.temperature, rows),

@@ -51,8 +51,8 @@ class StepTimeModel:
         """By powers of two of the rows."""
         self._token_s = RecentTimes[int]()
         """By powers of two of the depth."""
-        self._piece_s = RecentTimes[None]()
-        self._last: _Piece | None = None
+        self._chunk_s = RecentTimes[None]()
+        self._last: _ChunkTime | None = None
         self._largest = 0
         """Tokens of the largest chunk so far."""
         self._num_mixed = 0
@@ -66,20 +66,20 @@ class StepTimeModel:
             return
         self._num_mixed += 1
         depth += _SHALLOW
-        piece = _Piece(num_prompt_tokens, depth, max(0.0, duration_s - self.decode_step_s(num_rows)))
-        if self._last is not None and (fixed_s := piece.fixed_s(self._last)) is not None:
-            self._piece_s.add(None, fixed_s)
-        self._last, self._largest = piece, max(self._largest, num_prompt_tokens)
-        self._token_s.add(depth.bit_length(), max(0.0, piece.seconds - self.piece_s) / num_prompt_tokens)
+        chunk = _ChunkTime(num_prompt_tokens, depth, max(0.0, duration_s - self.decode_step_s(num_rows)))
+        if self._last is not None and (fixed_s := chunk.fixed_s(self._last)) is not None:
+            self._chunk_s.add(None, fixed_s)
+        self._last, self._largest = chunk, max(self._largest, num_prompt_tokens)
+        self._token_s.add(depth.bit_length(), max(0.0, chunk.seconds - self.chunk_s) / num_prompt_tokens)
 
     def decode_step_s(self, num_rows: int) -> float:
         """Seconds of a step that only decodes `num_rows` rows; 0 if never measured."""
         return median_low(_nearest(self._plain_s, num_rows))
 
     @property
-    def piece_s(self) -> float:
+    def chunk_s(self) -> float:
         """Fixed seconds that a prompt chunk adds to a step; 0 if never measured."""
-        return self._piece_s.usual(None) or 0.0
+        return self._chunk_s.usual(None) or 0.0
 
     def prompt_token_s(self, depth: int = 0) -> float:
         """Seconds per prompt token beyond that; 0 if never measured."""
@@ -103,7 +103,7 @@ class StepTimeModel:
         if not self._plain_s.known() or self._num_mixed >= REMEASURE_EVERY:
             return 0
         budget = self._tokens_within(self.spare_s(num_rows, slowdown), chunk_tokens, depth)
-        is_half = self._num_mixed % 2 if self._piece_s.usual(None) is None else self._num_mixed == REMEASURE_EVERY - 1
+        is_half = self._num_mixed % 2 if self._chunk_s.usual(None) is None else self._num_mixed == REMEASURE_EVERY - 1
         return -(-budget // 2) if is_half else budget
 
     def budget_within(self, limit_s: float, chunk_tokens: int, depth: int = 0) -> int:
@@ -116,29 +116,29 @@ class StepTimeModel:
         At most four times as many as in the largest chunk so far, because extrapolation is unsafe, and at least one
         grid block while the fixed cost is unknown.
         """
-        tokens_s, token_s = max(limit_s - self.piece_s, self.piece_s), self.prompt_token_s(depth)
+        tokens_s, token_s = max(limit_s - self.chunk_s, self.chunk_s), self.prompt_token_s(depth)
         affordable = chunk_tokens if token_s * chunk_tokens <= tokens_s else int(tokens_s / token_s)
-        if self._piece_s.usual(None) is None:
+        if self._chunk_s.usual(None) is None:
             affordable = max(affordable, PREFILL_GRID)
         return min(chunk_tokens, max(PREFILL_GRID, 4 * self._largest), max(1, affordable))
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ChunkTime:
     """The prompt tokens of one step, and the time they added to it."""
 
     num_tokens: int
     depth: int
     seconds: float
 
-    def fixed_s(self, other: _Piece) -> float | None:
+    def fixed_s(self, other: _ChunkTime) -> float | None:
         """The fixed cost by a line through two chunks; None if they are too similar.
 
         Chunks at different depths differ in their cost per token, too.
         """
         if self.depth.bit_length() != other.depth.bit_length():
             return None
-        small, large = sorted((self, other), key=lambda piece: piece.num_tokens)
+        small, large = sorted((self, other), key=lambda chunk: chunk.num_tokens)
         if 3 * small.num_tokens > 2 * large.num_tokens:
             return None
         slope = (large.seconds - small.seconds) / (large.num_tokens - small.num_tokens)

@@ -75,7 +75,6 @@ class DepthPlanner:
         return found
 
     def is_due(self, rows: Sequence[DraftForecast]) -> bool:
-        """Whether to look for drafts for the next step."""
         return self._budget >= self._due_at and not self._is_timing(rows)
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
@@ -181,9 +180,9 @@ def _cut_numbers(num_drafts: int, num_rows: int) -> tuple[int, ...]:
 def _ranked(rows: Sequence[DraftForecast]) -> list[_Draft]:
     """All drafts by falling survival; each row's in order."""
     drafts = [
-        _Draft(survival, number, place if row.uses_head else 0)
+        _Draft(survival, number, depth if row.uses_head else 0)
         for number, row in enumerate(rows)
-        for place, survival in enumerate(row.survival, start=1)
+        for depth, survival in enumerate(row.survival, start=1)
     ]
     return sorted(drafts, key=itemgetter(0), reverse=True)
 
@@ -202,5 +201,4 @@ def _num_context(rows: Sequence[DraftForecast]) -> int:
 
 
 def _head_depth(rows: Sequence[DraftForecast], depths: Sequence[int]) -> int:
-    """Consecutive passes of the head for these drafts."""
     return max([depth for row, depth in zip(rows, depths, strict=True) if row.uses_head], default=0)

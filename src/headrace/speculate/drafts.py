@@ -32,15 +32,15 @@ class DraftBatch:
         """To be evaluated before reading."""
         return self._fetched.arrays
 
-    def places(self, row: int, num_drafts: int) -> list[int]:
-        """Indices of a sequence's first drafts."""
+    def indices(self, row: int, num_drafts: int) -> list[int]:
+        """Of a sequence's first drafts."""
         return [start + row for start in self._starts[:num_drafts]]
 
     def read(self, row: int, num_drafts: int) -> tuple[int, ...]:
         """A sequence's first drafts; waits for the device once for all."""
         if self._read is None:
             self._read = self._fetched.read()
-        return tuple([self._read[place] for place in self.places(row, num_drafts)])
+        return tuple([self._read[index] for index in self.indices(row, num_drafts)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class Drafts:
         return self.batch.read(self.row, self.num_drafts)
 
     def first(self, num_drafts: int) -> Drafts:
-        """At most the first `num_drafts` of them."""
         if num_drafts >= self.num_drafts:
             return self
         known = None if self.known is None else self.known[:num_drafts]
@@ -100,5 +99,5 @@ def packed_ids(windows: Sequence[tuple[Sequence[int], Drafts]]) -> mx.array | No
         num_known += num_here
         if drafts.batch is not None and is_on_device:
             start = starts[id(drafts.batch)]
-            order += [start + place for place in drafts.batch.places(drafts.row, drafts.num_drafts)]
+            order += [start + index for index in drafts.batch.indices(drafts.row, drafts.num_drafts)]
     return pick(mx.concatenate([to_device(known, mx.int32), *[batch.ids for batch in batches.values()]]), order)

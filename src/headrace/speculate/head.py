@@ -50,11 +50,11 @@ class HeadDrafter:
         return self._head.num_new_variants
 
     def num_pending(self, state: SequenceState) -> int:
-        """Computed tokens that the head has not processed."""
+        """Tokens whose hidden states the head has not processed."""
         return state.length - self._head.hidden_of(state).num_folded
 
     def catch_up(self, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None = None) -> None:
-        """Let the head process its pending hidden states; the last known token is left for `draft`."""
+        """Process the pending hidden states; the last known token is left for `draft`."""
         self.catch_up_together([(state, token_ids, media)])
 
     def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
@@ -63,7 +63,7 @@ class HeadDrafter:
             (state, token_ids, state.length, media) for state, token_ids, media in rows if self.num_pending(state) > 0
         ]
         if behind:
-            self._read(behind, launch=True)
+            self._process(behind, launch=True)
 
     def skip(self, state: SequenceState) -> None:
         """Drop the pending hidden states of a sequence whose head has failed."""
@@ -77,20 +77,20 @@ class HeadDrafter:
         assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "the first want most"
         for row in rows:
             row.state.reserve(row.num_drafts)
-        unread = [(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows]
-        outputs = self._read(unread, launch=False)
+        pending = [(row.state, row.token_ids, row.state.length + 1, row.media) for row in rows]
+        outputs = self._process(pending, launch=False)
         is_greedy = all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows)
-        drafts, counts = [most_likely(outputs.logits, 0) if is_greedy else _guess(outputs, rows, 0)], [len(rows)]
-        for place in range(1, rows[0].num_drafts):
-            going_on = [row for row in rows if row.num_drafts > place]
-            entries = [_entries(row.state, row.state.length + place, (0,), row.media) for row in going_on]
+        drafts, counts = [most_likely(outputs.logits, 0) if is_greedy else _sampled(outputs, rows, 0)], [len(rows)]
+        for depth in range(1, rows[0].num_drafts):
+            deeper = [row for row in rows if row.num_drafts > depth]
+            entries = [_entries(row.state, row.state.length + depth, (0,), row.media) for row in deeper]
             count = len(entries)
             outputs = self._head.read(entries, outputs.rows[None, :count], drafts[-1][:count], launch=False)
-            drafts.append(most_likely(outputs.logits, 0) if is_greedy else _guess(outputs, going_on, place))
+            drafts.append(most_likely(outputs.logits, 0) if is_greedy else _sampled(outputs, deeper, depth))
             counts.append(count)
         return DraftBatch(drafts[0] if len(drafts) == 1 else mx.concatenate(drafts), counts)
 
-    def _read(
+    def _process(
         self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]], *, launch: bool
     ) -> HeadOutputs:
         """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media."""
@@ -114,9 +114,9 @@ def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: 
     return HeadEntries(state, start, token_ids, None if media is None else media(start, start + len(token_ids)))
 
 
-def _guess(outputs: HeadOutputs, rows: Sequence[HeadRow], place: int) -> mx.array:
-    """A token for each row, drawn as the place in the window will be, but for penalties of earlier drafts."""
-    settings = [replace(row.settings, output_index=row.settings.output_index + place) for row in rows]
+def _sampled(outputs: HeadOutputs, rows: Sequence[HeadRow], depth: int) -> mx.array:
+    """A token for each row, sampled as its position will be verified, but for penalties of earlier drafts."""
+    settings = [replace(row.settings, output_index=row.settings.output_index + depth) for row in rows]
     return draw_drafts(outputs.logits, settings)
 
 

@@ -46,7 +46,6 @@ class NgramDrafter:
         return len(self._tokens)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Add committed tokens to the text."""
         tokens, earlier, newest = self._tokens, self._earlier, self._newest
         for token_id in token_ids:
             tokens.append(token_id)

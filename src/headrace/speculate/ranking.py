@@ -80,11 +80,9 @@ class Candidate:
 
     @property
     def uses_head(self) -> bool:
-        """Whether the head has to draft."""
         return len(self.drafts) > len(self.token_ids)
 
     def first(self, num_drafts: int) -> Candidate:
-        """At most the first drafts of it."""
         if num_drafts >= len(self.drafts):
             return self
         return Candidate(self.token_ids[:num_drafts], self.drafts[:num_drafts])

@@ -100,7 +100,6 @@ class StepTimes:
         return min(least + added, self._of_more(drafts))
 
     def _known(self) -> dict[Drafts, float]:
-        """The measured ratios."""
         if self._ratios is None:
             self._ratios = {drafts: usual for drafts, usual in self._times.known().items() if isinstance(drafts, tuple)}
         return self._ratios
@@ -127,5 +126,4 @@ def bucket(count: int) -> int:
 
 
 def _center(bucket: int) -> float:
-    """The count in the middle of a bucket."""
     return bucket if bucket <= 8 else 8 * 2 ** ((bucket - 8) / 4)

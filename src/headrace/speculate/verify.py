@@ -38,8 +38,8 @@ def window_rows(
     is ignored.
     masks: allowed tokens at each position, K + 1 of them; None without a constraint.
     """
-    places = range(len(drafts) + 1)
-    return [row_after(row, drafts[:place], masks[place] if masks is not None else None) for place in places]
+    numbers = range(len(drafts) + 1)
+    return [row_after(row, drafts[:number], None if masks is None else masks[number]) for number in numbers]
 
 
 def gained_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:
@@ -50,5 +50,5 @@ def gained_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...
     """
     if len(drawn) != len(drafts) + 1:
         raise ValueError(f"{len(drawn)} drawn tokens do not fit {len(drafts)} drafts")
-    num_right = next((place for place, draft in enumerate(drafts) if draft != drawn[place]), len(drafts))
+    num_right = next((number for number, draft in enumerate(drafts) if draft != drawn[number]), len(drafts))
     return tuple(drawn[: num_right + 1])

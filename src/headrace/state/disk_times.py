@@ -27,21 +27,17 @@ class DiskTimes:
         self._byte_s = RecentTimes[None]()
 
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
-        """A step with this many prompt tokens took this long."""
         if num_tokens >= _LEAST_TOKENS and duration_s > 0:
             self._token_s.add(None, duration_s / num_tokens)
 
     def observe_read(self, num_bytes: int, duration_s: float) -> None:
-        """Reading and checking this many bytes took this long."""
         if num_bytes >= _LEAST_BYTES and duration_s > 0:
             self._byte_s.add(None, duration_s / num_bytes)
 
     def compute_s(self, num_tokens: int) -> float:
-        """Seconds to compute this many prompt tokens."""
         return num_tokens * (self._token_s.usual(None) or 1 / self._prefill_tokens_per_s)
 
     def read_s(self, num_bytes: int, num_files: int) -> float:
-        """Seconds to read this many bytes from this many files."""
         return READ_START_S + num_files * FILE_S + num_bytes * (self._byte_s.usual(None) or 1 / READ_BYTES_PER_S)
 
     def timeout_s(self, num_tokens: int, num_bytes: int, num_files: int) -> float:
