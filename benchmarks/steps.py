@@ -31,7 +31,7 @@ class OurSteps:
     """Steps of a model that runs packed ones."""
 
     def __init__(self, packed: PackedModel, vocab_size: int, chunk_tokens: int, *, runs_ahead: bool = False) -> None:
-        """chunk_tokens: of prompts, at most so many in a step. runs_ahead: see `engine/ahead.py`."""
+        """chunk_tokens: of prompts, at most so many in a step. runs_ahead: see `engine/forward.py`."""
         self._packed = packed
         self._vocab_size = vocab_size
         self._chunk_tokens = chunk_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -13,22 +12,22 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.backend import device
-from headrace.engine.ahead import computed, launch_next, take_over
-from headrace.engine.draws import Draws, LogitPosition
+from headrace.engine.drafting import StepReports
+from headrace.engine.draws import Draws
 from headrace.engine.failures import boundary, failures_of, isolate, not_drawn
 from headrace.engine.features import Features
+from headrace.engine.forward import confirm, launch_next, logits_of
 from headrace.engine.pool import PrefixCache
 from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
 from headrace.models.query_recorder import QueryRecorder
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
-from headrace.speculate.drafts import packed_ids
-from headrace.speculate.speculator import Speculator, Verified
+from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.request import GenerationRequest
@@ -60,7 +59,7 @@ class Runner:
         features: None for a text model.
         pool: where states are, if made elsewhere.
         records_queries: see `recorded`.
-        ahead: launch steps ahead where possible, see `launch_next`.
+        ahead: launch steps ahead where possible (async scheduling), see `launch_next`.
         """
         assert not (ahead and records_queries), "recorded queries wait for their tokens"
 
@@ -76,10 +75,7 @@ class Runner:
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
         """Sequences that have gained tokens in the last step."""
-        self._known_at = self._afterwards_s = 0.0
-        """When the last step's tokens were known, and what passed from then on until it was drafted for."""
-        self._is_mixed = True
-        """Whether the last step held more than decoding rows, or failed: what passed behind it tells nothing then."""
+        self._reports = StepReports(speculator)
 
     @property
     def state_bytes(self) -> int:
@@ -121,8 +117,7 @@ class Runner:
         if plan.preempted:
             self._preempt(plan.preempted)
         failures: list[ChunkFailure] = []
-        was_mixed, self._is_mixed = self._is_mixed, True
-        started = time.monotonic()
+        self._reports.begin()
         windows = self._open(plan.chunks, requests, failures)
         if not windows:
             return StepResult((), tuple(failures))
@@ -138,8 +133,7 @@ class Runner:
             self._prefixes.evict(sys.maxsize)
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
-        self._known_at = time.monotonic()
-        self._report(windows, self._afterwards_s + self._known_at - started, was_mixed=was_mixed)
+        self._reports.finish(windows)
 
         def fail(window: Window, error: Exception) -> list[ChunkResult]:
             _log_failure(window.chunk, error)
@@ -241,16 +235,12 @@ class Runner:
 
     def _compute(self, windows: Sequence[Window]) -> None:
         """Compute the windows' results with at most one forward and one wait for the device."""
-        new = [one for one in windows if one.ahead is None]
-        rows = [one.row for one in new]
-        parts = computed(windows)
-        if new:
-            parts.append(self._forward(new, rows, sum(part.shape[0] for part in parts)))
-        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        rows = [one.row for one in windows if one.ahead is None]
+        logits = logits_of(self._model, windows, rows)
         if any(one.is_limited for one in windows):
             # The device computes while masks are made for it.
             mx.async_eval(logits)
-        positions = isolate(windows, Window.positions, _draw_nothing)
+        positions = isolate(windows, Window.positions, Window.fail)
         draws = Draws(logits, [position for of_one in positions for position in of_one])
         states = self._model.unevaluated(rows)
         prompts = [one for one in windows if one.chunk.output_index == 0]
@@ -282,18 +272,6 @@ class Runner:
             [one.live.row for one in windows if one.num_draws]
         )
 
-    def _forward(self, windows: Sequence[Window], rows: Sequence[Row], lo: int) -> mx.array:
-        """Logits of windows not computed yet; the first of them is row `lo` of the step's."""
-        picks: list[int] = []
-        num_tokens = 0
-        for one in windows:
-            one.lo = lo + len(picks)
-            num_tokens += one.num_tokens
-            picks += range(num_tokens - one.num_logits, num_tokens)
-        ids = packed_ids([(one.chunk.token_ids, one.drafts) for one in windows])
-        # unused logits are never computed: only what is evaluated is
-        return self._model.forward(rows, picks or [num_tokens - 1], ids)
-
     def _take_over(self, failures: list[ChunkFailure], window: Window) -> list[ChunkResult]:
         """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
         if window.error is not None:
@@ -317,7 +295,7 @@ class Runner:
         if chunk.forks:
             results += self._fork(window, failures)
         if live.ahead is not None:
-            take_over(live, token_ids[-1])
+            confirm(live, token_ids[-1])
         if is_drawn:
             live.grow(token_ids)
         return results
@@ -332,7 +310,7 @@ class Runner:
             one.is_committed = True
         self._catch_up([one.live for one in prompts])
         with self._pool.together():
-            isolate(prompts, self._keep_prompt, _note_error)
+            isolate(prompts, self._keep_prompt, Window.fail)
 
     def _keep_prompt(self, window: Window) -> None:
         """Hand over copies of what a chunk of a prompt has computed; they are stored once a token is drawn."""
@@ -374,36 +352,8 @@ class Runner:
             return {}
         lives = [self._live[each] for each in gained]
         self._speculator.draft(lives)
-        self._afterwards_s = time.monotonic() - self._known_at
+        self._reports.drafted()
         return {each: live.row.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
-
-    def _report(self, windows: Sequence[Window], seconds: float, *, was_mixed: bool) -> None:
-        """Report the results of a step's drafts; it took `seconds`.
-
-        That is the time between the last step's tokens and its own, because the device may have computed all the while,
-        without the time in which the loop looks for other work.
-        """
-        if self._speculator is None:
-            return
-        verified = [
-            Verified(
-                one.live.drafted,
-                one.num_drafts,
-                max(0, len(one.gained) - 1),
-                one.gained[-1].token_id in one.live.request.stop_token_ids,
-            )
-            for one in windows
-            if one.chunk.output_index > 0 and one.live.drafted is not None and one.gained
-        ]
-        was_ahead = [one.ahead is not None for one in windows]
-        self._is_mixed = len(verified) < len(windows) or (any(was_ahead) and not all(was_ahead))
-        self._speculator.report(
-            verified,
-            seconds,
-            is_mixed=was_mixed or self._is_mixed,
-            was_ahead=all(was_ahead),
-            goes_ahead=any(one.live.is_ahead for one in windows),
-        )
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         """Drop the states of ended sequences; what they computed stays in the prefix cache."""
@@ -438,16 +388,6 @@ class Runner:
 
 def _log_failure(chunk: Chunk, error: Exception) -> None:
     logger.error("the row of %s failed", chunk.sequence_id, exc_info=error)
-
-
-def _note_error(window: Window, error: Exception) -> None:
-    """The row fails when the step is taken over."""
-    window.error = error
-
-
-def _draw_nothing(window: Window, error: Exception) -> list[LogitPosition]:
-    window.error = error
-    return []
 
 
 def _forget_answer(live: LiveSequence, error: Exception) -> None:

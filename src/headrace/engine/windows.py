@@ -223,6 +223,11 @@ class Window:
         own = logits[self.lo : self.lo + self.num_logits]
         return PromptScores(own, self.following, self.live.request.num_prompt_logprobs or 0)
 
+    def fail(self, error: Exception) -> list[LogitPosition]:
+        """Let the row fail when the step's results are taken over; nothing is drawn for it."""
+        self.error = error
+        return []
+
     def take(self, drawn: Sequence[Drawn]) -> None:
         """Set the result from what was drawn at `positions`."""
         num_own = len(drawn) - len(self.chunk.forks)

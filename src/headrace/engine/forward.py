@@ -1,4 +1,7 @@
-"""Async scheduling: launches a step before the last one's tokens are read, so that the device stays busy."""
+"""Logits of a step's windows, and the launch of the next step before this one's tokens are read.
+
+The latter (async scheduling) keeps the device busy.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,37 @@ import mlx.core as mx
 
 from headrace.engine.draws import Draws
 from headrace.engine.windows import Ahead, LiveSequence, Window
-from headrace.models.packed import PackedModel
+from headrace.models.packed import PackedModel, Row
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.rows import pick
+from headrace.speculate.drafts import packed_ids
+
+
+def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]) -> mx.array:
+    """`[n, vocab_size]`, with each window's `lo` its first row among them. rows: of the windows not computed ahead."""
+    parts: list[mx.array] = []
+    picks: list[int] = []
+    lo = num_tokens = 0
+    launched: dict[int, list[Window]] = {}
+    for one in windows:
+        if one.ahead is not None:
+            launched.setdefault(id(one.ahead.logits), []).append(one)
+    for together in launched.values():
+        found = [one.ahead for one in together if one.ahead is not None]
+        parts.append(pick(found[0].logits, [ahead.row for ahead in found]))
+        for number, one in enumerate(together):
+            one.lo = lo + number
+        lo += len(together)
+    if rows:
+        new = [one for one in windows if one.ahead is None]
+        for one in new:
+            one.lo = lo + len(picks)
+            num_tokens += one.num_tokens
+            picks += range(num_tokens - one.num_logits, num_tokens)
+        ids = packed_ids([(one.chunk.token_ids, one.drafts) for one in new])
+        # unused logits are never computed: only what is evaluated is
+        parts.append(model.forward(rows, picks or [num_tokens - 1], ids))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
@@ -19,7 +50,7 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
     states: of the windows' own step, still to be evaluated.
 
     Rows may join or leave meanwhile: each row keeps its logits until its next chunk. A state takes the token like a
-    draft, because an answer may end with this one; see `take_over`.
+    draft, because an answer may end with this one; see `confirm`.
     """
     mx.async_eval(draws.arrays(), states)
     for one in windows:
@@ -39,7 +70,7 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
         live.ahead = Ahead(logits, at)
 
 
-def take_over(live: LiveSequence, token_id: int) -> None:
+def confirm(live: LiveSequence, token_id: int) -> None:
     """Close the window of a token that was launched before it was known; one that ends the answer leaves nothing."""
     if token_id == NO_TOKEN:
         live.is_sound = False  # the state has continued from an invalid token
@@ -48,20 +79,3 @@ def take_over(live: LiveSequence, token_id: int) -> None:
         live.ahead = None
     else:
         live.state.commit(1)
-
-
-def computed(windows: Sequence[Window]) -> list[mx.array]:
-    """Logits that were computed ahead, with each window's `lo` its row among them."""
-    launched: dict[int, list[Window]] = {}
-    for one in windows:
-        if one.ahead is not None:
-            launched.setdefault(id(one.ahead.logits), []).append(one)
-    parts: list[mx.array] = []
-    lo = 0
-    for together in launched.values():
-        found = [one.ahead for one in together if one.ahead is not None]
-        parts.append(pick(found[0].logits, [ahead.row for ahead in found]))
-        for place, one in enumerate(together):
-            one.lo = lo + place
-        lo += len(together)
-    return parts
