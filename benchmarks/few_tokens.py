@@ -25,7 +25,7 @@ from benchmarks.cases import (
     sizes_of,
 )
 from benchmarks.references import Float64, double, largest_error
-from headrace.backend.cuda import activations, greedy, matmul, moe, norm
+from headrace.backend.cuda import matmul, moe, row_kernels
 from headrace.backend.device import DeviceKind
 
 _GROUP = 64
@@ -60,7 +60,7 @@ def _swiglu(sizes: LayerSizes, num_tokens: int) -> Case:
         form_here(),
         f"{num_tokens} × {sizes.inner_width}",
         3 * x.nbytes // 2,
-        Chain(x, lambda given, _: [activations.swiglu(given)]),
+        Chain(x, lambda given, _: [row_kernels.swiglu(given)]),
         lambda found: largest_error(found[0], wanted),
     )
 
@@ -76,7 +76,7 @@ def _sum_norm(sizes: LayerSizes, num_tokens: int) -> Case:
         form_here(),
         f"{num_tokens} × {x.shape[-1]}",
         4 * x.nbytes,
-        Chain(x, lambda given, _: list(norm.sum_norm(given, y, weight, eps))),
+        Chain(x, lambda given, _: list(row_kernels.sum_norm(given, y, weight, eps))),
         lambda found: max(largest_error(*pair) for pair in zip(found, wanted, strict=True)),
     )
 
@@ -189,6 +189,6 @@ def _most_likely(sizes: LayerSizes, num_rows: int) -> Case:
         form_here(),
         f"{num_rows} × {num_tokens}",
         logits.nbytes,
-        Chain(logits, lambda given, _: [greedy.most_likely(given, -1)]),
+        Chain(logits, lambda given, _: [row_kernels.most_likely(given, -1)]),
         lambda found: largest_error(found[0], wanted),
     )

@@ -27,7 +27,15 @@ from benchmarks.cases import (
 )
 from benchmarks.references import Float64, double, largest_error
 from headrace.backend.cuda import attention, delta
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaTable, Gate, ProjectedHeads, Projection, Stash, Weights
+from headrace.backend.cuda.shapes import (
+    LONGEST_WINDOW,
+    DeltaTable,
+    DeltaWeights,
+    Gate,
+    ProjectedHeads,
+    Projection,
+    Stash,
+)
 from headrace.backend.device import DeviceKind
 
 # Gated delta layers
@@ -37,7 +45,7 @@ def delta_layers(kind: DeviceKind) -> Iterator[Case]:
     """A step's rows from projection to norm, a chunk's inputs, and the gated norm."""
     sizes = sizes_of(kind)
     shape, heads = sizes.delta, sizes.delta.num_v_heads
-    weights = Weights(
+    weights = DeltaWeights(
         normal(sizes, shape.num_channels, shape.kernel_size, scale=0.3),
         mx.random.uniform(shape=(heads,)),
         normal(sizes, heads),
@@ -68,7 +76,7 @@ def _table(sizes: LayerSizes, num_slots: int) -> DeltaTable:
     )
 
 
-def _step(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int) -> Case:
+def _step(sizes: LayerSizes, weights: DeltaWeights, num_rows: int, num_tokens: int) -> Case:
     """One token of a row is certain; all those of the window before were accepted."""
     shape, context, replayed = sizes.delta, sizes.delta.kernel_size - 1, num_tokens - 1
     state_bytes = 4 * shape.num_v_heads * shape.head_v_dim * shape.head_k_dim
@@ -107,7 +115,7 @@ def _step(sizes: LayerSizes, weights: Weights, num_rows: int, num_tokens: int) -
     )
 
 
-def _prepare(sizes: LayerSizes, weights: Weights, num_tokens: int) -> Case:
+def _prepare(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Case:
     """A row without tokens so far."""
     shape, table = sizes.delta, _table(sizes, 1)
     x = normal(sizes, 1, num_tokens, shape.width)
@@ -132,7 +140,7 @@ def _prepare(sizes: LayerSizes, weights: Weights, num_tokens: int) -> Case:
     )
 
 
-def _gated_norm(sizes: LayerSizes, weights: Weights, num_tokens: int) -> Case:
+def _gated_norm(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Case:
     shape = sizes.delta
     x = normal(sizes, num_tokens, shape.num_v_heads, shape.head_v_dim)
     projected = normal(sizes, 1, num_tokens, shape.width)

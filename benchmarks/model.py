@@ -23,7 +23,7 @@ from headrace.cli.bench import make_folder
 from headrace.config import Parser
 from headrace.engine.memory import state_cost
 from headrace.engine.prepare import PREFILL_CHUNK
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 
 _SLOW_PEER_TOKENS = 512

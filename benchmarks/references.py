@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.shapes import DeltaShape, HeadShape, Projection, Stash, Weights
+from headrace.backend.cuda.shapes import DeltaShape, DeltaWeights, HeadShape, Projection, Stash
 
 Float64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -69,7 +69,7 @@ def scan(
     return y, state, kept
 
 
-def prepare(shape: DeltaShape, weights: Weights, projected: Float64, context: Float64) -> tuple[Float64, ...]:
+def prepare(shape: DeltaShape, weights: DeltaWeights, projected: Float64, context: Float64) -> tuple[Float64, ...]:
     """q, k, v, g, beta of one row's tokens, and its raw inputs with those before them."""
     num_tokens, num_k_heads, num_v_heads = len(projected), shape.num_k_heads, shape.num_v_heads
     raw = np.concatenate([context, projected[:, : shape.num_channels]])
@@ -89,7 +89,7 @@ def prepare(shape: DeltaShape, weights: Weights, projected: Float64, context: Fl
 
 def window(
     shape: DeltaShape,
-    weights: Weights,
+    weights: DeltaWeights,
     row: Sequence[int],
     projected: Float64,
     old_raw: Float64,
@@ -107,7 +107,7 @@ def window(
     return y[num_replay:], kept, raw, *(array[num_certain:] for array in news)
 
 
-def gated_norm(shape: DeltaShape, weights: Weights, y: Float64, projected: Float64) -> Float64:
+def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: Float64, projected: Float64) -> Float64:
     """`[1, T, Hv · Dv]`."""
     value_dim = shape.num_v_heads * shape.head_v_dim
     gates = projected[:, shape.z_at : shape.z_at + value_dim].reshape(y.shape)

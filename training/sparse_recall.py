@@ -26,8 +26,8 @@ from headrace.engine.sparse.select import CHUNK, NEIGHBOURS, select
 from headrace.models.load import load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
-from headrace.models.query_recorder import QueryRecorder
 from headrace.models.source import read_files
+from headrace.models.step import QueryRecorder
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from training.chat import encode

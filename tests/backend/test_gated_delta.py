@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from headrace.backend.delta_chunks import CHUNK
+from headrace.backend.delta_rule import CHUNK
 from headrace.backend.gated_delta import Form, Scan, scan
 from headrace.backend.kernels import Kernels
 

@@ -11,7 +11,7 @@ from benchmarks.host import host_work, num_host_steps
 from benchmarks.shapes import config_of, random_model
 from benchmarks.steps import OurSteps
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 
 

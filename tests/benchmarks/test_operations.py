@@ -16,10 +16,10 @@ import pytest
 from benchmarks.host import num_launches, operations
 from benchmarks.shapes import config_of, random_model
 from benchmarks.steps import Forwards
-from headrace.backend.cuda import limits
+from headrace.backend.cuda import kernel
 from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.sampling.sampler import SamplingRow, sample
 from headrace.types.request import SamplingParams
@@ -131,7 +131,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with CUDA, but that nothing is computed."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(CudaKernel, "__call__", stand_in)
-    monkeypatch.setattr(limits, "largest_block", lambda: 99 * 1024)
+    monkeypatch.setattr(kernel, "largest_block", lambda: 99 * 1024)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", placed)
 
 

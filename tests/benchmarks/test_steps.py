@@ -13,7 +13,7 @@ from benchmarks.model import ModelPlan, measure
 from benchmarks.shapes import config_of, random_model
 from benchmarks.steps import Forwards, PeerSteps
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 
 QUICK = {"dtype": "float32", "prefill": (24,), "decode": ((1, 16), (3, 16)), "num_repeats": 2, "num_steps": 2}

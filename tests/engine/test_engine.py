@@ -20,7 +20,7 @@ from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ContextTooLong, EngineDead, GenerationFailed, InvalidRequest, ModelError
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState

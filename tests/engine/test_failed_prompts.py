@@ -21,7 +21,7 @@ from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.load import LoadedModel
 from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget

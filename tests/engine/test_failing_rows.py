@@ -22,7 +22,7 @@ from headrace.backend.kernels import Kernels
 from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
 from headrace.grammar.constraint import DraftMasks
-from headrace.models.install import Level, choose_levels
+from headrace.models.levels import Level, choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler

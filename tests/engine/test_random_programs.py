@@ -25,7 +25,7 @@ from headrace.backend.kernels import Kernels
 from headrace.engine.disk_cache import DiskLoader
 from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler.stages import PromptStages
 from headrace.state.disk import DiskTier

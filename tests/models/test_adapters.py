@@ -15,8 +15,8 @@ from models.tiny_parts import LLAMA3, YARN
 from benchmarks.host import operations
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.backend.rope import RopeAngles
 from headrace.models.adapters import PackedRope, Tap, TappedNorm, packed_attention, rebind, takes, views_of, wrap_ropes
-from headrace.models.rope_angles import RopeAngles
 from headrace.models.step import KVReference, PackedStep, RowSpan, View, WindowMask
 from headrace.state.attention import FullAttentionState
 from headrace.state.sequence import SequenceState

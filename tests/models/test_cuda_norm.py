@@ -12,9 +12,9 @@ from models import tiny, tiny_fused
 
 from headrace.backend import blas
 from headrace.models.adapters import Restore, override_forward
-from headrace.models.install import choose_levels
-from headrace.models.mixers import cuda_norm
-from headrace.models.mixers.cuda_norm import SumNorm
+from headrace.models.levels import choose_levels
+from headrace.models.mixers import cuda_layers
+from headrace.models.mixers.cuda_layers import SumNorm
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -36,14 +36,14 @@ def fast_blas() -> Iterator[None]:
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
     """What norms make from here on."""
     made: list[mx.array] = []
-    plain = cuda_norm.sum_norm
+    plain = cuda_layers.sum_norm
 
     def noted(*arguments: Any) -> tuple[mx.array, mx.array]:
         found = plain(*arguments)
         made.append(found[0])
         return found
 
-    monkeypatch.setattr(cuda_norm, "sum_norm", noted)
+    monkeypatch.setattr(cuda_layers, "sum_norm", noted)
     return made
 
 

@@ -21,13 +21,12 @@ from benchmarks.host import operations
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models import compiled
-from headrace.models.fused import FusedHead
+from headrace.models.fused_linear import FusedHead
 from headrace.models.media import RowMedia
-from headrace.models.mixers import cuda_attention, cuda_layer
+from headrace.models.mixers import cuda_attention, cuda_layers
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
-from headrace.models.mixers.cuda_mlp import CudaMLP
-from headrace.models.mixers.cuda_moe import CudaMoE
+from headrace.models.mixers.cuda_layers import CudaMLP, CudaMoE
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.state.sequence import SequenceRecord, SequenceState
@@ -129,7 +128,7 @@ def classes(model: nn.Module) -> list[type]:
 
 def handing(model: nn.Module) -> list[bool]:
     """Which layers leave their residual sums to their parts."""
-    return [type(layer).__call__.__module__ == cuda_layer.__name__ for layer in model.layers]
+    return [type(layer).__call__.__module__ == cuda_layers.__name__ for layer in model.layers]
 
 
 def with_own_parts(model: nn.Module, name: str) -> list[bool]:

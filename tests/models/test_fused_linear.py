@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.host import operations
 from benchmarks.references import double
-from headrace.backend.cuda.activations import swiglu
-from headrace.models.fused import FusedLinear
+from headrace.backend.cuda.row_kernels import swiglu
+from headrace.models.fused_linear import FusedLinear
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from models.mixed_steps import MixedSteps
 from headrace.backend import blas
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
-from headrace.models.install import Level
+from headrace.models.levels import Level
 from headrace.models.load import load
 from headrace.models.mtp_head import HeadEntries, load_head
 from headrace.models.mtp_weights import find_head

@@ -18,7 +18,7 @@ from benchmarks.shapes import SHAPES, random_model
 from headrace.backend import blas
 from headrace.backend.device import Device
 from headrace.errors import ModelError
-from headrace.models.install import Level
+from headrace.models.levels import Level
 from headrace.models.load import LoadedModel, load
 from headrace.models.selfcheck import TOLERANCE
 from headrace.models.source import read_files

@@ -18,11 +18,11 @@ from models.embedding import embed
 from headrace.backend import blas, device
 from headrace.backend.kernels import Kernels
 from headrace.media.prompt import Block, media_positions
-from headrace.models.install import Level, choose_levels
+from headrace.models.levels import Level, choose_levels
 from headrace.models.load import LoadedModel, load
 from headrace.models.media import inputs_within, row_media
-from headrace.models.mrope import MropeSections, find_sections
 from headrace.models.packed import PackedModel, Row
+from headrace.models.positions import MropeSections, find_sections
 from headrace.models.source import read_files
 from headrace.models.vision import load_tower
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower

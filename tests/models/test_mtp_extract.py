@@ -13,9 +13,8 @@ from huggingface_hub import errors as hub
 from models import tiny, tiny_head
 
 from headrace.errors import ConfigError, ModelError
-from headrace.models import mtp_extract
-from headrace.models.mtp_extract import extract_head
-from headrace.models.mtp_weights import find_head
+from headrace.models import mtp_weights
+from headrace.models.mtp_weights import extract_head, find_head
 from headrace.models.source import read_files
 
 DENSE = "qwen3_5"
@@ -132,7 +131,7 @@ class Hub:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.asked: list[str] = []
-        patch.setattr(mtp_extract, "hf_hub_download", self.download)
+        patch.setattr(mtp_weights, "hf_hub_download", self.download)
 
     def download(self, repo_id: str, filename: str) -> str:
         assert repo_id == "owner/name"
@@ -178,6 +177,6 @@ def test_no_network_is_told_apart_from_a_missing_file(tmp_path: Path, monkeypatc
     def offline(repo_id: str, filename: str) -> str:
         raise hub.LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(mtp_extract, "hf_hub_download", offline)
+    monkeypatch.setattr(mtp_weights, "hf_hub_download", offline)
     with pytest.raises(ModelError, match="Hugging Face can't be reached"):
         extract_head("owner/name", tmp_path / "out")

@@ -15,8 +15,8 @@ from models.tiny_head import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
-from headrace.models.fused import FusedHead
-from headrace.models.install import choose_levels
+from headrace.models.fused_linear import FusedHead
+from headrace.models.levels import choose_levels
 from headrace.models.media import entry_at
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mtp_head import HeadEntries, MtpHead, load_head

@@ -15,7 +15,7 @@ from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.install import Level
+from headrace.models.levels import Level
 from headrace.models.selfcheck import check
 
 NUM_GREEDY = 64

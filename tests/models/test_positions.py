@@ -12,7 +12,7 @@ from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.media import RowMedia
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions

@@ -17,7 +17,7 @@ from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.engine.memory import sample_state
 from headrace.errors import ModelError
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.preview import foresee, preview_on_hub
 from headrace.models.purpose import purpose_by_name

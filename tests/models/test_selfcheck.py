@@ -15,7 +15,7 @@ from models.mixed_steps import MixedSteps
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
-from headrace.models.install import Level, choose_levels
+from headrace.models.levels import Level, choose_levels
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.selfcheck import LENGTH, TOLERANCE, WITHOUT_KERNELS, Checked, Margin, check, run_reference
 

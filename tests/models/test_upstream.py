@@ -76,10 +76,10 @@ import resource
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
 wanted = 5000 if before[1] == resource.RLIM_INFINITY or before[1] >= 5000 else before[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, before[1]))
-from headrace.backend import limits
+from headrace.backend import device
 import headrace.models.load
 lowered = resource.getrlimit(resource.RLIMIT_NOFILE)
-given = limits.restore_open_files()
+given = device.restore_open_files()
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 print(lowered == (2048, 4096), soft == given == (wanted if hard == before[1] else min(wanted, 4096)))
 """

@@ -11,7 +11,7 @@ from models import tiny, tiny_head
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.mtp_head import MtpHead, load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel

@@ -16,7 +16,7 @@ from models import tiny
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.install import Level, choose_levels
+from headrace.models.levels import Level, choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool

@@ -22,7 +22,7 @@ from state.toy_layers import VOCAB, Array
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord

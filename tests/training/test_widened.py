@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 from benchmarks import shapes
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.mtp_head import HeadEntries, load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel, Row

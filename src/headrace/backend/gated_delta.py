@@ -18,7 +18,7 @@ from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_kernel
 
 from headrace.backend.cuda import delta as cuda_delta
 from headrace.backend.cuda.shapes import Prepared
-from headrace.backend.delta_chunks import Tokens, chunked
+from headrace.backend.delta_rule import Tokens, chunked, fused_step, sequential
 
 _KERNEL_LANES = 32
 """mlx-lm's Metal kernel spreads Dk over the lanes of a SIMD group and can't do other widths."""
@@ -72,65 +72,10 @@ def scan(
     if form == "metal":
         return _in_two(_metal, tokens, state, keep)
     if form == "fused":
-        return _sequential(_fused_step, tokens, state, keep)
+        return Scan(*sequential(fused_step, tokens, state, keep))
     if form == "reference":
-        return _sequential(_gated_delta_step_ops, tokens.per_value_head(), state, keep)
+        return Scan(*sequential(_gated_delta_step_ops, tokens.per_value_head(), state, keep))
     raise ValueError(f"unknown form {form!r} of the gated delta rule")
-
-
-# One token after the other
-
-_Step = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
-
-
-def _sequential(step: _Step, tokens: Tokens, state: mx.array, keep: int | None) -> Scan:
-    kept, outputs = (state if keep == 0 else None), []
-    for t in range(tokens.q.shape[1]):
-        token = tokens.at(t)
-        y, state = step(token.q, token.k, token.v, token.g, token.beta, state)
-        outputs.append(y)
-        if keep == t + 1:
-            kept = state
-    y = outputs[0][:, None] if len(outputs) == 1 else mx.stack(outputs, axis=1)
-    return Scan(y, state, kept)
-
-
-@mx.compile
-def _fused_step(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """One token, reading the state once for k and q together: y = g S q + (k·q) delta needs no second pass.
-
-    q, k: [B, Hk, Dk], v: [B, Hv, Dv], g, beta: [B, Hv], state: [B, Hv, Dv, Dk].
-    """
-    rows, num_heads, value_dim, key_dim = state.shape
-    num_key_heads = k.shape[1]
-    by_key_head = state.reshape(rows, num_key_heads, -1, key_dim)
-    key_and_query = mx.stack([k, q], axis=2).astype(mx.float32)
-    read = key_and_query @ by_key_head.swapaxes(-1, -2)
-    read = read.reshape(rows, num_key_heads, 2, -1, value_dim)
-    key_and_query = mx.repeat(key_and_query, num_heads // num_key_heads, axis=1)
-    old_k = read[:, :, 0].reshape(rows, num_heads, value_dim)
-    old_q = read[:, :, 1].reshape(rows, num_heads, value_dim)
-    y, new_state = _rank_one(old_k, old_q, key_and_query[:, :, 0], key_and_query[:, :, 1], v, g, beta, state)
-    return y.astype(q.dtype), new_state
-
-
-def _rank_one(
-    old_k: mx.array,
-    old_q: mx.array,
-    k: mx.array,
-    q: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """The update once S k and S q are known, compiled so that the state is passed over once."""
-    g, beta = g[..., None], beta[..., None]
-    delta = (v - g * old_k) * beta
-    y = g * old_q + (k * q).sum(axis=-1, keepdims=True) * delta
-    return y, g[..., None] * state + delta[..., None] * k[..., None, :]
 
 
 # GPUs
@@ -156,8 +101,7 @@ def _cuda(tokens: Tokens, state: mx.array, keep: int | None) -> Scan:
 def _metal(tokens: Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
     """mlx-lm's kernel where its shape allows, else the reference."""
     if tokens.k.shape[-1] % _KERNEL_LANES:
-        result = _sequential(_gated_delta_step_ops, tokens.per_value_head(), state, None)
-        return result.y, result.end_state
+        return sequential(_gated_delta_step_ops, tokens.per_value_head(), state, None)[:2]
     y, end_state = gated_delta_kernel(tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, state)
     return y, end_state
 

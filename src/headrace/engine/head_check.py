@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.backend import blas, device, limits
+from headrace.backend import blas, device
 from headrace.config import Config
 from headrace.engine.prepare import model_files
 from headrace.errors import ModelError
@@ -60,7 +60,7 @@ def load_head_check(config: Config, texts: Sequence[Sequence[int]], tokens: Toke
     tokens: the tokenizer's.
     """
     blas.install(config.models.numerics)
-    limits.restore_open_files()
+    device.restore_open_files()
     here = device.current()
     files, models = model_files(config), config.models
     weights = find_head(files)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from headrace.backend import blas, device, limits
+from headrace.backend import blas, device
 from headrace.backend.device import Device
 from headrace.config import Config, set_up_libraries
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
@@ -60,7 +60,7 @@ def prepare(
     """Everything before the first request, on the engine's thread."""
     set_up_libraries()
     products = blas.install(config.models.numerics)
-    limits.restore_open_files()
+    device.restore_open_files()
     here = _current_device()
     files = model_files(config)
     knobs = config.engine

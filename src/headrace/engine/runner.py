@@ -24,7 +24,7 @@ from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
-from headrace.models.query_recorder import QueryRecorder
+from headrace.models.step import QueryRecorder
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
 from headrace.speculate.speculator import Speculator

@@ -14,7 +14,7 @@ from headrace.grammar.constraint import Constraint, Mask
 from headrace.models.media import RowMedia, entry_at
 from headrace.models.packed import Row
 from headrace.models.positions import TokenPositions
-from headrace.models.query_recorder import QueryRecorder
+from headrace.models.step import QueryRecorder
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.drafts import NOTHING, Drafts

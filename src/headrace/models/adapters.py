@@ -19,10 +19,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
+from headrace.backend.rope import RopeAngles, takes_angles
 from headrace.models.mixers.attention import attend
-from headrace.models.mrope import MropeSections
-from headrace.models.positions import TokenPositions
-from headrace.models.rope_angles import RopeAngles, takes_angles
+from headrace.models.positions import MropeSections, TokenPositions
 from headrace.models.step import KVReference, PackedStep, View, WindowMask
 from headrace.models.upstream import largest_rope_batch
 

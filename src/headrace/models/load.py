@@ -14,13 +14,12 @@ import mlx.core as mx
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
-from headrace.models.install import choose_levels
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.models.selfcheck import Checked, check
+from headrace.models.selfcheck import Checked, check, check_pictures
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
 from headrace.models.stored_files import check_files, norms_contradiction
 from headrace.models.vlm import load_vlm, runs_whole
-from headrace.models.vlm_check import check_pictures
 from headrace.models.weights import Loaded, has_text_model, hold, load_weights
 from headrace.types.model import TokenIds
 

@@ -19,7 +19,7 @@ from headrace.types.media import Bidirectional, MediaInput, PromptMedia
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MediaSpan:
+class EmbeddedSpan:
     """The tokens `lo` to `hi` of a row stand for an input or a part of it."""
 
     lo: int
@@ -37,7 +37,7 @@ class RowMedia:
     """
 
     positions: npt.NDArray[np.int32]
-    spans: tuple[MediaSpan, ...] = ()
+    spans: tuple[EmbeddedSpan, ...] = ()
     bidirectional: Bidirectional = Bidirectional.NOWHERE
 
     @property
@@ -65,7 +65,7 @@ def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes,
         rows = slice(lo - each.start, hi - each.start)
         whole = embedded[each.digest]
         part = MediaEmbeddings(whole.rows[rows], tuple(layer[rows] for layer in whole.deep))
-        spans.append(MediaSpan(lo - start, hi - start, part))
+        spans.append(EmbeddedSpan(lo - start, hi - start, part))
     return RowMedia(media_positions(media, start, end), tuple(spans), media.bidirectional)
 
 
@@ -106,7 +106,7 @@ def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.ND
 class StepMedia:
     """The spans of all rows of a step, at their indices among its packed tokens; not empty."""
 
-    spans: tuple[MediaSpan, ...]
+    spans: tuple[EmbeddedSpan, ...]
     num_tokens: int
 
     def embeddings(self, of_tokens: mx.array) -> mx.array:
@@ -134,11 +134,11 @@ class StepMedia:
 
 def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
     """The media of rows with these numbers of tokens; None if there are none."""
-    spans: list[MediaSpan] = []
+    spans: list[EmbeddedSpan] = []
     lo = 0
     for num_tokens, media in rows:
         for span in media.spans if media is not None else ():
-            spans.append(MediaSpan(lo + span.lo, lo + span.hi, span.embeddings))
+            spans.append(EmbeddedSpan(lo + span.lo, lo + span.hi, span.embeddings))
         lo += num_tokens
     return StepMedia(tuple(spans), lo) if spans else None
 

@@ -20,11 +20,12 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
-from headrace.models.install import Adapters, choose_levels
+from headrace.models.install import Adapters
+from headrace.models.levels import choose_levels
 from headrace.models.media import RowMedia, packed_positions, step_media
-from headrace.models.mrope import find_sections
 from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
+from headrace.models.positions import find_sections
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.models.weights import hold, listed, parameters_of
 from headrace.state.hidden import HiddenState

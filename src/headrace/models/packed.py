@@ -18,15 +18,13 @@ from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.adapters import views_of
 from headrace.models.compiled import CompiledSteps
-from headrace.models.install import Adapters, Level, Levels, windows_of
+from headrace.models.install import Adapters
+from headrace.models.levels import Level, Levels, positions_refusal, windows_of
 from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
-from headrace.models.mixers.whole import run_rows
-from headrace.models.mrope import find_sections
-from headrace.models.position_support import positions_refusal
-from headrace.models.positions import TokenPositions
-from headrace.models.query_recorder import QueryRecorder
-from headrace.models.step import NO_SPANS, PackedStep, RowSpan
+from headrace.models.mixers.rowwise import run_rows
+from headrace.models.positions import TokenPositions, find_sections
+from headrace.models.step import NO_SPANS, PackedStep, QueryRecorder, RowSpan
 from headrace.models.vlm import VlmWrapper
 from headrace.state.hidden import HiddenState
 from headrace.state.layer import LayerKey

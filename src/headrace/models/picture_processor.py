@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.errors import ModelError
+from headrace.models.source import foreign_errors
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -45,12 +46,11 @@ class PictureProcessor:
 
     def __call__(self, picture: Pixels) -> ProcessedPicture:
         """picture: RGB `[height, width, 3]`. Raises ValueError for one that the processor does not take."""
-        try:
+        name = type(self._processor).__name__
+        with foreign_errors(lambda error: ValueError(f"{name} does not take it: {error}")):
             with self._lock:  # the tokenizer library refuses two threads at once
                 made = self._processor(text=[self._mark], images=[Image.fromarray(picture)])
             fields = {name: np.array(value) for name, value in made.items() if value is not None}
-        except Exception as error:  # an exception boundary to other projects' code
-            raise ValueError(f"{type(self._processor).__name__} does not take it: {error}") from error
         ids = fields.pop("input_ids")[0].tolist()
         fields.pop("attention_mask", None)
         return tuple(ids[self._num_before : len(ids) - self._num_behind]), fields
@@ -61,13 +61,9 @@ def load_picture_processor(directory: Path, config: Mapping[str, Any]) -> Pictur
 
     config: its config.json.
     """
-    try:
+    with foreign_errors(lambda error: ModelError(f"the processor of {directory} can't be loaded: {error}")):
         # its import registers the family's processor with transformers; a checkpoint's own code, which mlx-vlm allows
         # by default, must never run
         library = importlib.import_module("mlx_vlm.utils")
         importlib.import_module(f"mlx_vlm.models.{library.get_model_type(config)}")
         return PictureProcessor(library.load_processor(directory, add_detokenizer=False, trust_remote_code=False))
-    except ModelError:
-        raise
-    except Exception as error:  # an exception boundary to other projects' code
-        raise ModelError(f"the processor of {directory} can't be loaded: {error}") from error

@@ -16,7 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from headrace.backend.device import Device
-from headrace.models.source import WEIGHTS_INDEX, ModelFiles, hub_errors, read_small_files
+from headrace.errors import ModelError
+from headrace.models.source import WEIGHTS_INDEX, ModelFiles, foreign_errors, hub_errors, read_small_files
 from headrace.models.weights import MEMORY_SHARE, num_parameters
 from headrace.state.layer import LayerCost
 from headrace.state.sequence import StateCost
@@ -85,12 +86,14 @@ def foresee(config: Mapping[str, Any], item_bytes: int) -> Foreseen | None:
     mlx-lm's model is built from the configuration and run on one token without evaluating any array: shapes suffice.
     """
     try:
-        model_class, arguments = _get_classes(dict(config))
-        model: Any = model_class(arguments.from_dict(copy.deepcopy(dict(config))))
-        caches = make_prompt_cache(model)
-        model(mx.array([[0]]), cache=caches)
-        cost = StateCost(tuple(_cost(one, item_bytes) for cache in caches for one in _parts(cache)))
-    except Exception:  # a boundary to foreign code: a configuration may make a model file fail in any way
+        # a configuration may make a model file fail in any way
+        with foreign_errors(lambda error: ModelError(str(error))):
+            model_class, arguments = _get_classes(dict(config))
+            model: Any = model_class(arguments.from_dict(copy.deepcopy(dict(config))))
+            caches = make_prompt_cache(model)
+            model(mx.array([[0]]), cache=caches)
+            cost = StateCost(tuple(_cost(one, item_bytes) for cache in caches for one in _parts(cache)))
+    except ModelError:
         return None
     return Foreseen(num_parameters(model), cost)
 

@@ -20,9 +20,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
-from headrace.models.install import Level, Levels, choose_levels
+from headrace.models.levels import Level, Levels, choose_levels
 from headrace.models.mixers.cuda_attention import LONGEST_WINDOW
 from headrace.models.packed import PackedModel, Row
+from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
+from headrace.models.source import ModelFiles, foreign_errors
+from headrace.models.vlm import VlmWrapper
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -152,10 +155,12 @@ def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
             wanted.append(logits[start:end])
             total += num_kept + num_junk
         try:
-            got = packed.forward(rows, picks)
-            apart = mx.abs(got.astype(mx.float32) - mx.concatenate(wanted).astype(mx.float32)).max()
-            mx.eval(apart, [row.state.arrays() for row in rows])
-        except Exception:  # an exception boundary: foreign code gets our view, and any failure means "doesn't fit"
+            # foreign code gets our view, and any failure means that it doesn't fit
+            with foreign_errors(lambda error: ModelError(f"the packed step raised: {error}")):
+                got = packed.forward(rows, picks)
+                apart = mx.abs(got.astype(mx.float32) - mx.concatenate(wanted).astype(mx.float32)).max()
+                mx.eval(apart, [row.state.arrays() for row in rows])
+        except ModelError:
             logger.debug("packed step raised", exc_info=True)
             return None
         # NaN compares false with everything: make it the largest difference
@@ -165,3 +170,45 @@ def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
                 state.rollback(num_junk)
     scale = max(float(mx.abs(logits).max()) for logits in reference.logits)
     return Margin(difference, scale)
+
+
+def check_pictures(model: VlmWrapper, files: ModelFiles, precision: str) -> None:
+    """Compare a prompt with a picture, chunked and embedded separately, with the model's result for the whole.
+
+    precision: of the activations. Raises ModelError that says what differs.
+    """
+    processor = load_picture_processor(files.directory, files.config)
+    picture = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    with foreign_errors(lambda error: ModelError(f"a picture can't be embedded separately: {error}")):
+        apart, scale = _compare_pictures(model, processor(picture))
+    if not apart <= TOLERANCE[precision] * max(1.0, scale):
+        raise ModelError(
+            f"a prompt in parts is not what its model makes of it as a whole (logits up to {scale:.1f} differ by "
+            f"{apart:.1e}): its positions, its masks or its layers need more than embeddings"
+        )
+
+
+def _compare_pictures(model: VlmWrapper, made: ProcessedPicture) -> tuple[float, float]:
+    """The largest difference of a logit, and the largest logit."""
+    token_ids, arrays = made
+    fields = {name: mx.array(array) for name, array in arrays.items()}
+    before, shown, behind = [1, 2, 3], list(token_ids), [4, 5, 6, 7]
+    ids = mx.array([[*before, *shown, *behind]])
+    text = mx.array([before + behind])
+    alone = model(text)
+    mx.eval(alone)
+    # first in parts: a model that keeps its last prompt's positions has none yet
+    rows = model.embed_picture(mx.array([shown]), fields).inputs_embeds
+    cache, logits = model.make_cache(), []
+    parts = (model.embed(mx.array([before])), rows, model.embed(mx.array([behind[:3]])), model.embed(mx.array([[7]])))
+    for part in parts:
+        logits.append(model(part, cache=cache))
+        mx.eval(logits[-1])
+    whole = model.embed_picture(ids, fields)
+    more = {name: value for name, value in whole.to_dict().items() if name != "inputs_embeds" and value is not None}
+    expected = model.inner.language_model(
+        ids, inputs_embeds=whole.inputs_embeds, cache=model.make_cache(), **more
+    ).logits
+    pairs = ((mx.concatenate(logits, axis=1), expected), (model(text), alone))
+    apart = mx.stack([mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max() for one, other in pairs]).max()
+    return float(apart), float(mx.abs(expected).max())

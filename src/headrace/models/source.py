@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +140,20 @@ def hub_errors(name: str) -> Iterator[None]:
             f"{name!r} is not a folder here, not (or not all of it) in the local Hugging Face cache, "
             f"and Hugging Face can't be reached: {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+@contextmanager
+def foreign_errors(translate: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """The exception boundary to code of other projects, which may fail in any way, for one by ending the process.
+
+    Such errors are raised as `translate` gives them; ModelError passes.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise translate(error) from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

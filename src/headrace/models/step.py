@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,9 +14,58 @@ import numpy.typing as npt
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.models.positions import TokenPositions
-from headrace.models.query_recorder import QueryRecorder
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerQueries:
+    """Queries of one attention layer and how scores are made of them.
+
+    layer: the owner of the keys.
+    queries: `[num_heads, n, head_dim]`, after rope.
+    scale: a factor of the scores.
+    sinks: `[num_heads]`, one more score in each head's softmax; None if there are none.
+    """
+
+    layer: LayerKey
+    queries: mx.array
+    scale: float
+    sinks: mx.array | None
+
+
+class QueryRecorder:
+    """Records a sequence's queries in full-attention layers, in each step at its tokens whose logits are wanted.
+
+    Layers with windows and mixers without keys record nothing. `arrays` must be evaluated with the step: later they
+    would keep its keys and values from being written in place.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[list[LayerQueries]] = []
+
+    def begin(self) -> None:
+        """A step begins, whose layers call `record` in order."""
+        self._steps.append([])
+
+    def record(
+        self, layer: LayerKey, queries: mx.array, tokens: Sequence[int], scale: float, sinks: mx.array | None
+    ) -> None:
+        """Copy the queries of these packed tokens out of `[1, num_heads, T, head_dim]`."""
+        copied = queries[0][:, to_device(tokens, mx.int32)]
+        self._steps[-1].append(LayerQueries(layer, copied, scale, sinks))
+
+    def arrays(self) -> list[mx.array]:
+        """The last step's queries."""
+        return [one.queries for one in self._steps[-1]] if self._steps else []
+
+    def layers(self) -> list[LayerQueries]:
+        """One entry per layer, with the queries of all steps concatenated."""
+        return [
+            replace(of_layer[0], queries=mx.concatenate([one.queries for one in of_layer], axis=1))
+            for of_layer in zip(*self._steps, strict=True)
+        ]
+
 
 Argument = TypeVar("Argument")
 Found = TypeVar("Found")

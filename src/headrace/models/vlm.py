@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from headrace.errors import ModelError
 from headrace.models.chunked import ChunkedEncoding, ChunkRecorder, Stages
-from headrace.models.source import ModelFiles
+from headrace.models.source import ModelFiles, foreign_errors
 from headrace.models.vision import knows_tower
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.models.weights import Loaded, has_text_model
@@ -109,10 +109,8 @@ def load_vlm(files: ModelFiles) -> Loaded:
     """mlx-vlm's model of a checkpoint, its weights not yet evaluated. Raises ModelError if it can't be loaded."""
     if files.config.get("model_file"):
         raise ModelError(f"{files.name} brings its own code, which is not run")
-    try:
+    with foreign_errors(lambda error: ModelError(f"mlx-vlm can't load {files.name}: {error}")):
         return Loaded(VlmWrapper(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
-    except Exception as error:  # an exception boundary to other projects' code
-        raise ModelError(f"mlx-vlm can't load {files.name}: {error}") from error
 
 
 def whole_tower(model: VlmWrapper, files: ModelFiles) -> tuple[WholeTower, str]:

@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, load_model
 
 from headrace.errors import ModelError
-from headrace.models.source import ModelFiles
+from headrace.models.source import ModelFiles, foreign_errors
 
 MEMORY_SHARE = 0.7
 """Share of the machine's memory that weights held in float32 may take; the rest is for states and the system."""
@@ -61,18 +61,17 @@ def load_weights(files: ModelFiles) -> Loaded:
 
     # model classes edit the config that they are given, nested parts too
     config: dict[str, Any] = copy.deepcopy(dict(files.config))
-    try:
+    with foreign_errors(partial(_load_error, files)):
         model, _ = load_model(files.directory, lazy=True, model_config=config, get_model_classes=classes)
-    except ModelError:
-        raise
-    except FileNotFoundError as error:
-        raise ModelError(f"{files.directory} holds no model*.safetensors") from error
-    except (Exception, SystemExit) as error:  # a bad config may make a model file fail in any way
-        # SystemExit: a model file of mlx-lm that wants a package which is not there ends the process
-        broken = _broken_file(files.directory)
-        raise ModelError(f"{broken or files.name} can't be loaded: {one_line(error)}") from error
     model.eval()
     return Loaded(model, num_unused)
+
+
+def _load_error(files: ModelFiles, error: BaseException) -> ModelError:
+    """A bad config may make a model file fail in any way; one that needs a missing package ends the process."""
+    if isinstance(error, FileNotFoundError):
+        return ModelError(f"{files.directory} holds no model*.safetensors")
+    return ModelError(f"{_broken_file(files.directory) or files.name} can't be loaded: {one_line(error)}")
 
 
 def one_line(error: BaseException) -> str:

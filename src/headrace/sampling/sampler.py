@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from headrace.backend.cuda.greedy import most_likely
+from headrace.backend.cuda.row_kernels import most_likely
 from headrace.backend.transfer import to_device
 from headrace.sampling.adjustment import Mask, apply_adjustments, plan_adjustment
 from headrace.sampling.draw import NO_TOKEN, draw, uniforms

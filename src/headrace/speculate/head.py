@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from headrace.backend.cuda.greedy import most_likely
+from headrace.backend.cuda.row_kernels import most_likely
 from headrace.models.media import RowMedia
 from headrace.models.mixers.fused import next_power_of_two
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.backend.cuda import limits
+from headrace.backend.cuda import kernel
 from headrace.backend.cuda.kernel import CudaKernel, Template
 
 COMPILER = shutil.which("g++")
@@ -58,7 +58,7 @@ def emulation(seed: int = 1) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.cuda, "is_available", lambda: True)
         patch.setattr(CudaKernel, "__call__", _run)
-        patch.setattr(limits, "largest_block", lambda: limits.H100_BLOCK)
+        patch.setattr(kernel, "largest_block", lambda: kernel.H100_BLOCK)
         yield
     _SEED.reset(token)
 

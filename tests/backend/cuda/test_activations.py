@@ -6,7 +6,7 @@ import pytest
 from backend.cuda.references import TOLERANCE, error
 
 from benchmarks.references import double, silu
-from headrace.backend.cuda.activations import swiglu
+from headrace.backend.cuda.row_kernels import swiglu
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from backend.cuda.references import TOLERANCE, error
 from benchmarks import references as layer_references
 from benchmarks.references import double
 from headrace.backend.cuda import delta
-from headrace.backend.cuda.shapes import DeltaShape, Stash, Weights
+from headrace.backend.cuda.shapes import DeltaShape, DeltaWeights, Stash
 from headrace.backend.gated_delta import scan
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +52,9 @@ class Numbers:
         drawn = self(*shape, dtype=mx.float32)
         return (drawn / mx.sqrt((drawn * drawn).sum(axis=-1, keepdims=True))).astype(self._dtype)
 
-    def weights(self, shape: DeltaShape) -> Weights:
+    def weights(self, shape: DeltaShape) -> DeltaWeights:
         heads = shape.num_v_heads
-        return Weights(
+        return DeltaWeights(
             0.3 * self(shape.num_channels, shape.kernel_size),
             mx.abs(self(heads, dtype=mx.float32)),
             self(heads),

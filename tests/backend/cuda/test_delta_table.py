@@ -11,7 +11,7 @@ from backend.cuda.test_delta import HEADS, SORTS, Numbers, shape_of
 from benchmarks import references as layer_references
 from benchmarks.references import Float64, double
 from headrace.backend.cuda import delta
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, Prepared, Stash, Weights
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, DeltaWeights, Prepared, Stash
 
 pytestmark = pytest.mark.gpu
 
@@ -239,7 +239,7 @@ def test_steps_and_chunks_leave_what_the_other_goes_on_from(dtype: mx.Dtype, ker
     assert error(table.state[2], wanted_state) < TOLERANCE[dtype]
 
 
-def whole(shape: DeltaShape, weights: Weights, projected: mx.array) -> tuple[Float64, Float64]:
+def whole(shape: DeltaShape, weights: DeltaWeights, projected: mx.array) -> tuple[Float64, Float64]:
     """Output and last state of one row's tokens, all at once."""
     own = double(projected)[0]
     *tokens, _ = layer_references.prepare(shape, weights, own, np.zeros((shape.kernel_size - 1, shape.num_channels)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.references import Float64, double
-from headrace.backend.cuda.greedy import most_likely
+from headrace.backend.cuda.row_kernels import most_likely
 
 pytestmark = pytest.mark.gpu
 

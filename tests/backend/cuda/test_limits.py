@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from headrace.backend.cuda import attention, limits, matmul, moe
+from headrace.backend.cuda import attention, kernel, matmul, moe
 from headrace.backend.cuda.matmul import Weights
 from headrace.backend.cuda.shapes import HeadShape
 
@@ -18,7 +18,7 @@ FORMS = [(16, 1), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
 
 @pytest.fixture(params=[DESKTOP, DATA_CENTRE])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(limits, "largest_block", lambda: request.param)
+    monkeypatch.setattr(kernel, "largest_block", lambda: request.param)
     return request.param
 
 
@@ -44,7 +44,7 @@ def test_attention_is_done_on_every_card(head_dim: int, room: int) -> None:
 
 
 def test_on_an_h100_two_blocks_share_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "largest_block", lambda: DATA_CENTRE)
+    monkeypatch.setattr(kernel, "largest_block", lambda: DATA_CENTRE)
     assert [attention._stages(head_dim) for head_dim in (64, 128, 256)] == [3, 3, 2]
 
 
@@ -62,7 +62,7 @@ def test_products_fit(form: tuple[int, int], num_features: int, room: int) -> No
 
 
 def test_what_no_block_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "largest_block", lambda: 24 << 10)
+    monkeypatch.setattr(kernel, "largest_block", lambda: 24 << 10)
     assert matmul.refusal(weights((4, 64), 512, 2560), mx.bfloat16) == "24576 bytes of shared memory"
     assert attention.refusal(HeadShape(8, 2, 256), mx.bfloat16) == "24576 bytes of shared memory"
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.references import Matrices, double, mixture, silu
-from headrace.backend.cuda import limits, matmul, moe
-from headrace.backend.cuda.activations import swiglu
+from headrace.backend.cuda import kernel, matmul, moe
 from headrace.backend.cuda.matmul import Weights
+from headrace.backend.cuda.row_kernels import swiglu
 
 pytestmark = pytest.mark.gpu
 
@@ -211,7 +211,7 @@ def test_a_block_has_room_for_its_tokens_and_the_same_warps_for_any(form: tuple[
     cuts = {n: matmul.cut_of(held, n) for n in range(1, matmul.most_together(held) + 1)}
     assert len({cut.warps for cut in cuts.values()}) == 1
     for n, cut in cuts.items():
-        assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= limits.largest_block()
+        assert matmul.shared_bytes(held, cut, matmul.token_tiles(n)) <= kernel.largest_block()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from backend.cuda.references import TOLERANCE, error
 
 from benchmarks.references import double, rms_norm
-from headrace.backend.cuda.norm import sum_norm
+from headrace.backend.cuda.row_kernels import sum_norm
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import limits, ops
+from headrace.backend.cuda import kernel, ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
 from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads
 
@@ -193,7 +193,7 @@ def refusal(shape: HeadShape, dtype: mx.Dtype) -> str | None:
         return f"activations in {dtype}"
     if shape.head_dim not in _STAGES:
         return f"a head of {shape.head_dim}"
-    return None if _stages(shape.head_dim) else f"{limits.largest_block()} bytes of shared memory"
+    return None if _stages(shape.head_dim) else f"{kernel.largest_block()} bytes of shared memory"
 
 
 def _stage_bytes(head_dim: int) -> int:
@@ -203,7 +203,7 @@ def _stage_bytes(head_dim: int) -> int:
 
 def _stages(head_dim: int) -> int:
     """That a block has room for; 0 if there is none for one."""
-    return max(0, min(_STAGES[head_dim], (limits.largest_block() - _own_bytes(head_dim)) // _stage_bytes(head_dim)))
+    return max(0, min(_STAGES[head_dim], (kernel.largest_block() - _own_bytes(head_dim)) // _stage_bytes(head_dim)))
 
 
 def _own_bytes(head_dim: int) -> int:
@@ -213,7 +213,7 @@ def _own_bytes(head_dim: int) -> int:
 
 def _runs_in_shared(head_dim: int) -> bool:
     """Whether a block adds up in shared memory: where no second block could use that."""
-    taken, room = _own_bytes(head_dim) + _stages(head_dim) * _stage_bytes(head_dim), limits.largest_block()
+    taken, room = _own_bytes(head_dim) + _stages(head_dim) * _stage_bytes(head_dim), kernel.largest_block()
     return 2 * taken > room >= taken + _TILE * (head_dim + 4) * 4
 
 

@@ -10,8 +10,8 @@ from headrace.backend.cuda.shapes import (
     LONGEST_WINDOW,
     DeltaShape,
     DeltaTable,
+    DeltaWeights,
     Prepared,
-    Weights,
 )
 
 _THREADS = 128
@@ -76,7 +76,7 @@ def refusal(head_k_dim: int, head_v_dim: int) -> str | None:
 
 
 @or_ops(ops.step)
-def step(shape: DeltaShape, weights: Weights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
+def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
     """Rows of at most LONGEST_WINDOW tokens, from projection `[1, T, width]` to projection `[1, T, Hv · Dv]`.
 
     The table is read and written in place; nothing but the result says that the writing is done.
@@ -97,7 +97,7 @@ def step(shape: DeltaShape, weights: Weights, plan: mx.array, projected: mx.arra
 @or_ops(ops.prepare_chunks)
 def prepare_chunks(
     shape: DeltaShape,
-    weights: Weights,
+    weights: DeltaWeights,
     plan: mx.array,
     stops: mx.array,
     longest: int,
@@ -149,7 +149,7 @@ def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.arr
 
 
 @or_ops(ops.gated_norm)
-def gated_norm(shape: DeltaShape, weights: Weights, y: mx.array, projected: mx.array) -> mx.array:
+def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected: mx.array) -> mx.array:
     """y `[T, Hv, Dv]`, normed by head, times silu of z; `[1, T, Hv · Dv]`."""
     num_tokens = y.shape[0]
     heads_of_block = _NORM_THREADS // 32

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import mlx.core as mx
+from mlx_lm.models.gated_delta import compute_g
 
 from headrace.backend.cuda.ops import Rows, normed, rounded, silu, undefined
 from headrace.backend.cuda.shapes import (
     DeltaShape,
     DeltaTable,
+    DeltaWeights,
     Prepared,
     Stash,
-    Weights,
 )
-from headrace.backend.delta_chunks import Tokens, chunked
+from headrace.backend.delta_rule import Tokens, chunked, convolved, fused_step, sequential
 
 
-def step(shape: DeltaShape, weights: Weights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
+def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
     """Row by row: the replayed tokens of the stash, then the row's own, through the recurrence; then the norm."""
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     y = undefined((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
@@ -28,18 +29,20 @@ def step(shape: DeltaShape, weights: Weights, plan: mx.array, projected: mx.arra
         if num_replay:
             pairs = zip(table.stash, tokens, strict=True)
             tokens = Stash(*(mx.concatenate([held[old, :num_replay], array]) for held, array in pairs))
-        # what a replayed token would say is not wanted: its key stands in for its query
+        # the output of a replayed token is not used: its key stands in for its query
         queries = mx.concatenate([tokens.k[:num_replay], found.q])
-        said, kept = _recur(queries, tokens, _state(table.state, slot, old)[0], num_replay + num_certain)
-        y[lo : lo + num_tokens] = said[num_replay:].astype(y.dtype)
-        table.state[slot] = kept
+        own_tokens = Tokens(*(array[None] for array in (queries, *tokens)))
+        own_y, _, kept = sequential(fused_step, own_tokens, _state(table.state, slot, old), num_replay + num_certain)
+        assert kept is not None
+        y[lo : lo + num_tokens] = own_y[0, num_replay:].astype(y.dtype)
+        table.state[slot] = kept[0]
         _leave(table, new, mx.concatenate([context, own[..., : shape.num_channels]], axis=1)[0], found, num_certain, 0)
     return gated_norm(shape, weights, y, projected)
 
 
 def prepare_chunks(
     shape: DeltaShape,
-    weights: Weights,
+    weights: DeltaWeights,
     plan: mx.array,
     stops: mx.array,
     longest: int,
@@ -112,42 +115,26 @@ def _leave(table: DeltaTable, new: int, inputs: mx.array, found: Prepared, num_c
         held[new] = _padded(array[num_certain:], held.shape[1])
 
 
-def _prepared(shape: DeltaShape, weights: Weights, projected: mx.array, context: mx.array) -> Prepared:
+def _prepared(shape: DeltaShape, weights: DeltaWeights, projected: mx.array, context: mx.array) -> Prepared:
     """Convolution, activation, unit keys and queries, gates of one row's tokens."""
     dtype, own = projected.dtype, projected[0].astype(mx.float32)
-    num_tokens, taps = own.shape[0], weights.conv.astype(mx.float32)
-    raw = mx.concatenate([context[0].astype(mx.float32), own[:, : shape.num_channels]])
-    mixed = sum((raw[j : j + num_tokens] * taps[:, j] for j in range(shape.kernel_size)), mx.array(0.0))
-    channels = rounded(silu(rounded(mixed, dtype)), dtype)
+    num_tokens, taps = own.shape[0], weights.conv.astype(mx.float32).T[None]
+    mixed = convolved(mx.concatenate([context, projected[..., : shape.num_channels]], axis=1), taps)[0]
+    channels = rounded(silu(mixed.astype(mx.float32)), dtype)
     key_dim = shape.num_k_heads * shape.head_k_dim
     q, k, v = mx.split(channels, [key_dim, 2 * key_dim], axis=-1)
     q, k = (_unit(x.reshape(num_tokens, shape.num_k_heads, shape.head_k_dim)) for x in (q, k))
     a, b = (own[:, at : at + shape.num_v_heads] for at in (shape.a_at, shape.b_at))
-    decay = mx.exp(-mx.exp(weights.a_log) * mx.logaddexp(a + weights.dt_bias.astype(mx.float32), mx.array(0.0)))
     return Prepared(
         (q * shape.head_k_dim**-0.5).astype(dtype),
         k.astype(dtype),
         v.reshape(num_tokens, shape.num_v_heads, shape.head_v_dim).astype(dtype),
-        decay,
+        compute_g(weights.a_log, a, weights.dt_bias.astype(mx.float32)),
         rounded(mx.sigmoid(b), dtype),
     )
 
 
-def _recur(q: mx.array, tokens: Stash, state: mx.array, keep: int) -> tuple[mx.array, mx.array]:
-    """The gated delta rule, see backend/gated_delta.py: y `[n, Hv, Dv]`, and the state after `keep` tokens."""
-    kept, outputs = state, []
-    repeats = tokens.v.shape[1] // tokens.k.shape[1]
-    q, k = (mx.repeat(x.astype(mx.float32), repeats, axis=1) for x in (q, tokens.k))
-    for t in range(tokens.v.shape[0]):
-        state = tokens.g[t, :, None, None] * state
-        delta = tokens.beta[t, :, None] * (tokens.v[t].astype(mx.float32) - (state @ k[t, :, :, None])[..., 0])
-        state = state + delta[..., None] * k[t, :, None]
-        outputs.append((state @ q[t, :, :, None])[..., 0])
-        kept = state if t + 1 == keep else kept
-    return mx.stack(outputs), kept
-
-
-def gated_norm(shape: DeltaShape, weights: Weights, y: mx.array, projected: mx.array) -> mx.array:
+def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected: mx.array) -> mx.array:
     """RMS norm by head, times silu of the gate."""
     value_dim = shape.num_v_heads * shape.head_v_dim
     gates = projected[:, :, shape.z_at : shape.z_at + value_dim].astype(mx.float32).reshape(y.shape)

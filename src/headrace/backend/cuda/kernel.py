@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
@@ -121,3 +122,20 @@ class CudaKernel:
         head = f'extern "C" __global__ void {self._bounds}{self._name}({", ".join(parameters)})'
         code = "".join(source_of(file) for file in self._sources)
         return f"{code}\n{head} {{\n{' '.join(constants)}\n{self._body}\n}}\n"
+
+
+H100_BLOCK = 227 << 10
+_EVERY_BLOCK = 48 << 10
+"""That every GPU gives a block without being asked: what is reckoned with if the driver doesn't say."""
+_MOST_IF_ASKED = 97
+"""CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN in cuda.h."""
+
+
+@cache
+def largest_block() -> int:
+    """Bytes of shared memory that a block can have; without CUDA as on an H100. Cards for desktops give it 99 KB."""
+    if not mx.cuda.is_available():
+        return H100_BLOCK
+    found = ctypes.c_int()
+    result = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(found), _MOST_IF_ASKED, 0)
+    return _EVERY_BLOCK if result else found.value

@@ -7,9 +7,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import limits, ops
-from headrace.backend.cuda.activations import swiglu
+from headrace.backend.cuda import kernel, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
+from headrace.backend.cuda.row_kernels import swiglu
 
 MOST_TOKENS = 96
 """For which quantised weights go through `skinny`, 16 tokens a block. With 4-bit weights of 12,352 × 2,560 an H200
@@ -91,7 +91,7 @@ def refusal(weights: Weights, dtype: mx.Dtype) -> str | None:
     step = step_of(weights)
     if weights.num_inputs % step:
         return f"{weights.num_inputs} inputs, no multiple of {step}"
-    return None if most_together(weights) else f"{limits.largest_block()} bytes of shared memory"
+    return None if most_together(weights) else f"{kernel.largest_block()} bytes of shared memory"
 
 
 def step_of(weights: Weights) -> int:
@@ -109,7 +109,7 @@ def most_together(weights: Weights) -> int:
         return max(shared_bytes(weights, replace(cut, stages=2), token_tiles(num_tokens)) for cut in (_WIDE, _NARROW))
 
     most = (32, 16, 8) if weights.scales is None else (16, 8)
-    return next((n for n in most if needed(n) <= limits.largest_block()), 0)
+    return next((n for n in most if needed(n) <= kernel.largest_block()), 0)
 
 
 def cut_of(weights: Weights, num_tokens: int) -> Cut:
@@ -132,7 +132,7 @@ def token_tiles(num_tokens: int) -> int:
 def fitted(weights: Weights, cut: Cut, num_tiles: int) -> Cut:
     """With as many stages as a block's shared memory holds, two at least."""
     each = shared_bytes(weights, replace(cut, stages=1), num_tiles)
-    return replace(cut, stages=max(2, min(cut.stages, limits.largest_block() // each)))
+    return replace(cut, stages=max(2, min(cut.stages, kernel.largest_block() // each)))
 
 
 def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:
@@ -144,7 +144,7 @@ def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _ProductVariant:
     """What a kernel is built for, and what its product ends with."""
 
     bits: int
@@ -161,18 +161,18 @@ def residual_of(is_there: bool) -> str:
 
 
 @cache
-def _skinny(form: _Form, room: int) -> CudaKernel:
-    is_quantised, cut = form.bits < 16, form.cut
-    inputs = ["x", "weight", *["scales", "biases"] * is_quantised, *["residual"] * form.has_residual]
+def _skinny(variant: _ProductVariant, room: int) -> CudaKernel:
+    is_quantised, cut = variant.bits < 16, variant.cut
+    inputs = ["x", "weight", *["scales", "biases"] * is_quantised, *["residual"] * variant.has_residual]
     body = (
         "int num_tokens = 1; for (int i = 0; i + 1 < x_ndim; i++) num_tokens *= x_shape[i];"
-        f"skinny<T, {form.bits}, {form.group_size}, {cut.tiles}, {form.num_tiles}, {cut.stages}, {cut.warps}, "
-        f"{str(form.is_gated).lower()}>("
+        f"skinny<T, {variant.bits}, {variant.group_size}, {cut.tiles}, {variant.num_tiles}, {cut.stages}, {cut.warps}, "
+        f"{str(variant.is_gated).lower()}>("
         f"x, num_tokens, weight_shape[0], x_shape[x_ndim - 1], weight, "
-        f"{'scales, biases' if is_quantised else f'{_NONE}, {_NONE}'}, {residual_of(form.has_residual)}, out);"
+        f"{'scales, biases' if is_quantised else f'{_NONE}, {_NONE}'}, {residual_of(variant.has_residual)}, out);"
     )
-    name = f"skinny_{form.bits}_{form.group_size}_{cut.tiles}_{form.num_tiles}_{cut.stages}"
-    name += "_added" * form.has_residual + "_gated" * form.is_gated
+    name = f"skinny_{variant.bits}_{variant.group_size}_{cut.tiles}_{variant.num_tiles}_{cut.stages}"
+    name += "_added" * variant.has_residual + "_gated" * variant.is_gated
     sources = ("mma.cuh", "stream.cuh", "skinny.cuh")
     return CudaKernel(name, sources, inputs, ("out",), body, room)
 
@@ -188,9 +188,9 @@ def skinny(x: mx.array, weights: Weights, residual: mx.array | None = None, *, i
     num_tokens = x.size // num_inputs
     together = min(num_tokens, most_together(weights))
     num_tiles, cut = token_tiles(together), cut_of(weights, together)
-    form = _Form(weights.bits, weights.group_size, cut, num_tiles, residual is not None, is_gated)
+    variant = _ProductVariant(weights.bits, weights.group_size, cut, num_tiles, residual is not None, is_gated)
     width = weights.num_features // (2 if is_gated else 1)
-    (out,) = _skinny(form, shared_bytes(weights, cut, num_tiles))(
+    (out,) = _skinny(variant, shared_bytes(weights, cut, num_tiles))(
         (x, *weights.arrays, *(() if residual is None else (residual,))),
         {"T": x.dtype},
         (-(-num_tokens // together), -(-width // (cut.tiles * (8 if is_gated else 16))), 1),

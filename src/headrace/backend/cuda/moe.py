@@ -11,7 +11,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda import limits, matmul, ops
+from headrace.backend.cuda import kernel, matmul, ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops
 from headrace.backend.cuda.matmul import Cut, Weights, residual_of
 
@@ -60,7 +60,7 @@ def refusal(routing: Routing, experts: Experts, shared: Experts | None, dtype: m
     if routing.per_token + (shared is not None) > MOST_PER_TOKEN:
         return f"{routing.per_token} experts a token"
     needed = matmul.shared_bytes(experts.down, _down_cut(experts.down, routing, shared), 1)
-    if needed > limits.largest_block():
+    if needed > kernel.largest_block():
         return (
             f"{routing.per_token} experts a token, of {experts.down.bits} bits in groups of {experts.down.group_size}"
         )
@@ -112,14 +112,14 @@ def mix(
     room, width = x.shape
     is_few, counted = room <= FEW_TOKENS, () if num_tokens is None else (num_tokens,)
     is_guarded = is_few and bool(counted)
-    form = _Form(routing, experts.gate.bits, experts.gate.group_size, shared is not None, is_guarded)
-    inner, num_pairs = experts.gate.num_features, room * form.each
+    variant = _MoEVariant(routing, experts.gate.bits, experts.gate.group_size, shared is not None, is_guarded)
+    inner, num_pairs = experts.gate.num_features, room * variant.each
     own = (None, None, None) if shared is None else shared.all
     chosen, weights = route(routing, logits)
-    work, num_blocks = ([chosen, *counted], num_pairs) if is_few else _sorted(form, chosen, counted)
+    work, num_blocks = ([chosen, *counted], num_pairs) if is_few else _sorted(variant, chosen, counted)
     tiles = 1 if is_few else _PIECE // 8
     cut = matmul.fitted(experts.gate, _CUT, tiles)
-    (hidden,) = _gate_up(form, tiles, cut.stages, matmul.shared_bytes(experts.gate, cut, tiles))(
+    (hidden,) = _gate_up(variant, tiles, cut.stages, matmul.shared_bytes(experts.gate, cut, tiles))(
         (x, *work, *_arrays(experts.gate, own[0]), *_arrays(experts.up, own[1])),
         {"T": x.dtype},
         (-(-inner // 16), num_blocks, 1),
@@ -136,13 +136,13 @@ def mix(
         cut = matmul.fitted(experts.down, _CUT, tiles)
         blocks, output = (-(-width // (32 * cut.warps)), num_blocks, 1), ((num_pairs, width), mx.float32)
     memory = matmul.shared_bytes(experts.down, cut, tiles)
-    down = _down(form, tiles, cut.stages, memory, is_few and residual is not None)
+    down = _down(variant, tiles, cut.stages, memory, is_few and residual is not None)
     (y,) = down(given, {"T": x.dtype}, blocks, 32 * cut.warps, (output,))
-    return y if is_few else _added(form, y, x, added, counted)
+    return y if is_few else _added(variant, y, x, added, counted)
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _MoEVariant:
     """What kernels are built for; is_guarded: whether blocks of a token or a pair ask how many tokens there are."""
 
     routing: Routing
@@ -194,19 +194,19 @@ def _arrays(experts: Weights, shared: Weights | None) -> tuple[mx.array, ...]:
     return experts.arrays if shared is None else (*experts.arrays, *shared.arrays)
 
 
-def _sorted(form: _Form, chosen: mx.array, counted: tuple[mx.array, ...]) -> tuple[list[mx.array], int]:
+def _sorted(variant: _MoEVariant, chosen: mx.array, counted: tuple[mx.array, ...]) -> tuple[list[mx.array], int]:
     """Pairs by expert and their pieces, and how many of these there may be: of each expert the last is not full."""
-    num_pairs = chosen.shape[0] * form.each
+    num_pairs = chosen.shape[0] * variant.each
     # as in sort_pairs
-    num_pieces = min(num_pairs, num_pairs // _PIECE + form.routing.num_experts + form.has_shared)
+    num_pieces = min(num_pairs, num_pairs // _PIECE + variant.routing.num_experts + variant.has_shared)
     outputs = ((num_pairs,), mx.int32), ((num_pieces, 3), mx.int32)
-    return _sort(form, bool(counted))((chosen, *counted), {}, (1, 1, 1), 1024, outputs), num_pieces
+    return _sort(variant, bool(counted))((chosen, *counted), {}, (1, 1, 1), 1024, outputs), num_pieces
 
 
 def _added(
-    form: _Form, made: mx.array, x: mx.array, residual: tuple[mx.array, ...], counted: tuple[mx.array, ...]
+    variant: _MoEVariant, made: mx.array, x: mx.array, residual: tuple[mx.array, ...], counted: tuple[mx.array, ...]
 ) -> mx.array:
-    add = _add(form.each, bool(residual), bool(counted))
+    add = _add(variant.each, bool(residual), bool(counted))
     (y,) = add((made, *residual, *counted), {"T": x.dtype}, (-(-x.size // 256), 1, 1), 256, ((x.shape, x.dtype),))
     return y
 
@@ -223,42 +223,45 @@ def _route(routing: Routing) -> CudaKernel:
 
 
 @cache
-def _sort(form: _Form, is_counted: bool) -> CudaKernel:
-    counts = f"{form.counts}, {form.routing.num_experts}, {_PIECE}"
+def _sort(variant: _MoEVariant, is_counted: bool) -> CudaKernel:
+    counts = f"{variant.counts}, {variant.routing.num_experts}, {_PIECE}"
     num_tokens = "num_tokens[0]" if is_counted else "chosen_shape[0]"
-    body = f"sort_pairs<{counts}>(chosen, {num_tokens} * {form.each}, chosen_shape[0] * {form.each}, order, pieces);"
+    body = (
+        f"sort_pairs<{counts}>(chosen, {num_tokens} * {variant.each}, chosen_shape[0] * {variant.each}, order, pieces);"
+    )
     inputs = ("chosen", *["num_tokens"] * is_counted)
-    name = f"sort_pairs_{form.name}{'_counted' * is_counted}"
+    name = f"sort_pairs_{variant.name}{'_counted' * is_counted}"
     return CudaKernel(name, ("pairs.cuh",), inputs, ("order", "pieces"), body)
 
 
 @cache
-def _gate_up(form: _Form, tiles: int, stages: int, room: int) -> CudaKernel:
-    inputs, pairs = form.pairs(tiles)
+def _gate_up(variant: _MoEVariant, tiles: int, stages: int, room: int) -> CudaKernel:
+    inputs, pairs = variant.pairs(tiles)
     body = (
-        f"{form.guard(form.each)}"
-        f"gate_up<T, {form.bits}, {form.group_size}, {form.each}, {tiles}, {stages}, {_CUT.warps}>(x, {pairs}, "
-        f"{form.experts('gate')}, {form.experts('up')}, {form.routing.num_experts}, "
+        f"{variant.guard(variant.each)}"
+        f"gate_up<T, {variant.bits}, {variant.group_size}, {variant.each}, {tiles}, {stages}, {_CUT.warps}>("
+        f"x, {pairs}, "
+        f"{variant.experts('gate')}, {variant.experts('up')}, {variant.routing.num_experts}, "
         "gate_w_shape[1], x_shape[1], hidden);"
     )
-    names = ("x", *inputs, *form.names("gate"), *form.names("up"))
-    return CudaKernel(f"gate_up_{form.name}_{tiles}", _SOURCES, names, ("hidden",), body, room)
+    names = ("x", *inputs, *variant.names("gate"), *variant.names("up"))
+    return CudaKernel(f"gate_up_{variant.name}_{tiles}", _SOURCES, names, ("hidden",), body, room)
 
 
 @cache
-def _down(form: _Form, tiles: int, stages: int, room: int, has_residual: bool) -> CudaKernel:
+def _down(variant: _MoEVariant, tiles: int, stages: int, room: int, has_residual: bool) -> CudaKernel:
     """has_residual: of a token's sum, which only one tile makes."""
-    inputs, pairs = form.pairs(tiles)
-    kind = f"{form.bits}, {form.group_size}, {form.counts}"
-    call, residual = f"{form.guard(1)}down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "
+    inputs, pairs = variant.pairs(tiles)
+    kind = f"{variant.bits}, {variant.group_size}, {variant.counts}"
+    call, residual = f"{variant.guard(1)}down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "
     if tiles > 1:
         call, residual = f"down_pairs<T, {kind}, {tiles}, {stages}>(hidden, {pairs}", ""
     body = (
-        f"{call}, weights, logits, {form.routing.num_experts}, logits_shape[1], {form.experts('down')}, "
+        f"{call}, weights, logits, {variant.routing.num_experts}, logits_shape[1], {variant.experts('down')}, "
         f"down_w_shape[1], hidden_shape[1], {residual}y);"
     )
-    names = ("hidden", *inputs, "weights", "logits", *form.names("down"), *["residual"] * has_residual)
-    return CudaKernel(f"down_{form.name}_{tiles}{'_added' * has_residual}", _SOURCES, names, ("y",), body, room)
+    names = ("hidden", *inputs, "weights", "logits", *variant.names("down"), *["residual"] * has_residual)
+    return CudaKernel(f"down_{variant.name}_{tiles}{'_added' * has_residual}", _SOURCES, names, ("y",), body, room)
 
 
 @cache

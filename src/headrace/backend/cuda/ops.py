@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads
+from headrace.backend.rope import rotated
 
 if TYPE_CHECKING:
     from headrace.backend.cuda import matmul, moe
@@ -128,7 +129,7 @@ def rope_append(
     shape: HeadShape, plan: mx.array, heads: ProjectedHeads, slabs: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
     """Norm, turn, write. The slabs' arrays are changed as objects, so that whoever holds them has the new ones."""
-    layout, projected, positions, (turns, axes), norms = heads
+    layout, projected, positions, (frequencies, axes), norms = heads
     own, head_dim = projected[0].astype(mx.float32), shape.head_dim
     kv_dim = shape.num_kv_heads * head_dim
     queries = own[:, : shape.num_heads * layout.q_stride].reshape(-1, shape.num_heads, layout.q_stride)[..., :head_dim]
@@ -139,8 +140,8 @@ def rope_append(
         of_queries, of_keys, eps = norms
         queries = normed(queries, of_queries, eps, projected.dtype)
         keys = normed(keys, of_keys, eps, projected.dtype)
-    angles = (positions[axes].T * turns)[:, None]
-    queries, keys = (_rotated(x, angles, layout.rotary).astype(projected.dtype) for x in (queries, keys))
+    angles = (positions[axes].T * frequencies)[:, None]
+    queries, keys = (rotated(x, mx.cos(angles), mx.sin(angles)).astype(projected.dtype) for x in (queries, keys))
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     for lo, num_tokens, start, slab, slot, *_ in rows:
         if not num_tokens:
@@ -165,21 +166,17 @@ def attend(
         queries = rope_append(shape, plan, queries, slabs)
     out = undefined(queries.shape, queries.dtype)
     rows: Rows = plan.tolist()  # type: ignore[assignment]
-    group = shape.num_heads // shape.num_kv_heads
     for lo, num_tokens, start, slab, slot, _, window, first in rows:
         if not num_tokens:
             continue
         end = start + num_tokens
-        keys, values = (mx.repeat(held[slot, :, first:end].astype(mx.float32), group, axis=0) for held in slabs[slab])
-        own = queries[lo : lo + num_tokens].astype(mx.float32).swapaxes(0, 1)
-        places, last = mx.arange(first, end), mx.arange(start, end)[:, None]
-        seen = places <= last if not window else (places <= last) & (places > last - window)
-        scores = mx.where(seen, own @ keys.swapaxes(1, 2) * scale, -mx.inf)
-        if sinks is not None:
-            sink = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (shape.num_heads, num_tokens, 1))
-            scores = mx.concatenate([scores, sink], axis=-1)
-        weights = mx.softmax(scores, axis=-1)[..., : end - first]
-        out[lo : lo + num_tokens] = (weights @ values).swapaxes(0, 1).astype(out.dtype)
+        keys, values = (held[slot, :, first:end].astype(mx.float32)[None] for held in slabs[slab])
+        own = (queries[lo : lo + num_tokens].astype(mx.float32) * scale).swapaxes(0, 1)[None]
+        keys_at, last = mx.arange(first, end), mx.arange(start, end)[:, None]
+        visible = keys_at <= last if not window else (keys_at <= last) & (keys_at > last - window)
+        sink = None if sinks is None else sinks.astype(mx.float32)
+        found = mx.fast.scaled_dot_product_attention(own, keys, values, scale=1.0, mask=visible, sinks=sink)
+        out[lo : lo + num_tokens] = found[0].swapaxes(0, 1).astype(out.dtype)
     if gates is not None:
         projected, place = gates
         heads = mx.arange(shape.num_heads)[:, None] * place.stride + mx.arange(shape.head_dim) + place.at
@@ -202,13 +199,6 @@ def normed(x: mx.array, weight: mx.array, eps: mx.array, dtype: mx.Dtype) -> mx.
     """RMS norm over the last axis."""
     scale = mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
     return rounded(x * scale * weight.astype(mx.float32), dtype)
-
-
-def _rotated(x: mx.array, angles: mx.array, rotary: int) -> mx.array:
-    """The leading `rotary` channels of x `[T, heads, head_dim]`, the first half of them with the second."""
-    first, second, rest = mx.split(x, [rotary // 2, rotary], axis=-1)
-    cosine, sine = mx.cos(angles), mx.sin(angles)
-    return mx.concatenate([first * cosine - second * sine, first * sine + second * cosine, rest], axis=-1)
 
 
 def undefined(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

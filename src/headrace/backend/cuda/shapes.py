@@ -77,7 +77,7 @@ class DeltaShape:
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
 
-class Weights(NamedTuple):
+class DeltaWeights(NamedTuple):
     """conv `[channels, kernel_size]`, a_log `[Hv]` float32, dt_bias `[Hv]`, norm `[Dv]`, eps `[1]` float32."""
 
     conv: mx.array

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.models.packed import PackedModel, Row
-from headrace.models.query_recorder import LayerQueries, QueryRecorder
+from headrace.models.step import LayerQueries, QueryRecorder
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import ProjectedHeads
-from headrace.models.fused import FusedLinear
+from headrace.models.fused_linear import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
 from headrace.models.mixers.fused import (
     MOST_TOKENS,
@@ -25,7 +25,7 @@ from headrace.models.mixers.fused import (
     padded_size,
 )
 from headrace.models.mixers.parts import AttentionParts
-from headrace.models.mrope import MropeSections
+from headrace.models.positions import MropeSections
 from headrace.models.step import PackedStep, RowSpan, View, WindowMask
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.layer import LayerKey

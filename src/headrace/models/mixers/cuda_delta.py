@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from headrace.backend.cuda import delta, shapes
-from headrace.models.fused import FusedLinear, can_fuse
+from headrace.models.fused_linear import FusedLinear, can_fuse
 from headrace.models.mixers.fused import KindInputs, LayerInputs, Table, is_window, padded_size, padded_stops
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.delta import DeltaSlot, DeltaTables, Stops, arrays_of
@@ -107,7 +107,7 @@ class CudaDeltaMixer(nn.Module):
         self._out = FusedLinear([inner.out_proj])
         self.adds_residual = self._out.adds_residual
         conv = mx.contiguous(inner.conv1d.weight[:, :, 0])
-        self._weights = shapes.Weights(
+        self._weights = shapes.DeltaWeights(
             conv, inner.A_log.astype(mx.float32), inner.dt_bias, inner.norm.weight, mx.array([inner.norm.eps])
         )
         self._dtype, self.num_context = inner.norm.weight.dtype, shape.kernel_size - 1

@@ -13,7 +13,7 @@ from mlx_lm.models import gemma3_text, rope_utils, smollm3
 
 from headrace.backend.cuda import attention as kernels
 from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
-from headrace.models.fused import can_fuse, weights_of
+from headrace.models.fused_linear import can_fuse, weights_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Any module with any mlx-lm cache, row by row inside the packed step.
+"""Any module with any mlx-lm cache, row by row inside the packed step; last resort: the untouched model as a whole.
 
 The module gets one row at a time, with that row's own cache; everything around it stays packed. For latent attention,
 Mamba, short convolutions and whatever else does not fit the adapters.
@@ -19,6 +19,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from headrace.models.adapters import RowRope
 from headrace.models.positions import TokenPositions
+from headrace.models.step import PackedStep
 from headrace.state.layer import LayerKey
 from headrace.state.module import Feed, ModuleState, token_by_token
 
@@ -89,3 +90,23 @@ def fresh_caches(make: Callable[[], list[Any]]) -> FreshCache:
         return copy.deepcopy(cache)
 
     return fresh
+
+
+WHOLE_MODEL: LayerKey = ()
+"""The key of the one state per sequence at this level: all caches of the model."""
+
+
+def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: PackedStep, inputs: mx.array) -> mx.array:
+    """Logits `[T, vocab]` of packed ids `[1, T]`, or other inputs of the model, each row by a separate forward."""
+
+    def feed_all(caches: Any, row: mx.array) -> mx.array:
+        logits: mx.array = model(row, cache=caches)
+        return logits
+
+    feed: Feed = partial(token_by_token, feed_all) if step.kernels.goes_token_by_token else feed_all
+    outputs = []
+    for span in step.spans:
+        state = span.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
+        row = inputs[:, span.lo : span.hi]
+        outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points)[0])
+    return mx.concatenate(outputs)

@@ -18,9 +18,9 @@ def test_a_lowered_limit_is_raised_as_far_as_the_process_may() -> None:
         "import resource",
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (700, hard))",
-        "from headrace.backend import limits",
+        "from headrace.backend import device",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, 600))",
-        "now = limits.restore_open_files()",
+        "now = device.restore_open_files()",
         "print(now, resource.getrlimit(resource.RLIMIT_NOFILE) == (now, hard), now == 600)",
     )
     assert output in ("700 True False", "600 False True")  # with and without the privilege to raise the hard limit
@@ -31,9 +31,9 @@ def test_a_limit_that_rose_meanwhile_is_kept() -> None:
         "import resource",
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))",
-        "from headrace.backend import limits",
+        "from headrace.backend import device",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))",
-        "print(limits.restore_open_files())",
+        "print(device.restore_open_files())",
     )
     assert output == "512"
 
@@ -42,7 +42,7 @@ def test_a_limit_that_rose_meanwhile_is_kept() -> None:
 def test_without_the_privilege_all_that_is_left_is_taken(
     before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.backend import limits
+    from headrace.backend import device
 
     current = [(300, 600)]
 
@@ -51,6 +51,6 @@ def test_without_the_privilege_all_that_is_left_is_taken(
             raise ValueError("not allowed to raise maximum limit")
         current[0] = wanted
 
-    monkeypatch.setattr(limits.resource, "setrlimit", setrlimit)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: current[0])
-    assert limits.restore_open_files(before) == min(600, max(300, before[0]))
+    monkeypatch.setattr(device.resource, "setrlimit", setrlimit)
+    monkeypatch.setattr(device.resource, "getrlimit", lambda kind: current[0])
+    assert device.restore_open_files(before) == min(600, max(300, before[0]))

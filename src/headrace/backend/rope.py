@@ -19,6 +19,16 @@ def takes_angles(rope: Any, x: mx.array) -> bool:
     return is_plain and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 
 
+def rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """x `[…, head_dim]`, its first channels rotated by angles of `[…, dims / 2]`: channel i with i + dims / 2."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    parts = [first * cos - second * sin, first * sin + second * cos]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return mx.concatenate(parts, axis=-1)
+
+
 class RopeAngles:
     """Cosines and sines of the positions that were asked for last, by what else they depend on."""
 
@@ -28,13 +38,7 @@ class RopeAngles:
 
     def rotate(self, rope: Any, x: mx.array, positions: mx.array) -> mx.array:
         """x `[1, num_heads, T, head_dim]`, each token rotated by its position in `[T]`."""
-        cos, sin = self._of(rope, positions)
-        half, dims = rope.dims // 2, rope.dims
-        first, second = x[..., :half], x[..., half:dims]
-        parts = [first * cos - second * sin, first * sin + second * cos]
-        if dims < x.shape[-1]:
-            parts.append(x[..., dims:])
-        return mx.concatenate(parts, axis=-1)
+        return rotated(x, *self._of(rope, positions))
 
     def _of(self, rope: Any, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Both `[T, dims / 2]`."""

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from headrace.backend.activations import swiglu
+from headrace.backend.kernels import swiglu
 
 
 def test_swiglu_is_silu_of_the_gate_times_the_other() -> None:

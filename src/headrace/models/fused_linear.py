@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.backend.cuda import matmul
-from headrace.backend.cuda.activations import swiglu
 from headrace.backend.cuda.matmul import Weights
+from headrace.backend.cuda.row_kernels import swiglu
 
 Product = Callable[[mx.array], mx.array]
 
