@@ -17,7 +17,7 @@ writing kernel gives; a step is launched before anything else is done with its r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -169,16 +169,15 @@ class StatePool:
         The copies are launched here: a later write to the old place must not come before them.
         """
         larger = self.allocate(num_tokens)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.free, larger)  # if there is no memory for it, the row stays where it is, and fails
             if num_used:
                 filled: list[mx.array] = []
                 for layer in list(slot.slab.keys):
                     parts = (copy_of(part) for part in slot.read(layer, 0, num_used))
                     filled += larger.fill(layer, 0, *parts)
                 self.launch(filled)
-        except Exception:  # no memory for it: the row stays where it is, and fails
-            self.free(larger)
-            raise
+            undo.pop_all()
         self.free(slot)
         slot.slab, slot.start, slot.capacity = larger.slab, larger.start, larger.capacity
 
@@ -196,7 +195,7 @@ class StatePool:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launch all copies that are made inside at once: each launch of its own costs as much as a large copy."""
+        """Launch all copies that are made inside at once: each separate launch costs as much as a large copy."""
         copies: list[mx.array] = []
         self._together = copies
         try:
