@@ -42,6 +42,22 @@ def test_a_row_that_outgrows_its_slot_keeps_its_tokens() -> None:
     assert mx.array_equal(values, tokens(0, SMALLEST_CAPACITY + 1)[1])
 
 
+def test_a_row_for_whose_growth_memory_is_short_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(self: StatePool, arrays: object) -> None:
+        raise MemoryError
+
+    pool = StatePool()
+    slot = pool.allocate(SMALLEST_CAPACITY)
+    slot.write(LAYER, 0, *tokens(0, 5))
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(StatePool, "launch", no_memory)
+        pool.grow(slot, SMALLEST_CAPACITY + 1, 5)
+    assert slot.capacity == SMALLEST_CAPACITY
+    assert mx.array_equal(slot.read(LAYER, 0, 5)[0], tokens(0, 5)[0])
+    pool.free(slot)
+    assert pool.num_bytes == 0, "the larger slot is free, too"
+
+
 def test_a_pool_without_rows_holds_no_memory() -> None:
     pool = StatePool()
     slots = [pool.allocate(size) for size in (5, 5, 5, 5, 5, 600, 3000)]
