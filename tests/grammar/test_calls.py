@@ -25,7 +25,7 @@ from grammar.call_answers import (
 from grammar.schemas import closed
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm, compile_output
+from headrace.grammar.compile import AllowedCalls, OutputForm, ThinkingForm, compile_output
 from headrace.tool_calls.syntaxes import SYNTAXES
 from headrace.types.chat import Structure, ToolDefinition
 
@@ -61,7 +61,7 @@ TOOLS = tuple(ToolDefinition(name, None, schema, strict=True) for name, schema i
 @pytest.mark.parametrize("name", NAMES)
 def test_required_calls_are_calls_and_fit_their_schemas(name: str, has_special: bool) -> None:
     special = special_of(name, has_special)
-    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), name, None), special)
+    constraint = begun(OutputForm(None, AllowedCalls(TOOLS, True, True), name, None), special)
     called = set()
     for seed in SEEDS:
         tokenizer = ByteTokenizer(special)
@@ -78,7 +78,7 @@ def test_required_calls_are_calls_and_fit_their_schemas(name: str, has_special: 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_named_call_is_one_call_of_that_tool(name: str) -> None:
     special = special_of(name, True)
-    constraint = begun(OutputForm(None, CallsForm(TOOLS[:1], True, False), name, None), special)
+    constraint = begun(OutputForm(None, AllowedCalls(TOOLS[:1], True, False), name, None), special)
     output = random_output(constraint, ByteTokenizer(special), ways_out_of(name), 7)
     _, calls = parsed(name, output, TOOLS)
     assert [tool for tool, _ in calls] == ["search"]
@@ -89,7 +89,7 @@ XML_END = "</function>\n</tool_call>"
 
 
 def test_texts_between_tags_are_bare_and_may_be_anything_but_the_end_marker() -> None:
-    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
+    constraint = begun(OutputForm(None, AllowedCalls(TOOLS, True, True), "qwen_xml", None))
     for query in ("", "two\nlines", '<a href="x">', "</param>", "null", "0042", "</function>", "日本"):
         call = XML_CALL.format(query) + XML_END
         assert takes_whole(constraint, call)
@@ -110,12 +110,12 @@ def test_texts_between_tags_are_bare_and_may_be_anything_but_the_end_marker() ->
     ],
 )
 def test_what_is_no_valid_call_may_not_come(call: str) -> None:
-    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
+    constraint = begun(OutputForm(None, AllowedCalls(TOOLS, True, True), "qwen_xml", None))
     assert not takes(constraint, call + XML_END)
 
 
 def test_required_arguments_may_not_be_left_out_and_others_may() -> None:
-    constraint = begun(OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None))
+    constraint = begun(OutputForm(None, AllowedCalls(TOOLS, True, True), "qwen_xml", None))
     assert not takes(constraint, "<tool_call>\n<function=search>\n</function>")
     assert takes_whole(constraint, "<tool_call>\n<function=stop>\n</function>\n</tool_call>")
     tags = '<parameter=tags>\n["a"]\n</parameter>\n'
@@ -123,7 +123,7 @@ def test_required_arguments_may_not_be_left_out_and_others_may() -> None:
     assert not takes(constraint, XML_CALL.format("a") + tags.replace("a", "z", 2))
 
 
-AUTO = OutputForm(None, CallsForm(TOOLS, False, True), "hermes", None)
+AUTO = OutputForm(None, AllowedCalls(TOOLS, False, True), "hermes", None)
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a", "limit": 7}}\n</tool_call>'
 
 
@@ -139,11 +139,11 @@ def test_where_calls_are_free_to_come_a_text_is_any_text_and_a_call_is_valid() -
 
 
 def test_calls_that_are_not_parallel_are_one_at_most() -> None:
-    constraint = begun(replace(AUTO, calls=CallsForm(TOOLS, False, False)))
+    constraint = begun(replace(AUTO, calls=AllowedCalls(TOOLS, False, False)))
     assert takes_whole(constraint, "no call")
     assert takes_whole(constraint, CALL)
     assert not takes(constraint, f"{CALL}\n")
-    required = begun(replace(AUTO, calls=CallsForm(TOOLS, True, False)))
+    required = begun(replace(AUTO, calls=AllowedCalls(TOOLS, True, False)))
     assert takes_whole(required, CALL)
     assert not takes_whole(required, "no call")
 
@@ -168,7 +168,7 @@ def test_an_answer_beside_tools_is_its_form_or_a_call() -> None:
 
 
 def test_thinking_comes_before_calls_and_may_quote_them() -> None:
-    form = replace(AUTO, thinking=ThinkingForm("<think>", "</think>", True), calls=CallsForm(TOOLS, True, True))
+    form = replace(AUTO, thinking=ThinkingForm("<think>", "</think>", True), calls=AllowedCalls(TOOLS, True, True))
     constraint = begun(form)
     assert takes_whole(constraint, f"I <tool_call> think\n</think>\n\n{CALL}")
     assert not takes(constraint, f"think\n</think>\n\nI {CALL}")
@@ -180,7 +180,7 @@ def test_harmony_thinks_answers_and_calls_in_messages() -> None:
     thought = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
     answer = "<|channel|>final<|message|>hello"
     call = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
-    free = begun(OutputForm(None, CallsForm(TOOLS, False, True), HARMONY, thinking), special)
+    free = begun(OutputForm(None, AllowedCalls(TOOLS, False, True), HARMONY, thinking), special)
     for text in (thought + answer, answer, thought + thought + call, call):
         assert takes(free, text, special)
     assert not takes(free, "hello", special)
@@ -188,7 +188,7 @@ def test_harmony_thinks_answers_and_calls_in_messages() -> None:
     held = begun(OutputForm(Structure("choice", ("yes",)), None, HARMONY, thinking), special)
     assert takes(held, thought + answer.replace("hello", "yes"), special)
     assert not takes(held, thought + answer, special)
-    required = begun(OutputForm(None, CallsForm(TOOLS, True, True), HARMONY, thinking), special)
+    required = begun(OutputForm(None, AllowedCalls(TOOLS, True, True), HARMONY, thinking), special)
     assert takes(required, thought + call, special)
     assert not takes(required, thought + answer, special)
 
@@ -196,13 +196,13 @@ def test_harmony_thinks_answers_and_calls_in_messages() -> None:
 def test_a_syntax_that_cannot_be_enforced_is_refused_by_name() -> None:
     for name, word in (("gemma4", "gemma4"), (None, "no known syntax")):
         with pytest.raises(InvalidRequest, match=word) as refused:
-            compile_output(OutputForm(None, CallsForm(TOOLS, True, True), name, None), made(()).vocabulary)
+            compile_output(OutputForm(None, AllowedCalls(TOOLS, True, True), name, None), made(()).vocabulary)
         assert refused.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(("is_strict", "param"), [(True, "tools"), (False, "parallel_tool_calls")])
 def test_a_refusal_names_the_field_that_cannot_be_kept(is_strict: bool, param: str) -> None:
-    form = CallsForm((replace(TOOLS[0], strict=is_strict),), is_required=False, is_parallel=False)
+    form = AllowedCalls((replace(TOOLS[0], strict=is_strict),), is_required=False, is_parallel=False)
     with pytest.raises(InvalidRequest) as refused:
         compile_output(OutputForm(None, form, "gemma4", None), made(()).vocabulary)
     assert refused.value.param == param
@@ -214,10 +214,10 @@ ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": Tr
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
 def test_a_strict_schema_that_cannot_be_enforced_is_refused_and_another_is_loosened(name: str) -> None:
     strict = ToolDefinition("odd", None, ODD, strict=True)
-    form = OutputForm(None, CallsForm((strict,), True, True), name, None)
+    form = OutputForm(None, AllowedCalls((strict,), True, True), name, None)
     with pytest.raises(InvalidRequest, match="odd.*uniqueItems"):
         compile_output(form, made(()).vocabulary)
-    loose = begun(replace(form, calls=CallsForm((replace(strict, strict=False),), True, True)))
+    loose = begun(replace(form, calls=AllowedCalls((replace(strict, strict=False),), True, True)))
     call = {
         "hermes": '<tool_call>\n{"name": "odd", "arguments": {"a": [1, 1]}}\n</tool_call>',
         "qwen_xml": "<tool_call>\n<function=odd>\n<parameter=a>\n[1, 1]\n</parameter>\n</function>\n</tool_call>",
@@ -241,7 +241,7 @@ def test_formats_hold_for_texts_without_quotes(name: str) -> None:
     read, good, bad = FORMATTED[name]
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": name}}, "required": ["a"]}
     tool = ToolDefinition("when", None, schema, strict=True)
-    constraint = begun(OutputForm(None, CallsForm((tool,), True, False), "qwen_xml", None))
+    constraint = begun(OutputForm(None, AllowedCalls((tool,), True, False), "qwen_xml", None))
     call = "<tool_call>\n<function=when>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     for text in good:
         read(text)
@@ -257,9 +257,9 @@ def test_formats_hold_for_texts_without_quotes(name: str) -> None:
 def test_a_strict_text_without_quotes_is_refused_where_it_cannot_be_held_to_its_schema(keyword: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", **keyword}}}
     tool = ToolDefinition("odd", None, schema, strict=True)
-    form = OutputForm(None, CallsForm((tool,), True, True), "qwen_xml", None)
+    form = OutputForm(None, AllowedCalls((tool,), True, True), "qwen_xml", None)
     with pytest.raises(InvalidRequest, match="odd"):
         compile_output(form, made(()).vocabulary)
-    loose = begun(replace(form, calls=CallsForm((replace(tool, strict=False),), True, True)))
+    loose = begun(replace(form, calls=AllowedCalls((replace(tool, strict=False),), True, True)))
     call = "<tool_call>\n<function=odd>\n<parameter=a>\nxy\n</parameter>\n</function>\n</tool_call>"
     assert takes_whole(loose, call)

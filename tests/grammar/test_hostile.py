@@ -13,7 +13,7 @@ from grammar.call_answers import END, ByteTokenizer
 
 from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
 from headrace.grammar import compiler
-from headrace.grammar.compile import CallsForm, OutputForm
+from headrace.grammar.compile import AllowedCalls, OutputForm
 from headrace.grammar.factory import MAX_CHARACTERS, ConstraintFactory
 from headrace.grammar.schema import check_schema, is_found, schema_violation
 from headrace.grammar.vocabulary import Vocabulary
@@ -93,7 +93,7 @@ def test_what_would_hang_or_crash_the_server_is_refused_by_its_field_and_the_nex
 
 def test_a_strict_tool_that_would_crash_the_server_is_refused() -> None:
     tool = ToolDefinition("f", None, {"type": "object", "properties": {"a": chain_of_references(1000)}}, strict=True)
-    calls = CallsForm((tool,), is_required=True, is_parallel=True)
+    calls = AllowedCalls((tool,), is_required=True, is_parallel=True)
     with pytest.raises(InvalidRequest) as refused:
         factory().output(OutputForm(None, calls, "hermes", None))
     assert refused.value.param == "tools"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import GenerationFailed, InvalidRequest
-from headrace.grammar.compile import CallsForm, OutputForm
+from headrace.grammar.compile import AllowedCalls, OutputForm
 from headrace.grammar.factory import NUM_KEPT, ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.types.chat import ToolDefinition
@@ -207,7 +207,7 @@ def form_with(value: object) -> OutputForm:
     """Of new objects each time, as the next turn of a conversation brings them."""
     schema = {"type": "object", "properties": {"a": {"const": value}, "b": {"type": "integer"}}}
     tools = (ToolDefinition("f", "what it does", schema, strict=True),)
-    return OutputForm(None, CallsForm(tools, is_required=True, is_parallel=True), "hermes", None)
+    return OutputForm(None, AllowedCalls(tools, is_required=True, is_parallel=True), "hermes", None)
 
 
 def byte_factory() -> ConstraintFactory:

@@ -20,7 +20,7 @@ from grammar.call_answers import (
 from grammar.schemas import closed
 
 from headrace.errors import InvalidRequest
-from headrace.grammar.compile import CallsForm, OutputForm, compile_output
+from headrace.grammar.compile import AllowedCalls, OutputForm, compile_output
 from headrace.types.chat import ToolDefinition
 
 INTEGER = {"type": "integer"}
@@ -82,7 +82,7 @@ SYNTAXES = ("qwen_xml", "hermes")
 
 def form_of(name: str, schema: Mapping[str, Any], syntax: str, *, strict: bool = True) -> OutputForm:
     tool = ToolDefinition(name, None, schema, strict=strict)
-    return OutputForm(None, CallsForm((tool,), is_required=True, is_parallel=False), syntax, None)
+    return OutputForm(None, AllowedCalls((tool,), is_required=True, is_parallel=False), syntax, None)
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)

@@ -22,7 +22,7 @@ from grammar.call_answers import (
 from grammar.schemas import closed
 
 from headrace.families.family import ModelFamily
-from headrace.grammar.compile import CallsForm, OutputForm, ThinkingForm
+from headrace.grammar.compile import AllowedCalls, OutputForm, ThinkingForm
 from headrace.text.stream_parser import StreamParser
 from headrace.tool_calls.forms import MAYBE_NEWLINE, CallForm, TagBody
 from headrace.tool_calls.syntaxes import SYNTAXES
@@ -113,7 +113,7 @@ def nasty_pieces(forms: tuple[CallForm, ...]) -> list[str]:
 def test_arguments_are_read_as_the_grammar_took_them(name: str, has_special: bool) -> None:
     special = special_of(name, has_special)
     tokenizer = ByteTokenizer(special)
-    form = OutputForm(None, CallsForm(TOOLS, True, True), name, None)
+    form = OutputForm(None, AllowedCalls(TOOLS, True, True), name, None)
     constraint, guarantees = begun(form, special), guarantees_of(form, special)
     rng = np.random.default_rng(5)
     num_quoting = 0
@@ -137,7 +137,7 @@ QUOTED = "<tool_call>\n<function=note>\n<parameter=text>\nx"
 
 
 def test_a_value_that_quotes_the_opening_of_a_call_ends_at_the_first_end_marker() -> None:
-    form = OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None)
+    form = OutputForm(None, AllowedCalls(TOOLS, True, True), "qwen_xml", None)
     output = QWEN_CALL.format(QUOTED, "low") + QWEN_END
     assert takes_whole(begun(form), output)
     for cuts in ((), range(len(output))):
@@ -154,7 +154,7 @@ def test_a_model_that_writes_freely_may_quote_whole_calls() -> None:
 @pytest.mark.parametrize("name", [name for name, syntax in SYNTAXES.items() if syntax.forms])
 def test_the_grammar_knows_every_start_marker_that_a_call_is_read_from(name: str) -> None:
     """Else a call could come that nothing holds. Tokens of older versions, which a model does not write, are left."""
-    form = OutputForm(None, CallsForm(TOOLS, False, True), name, None)
+    form = OutputForm(None, AllowedCalls(TOOLS, False, True), name, None)
     for start_marker in SYNTAXES[name].parser.start_markers:
         output = f"So: {start_marker}"
         text, calls = parsed(name, output, TOOLS, guarantees_of(form))
@@ -164,7 +164,7 @@ def test_the_grammar_knows_every_start_marker_that_a_call_is_read_from(name: str
         assert (text, calls) == (output, [])
 
 
-FREE = OutputForm(None, CallsForm(TOOLS, False, True), "qwen_xml", ThinkingForm(*THINK, is_open=False))
+FREE = OutputForm(None, AllowedCalls(TOOLS, False, True), "qwen_xml", ThinkingForm(*THINK, is_open=False))
 NOTE = QWEN_CALL.format("a", "b") + QWEN_END
 
 
@@ -192,7 +192,7 @@ def test_thinking_is_thinking_whatever_it_mentions_and_is_no_answer_later() -> N
 def test_an_answer_with_a_form_is_told_to_the_letter() -> None:
     schema = closed({"a": {"type": "string"}}, ["a"])
     thinking = ThinkingForm(*THINK, is_open=False)
-    for calls in (None, CallsForm(TOOLS, False, True)):
+    for calls in (None, AllowedCalls(TOOLS, False, True)):
         form = OutputForm(Structure("json_schema", schema), calls, "qwen_xml", thinking)
         answer = json.dumps({"a": f"<think>x</think> {NOTE} <function=note></function>"})
         assert takes_whole(begun(form), answer)
@@ -204,7 +204,7 @@ def test_an_answer_with_a_form_is_told_to_the_letter() -> None:
     ("name", "call"), [("pythonic", "[send()]"), ("llama_json", '{"name": "send", "parameters": {}}')]
 )
 def test_a_call_without_a_marker_begins_the_answer_or_is_none(name: str, call: str) -> None:
-    form = OutputForm(None, CallsForm(TOOLS, False, True), name, None)
+    form = OutputForm(None, AllowedCalls(TOOLS, False, True), name, None)
     output = f"Let me see.\n{call}"
     assert takes_whole(begun(form), output)
     assert parsed(name, output, TOOLS, guarantees_of(form)) == (output, [])
@@ -225,7 +225,7 @@ CUT = "<tool_call>\n<function=note>\n<parameter=text>\nso far"
 
 
 def test_a_held_call_is_told_as_it_comes_and_stays_a_call_when_it_is_cut() -> None:
-    form = OutputForm(None, CallsForm(TOOLS, True, True), "qwen_xml", None)
+    form = OutputForm(None, AllowedCalls(TOOLS, True, True), "qwen_xml", None)
     assert takes(begun(form), CUT)
     parser = StreamParser(
         ModelFamily("made up", tool_format="qwen_xml"), thinking_open=False, tools=TOOLS, guarantees=guarantees_of(form)

@@ -6,7 +6,7 @@ import pytest
 from grammar.call_answers import begun, guarantees_of, parsed, takes_whole
 
 from headrace.families.registry import find_family
-from headrace.grammar.compile import CallsForm, OutputForm
+from headrace.grammar.compile import AllowedCalls, OutputForm
 from headrace.tool_calls.forms import TagSyntax, tag_forms
 from headrace.tool_calls.syntaxes import SYNTAXES, CallSyntax
 from headrace.tool_calls.tags import TaggedCalls
@@ -30,7 +30,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_record_is_detected_parsed_and_enforced() -> None:
     assert find_family("unknown", "{{ '<call of=' }}").tool_format == "made_up"
     assert parsed("made_up", f"So: {CALL}", [TOOL]) == ("So:", [("f", {"a": 1})])
-    form = OutputForm(None, CallsForm((TOOL,), is_required=True, is_parallel=True), "made_up", None)
+    form = OutputForm(None, AllowedCalls((TOOL,), is_required=True, is_parallel=True), "made_up", None)
     assert takes_whole(begun(form), CALL)
     assert not takes_whole(begun(form), CALL.replace("1", "one"))
     assert parsed("made_up", CALL, [TOOL], guarantees_of(form)) == ("", [("f", {"a": 1})])

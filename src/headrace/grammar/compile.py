@@ -39,7 +39,7 @@ class ThinkingForm:
 
 
 @dataclass(frozen=True, slots=True)
-class CallsForm:
+class AllowedCalls:
     """Tool calls that may or must be the answer. tools: all that may be called, at least one."""
 
     tools: tuple[ToolDefinition, ...]
@@ -58,7 +58,7 @@ class OutputForm:
     """
 
     structure: Structure | None
-    calls: CallsForm | None
+    calls: AllowedCalls | None
     syntax: str | None
     thinking: ThinkingForm | None
 
@@ -131,7 +131,7 @@ def thinking_rule(rules: Rules, thinking: ThinkingForm | None) -> str:
 
 
 def call_rules(
-    rules: Rules, calls: CallsForm, syntax: CallSyntax | None, *, takes_text: bool, refused: Sequence[str]
+    rules: Rules, calls: AllowedCalls, syntax: CallSyntax | None, *, takes_text: bool, refused: Sequence[str]
 ) -> list[str]:
     """Rules of answers that are calls and, if it takes text, of texts in which a call may begin. Raises InvalidRequest.
 
@@ -161,7 +161,7 @@ def call_rules(
     return options
 
 
-def _limiting_field(calls: CallsForm) -> str:
+def _limiting_field(calls: AllowedCalls) -> str:
     if calls.is_required:
         return "tool_choice"
     return "tools" if any(tool.strict for tool in calls.tools) else "parallel_tool_calls"
@@ -172,7 +172,7 @@ def messages_rule(
     messages: MessageFormat,
     thinking: ThinkingForm | None,
     answers: Sequence[str],
-    calls: CallsForm | None,
+    calls: AllowedCalls | None,
 ) -> str:
     thoughts = ""
     if thinking is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
 from headrace.grammar.compile import (
-    CallsForm,
+    AllowedCalls,
     OutputForm,
     ThinkingForm,
 )
@@ -80,7 +80,7 @@ class ChatConstraints:
             raise InvalidRequest(message, param="ignore_eos")
         return OutputForm(request.structure, calls, self._family.tool_format, thinking)
 
-    def _calls(self, request: ChatRequest) -> CallsForm | None:
+    def _calls(self, request: ChatRequest) -> AllowedCalls | None:
         """The constraint on calls; None if there may be none, or any."""
         choice, tools = request.tool_choice, callable_tools(request)
         if choice.mode == "required" and not tools:
@@ -94,7 +94,7 @@ class ChatConstraints:
             syntax = self._family.call_syntax
             if not is_limited or syntax is None or not syntax.can_be_enforced:
                 return None
-        return CallsForm(tools, is_required=choice.mode == "required", is_parallel=choice.is_parallel)
+        return AllowedCalls(tools, is_required=choice.mode == "required", is_parallel=choice.is_parallel)
 
     def _limit(self, request: ChatRequest, *, is_open: bool, is_constrained: bool) -> ThinkingLimit | None:
         """None also for a model that doesn't think. is_constrained: by a grammar."""

@@ -31,13 +31,13 @@ class CallReader:
         self._tools = tools
         self._reader = reader
         self._emitter = emitter
-        self._num_emitted = 0
+        self._emitted_end = 0
 
     def read(self, start_marker: str) -> Reading[None]:
         """Read a construct that begins with a start marker here, as calls or as text."""
         reader, start = self._reader, self._reader.pos
         sink = CallSink(self._tools, reader)
-        self._num_emitted = start
+        self._emitted_end = start
         self._hold_back(start)
         try:
             yield from self._run(sink)
@@ -153,7 +153,7 @@ class CallReader:
             self._pass_on(sink)
             if isinstance(problem, OutOfText):
                 self._emit_until(len(reader.text))
-            reader.pos = self._num_emitted
+            reader.pos = self._emitted_end
         elif sink.is_committed:
             self._pass_on(sink)
             reader.pos = len(reader.text) if reader.ended else sink.written
@@ -167,6 +167,6 @@ class CallReader:
             reader.pos = start + len(start_marker)
 
     def _emit_until(self, end: int) -> None:
-        if end > self._num_emitted:
-            self.emit_text(self._reader.text[self._num_emitted : end])
-            self._num_emitted = end
+        if end > self._emitted_end:
+            self.emit_text(self._reader.text[self._emitted_end : end])
+            self._emitted_end = end
