@@ -1,4 +1,4 @@
-"""What is counted as a right guess, by guessers that are known to be right or wrong."""
+"""Counts accepted drafts of heads that are known to be right or wrong."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def truth() -> list[list[int]]:
     return texts
 
 
-def guessing(truth: list[list[int]], is_right: list[bool], patch: pytest.MonkeyPatch) -> None:
-    """The head is read as ever, but its guesses are made up: right or wrong by their place."""
+def drafting(truth: list[list[int]], is_accepted: list[bool], patch: pytest.MonkeyPatch) -> None:
+    """The head processes its inputs as usual, but its drafts are made up: right or wrong by their depth."""
     original = HeadDrafter.draft
 
     def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         mx.eval(original(self, rows).arrays)
-        guesses = []
+        drafts = []
         for row in rows:
             known = list(row.token_ids)
             text = next(ids for ids in truth if ids[: len(known)] == known)
             following = text[len(known) : len(known) + DEPTH]
-            guesses.append([token + (not right) for token, right in zip(following, is_right, strict=True)])
-        return DraftBatch(mx.array(guesses, dtype=mx.int32).T.reshape(-1), [len(rows)] * DEPTH)
+            drafts.append([token + (not right) for token, right in zip(following, is_accepted, strict=True)])
+        return DraftBatch(mx.array(drafts, dtype=mx.int32).T.reshape(-1), [len(rows)] * DEPTH)
 
     patch.setattr(HeadDrafter, "draft", draft)
 
 
 @pytest.mark.parametrize(
-    ("is_right", "num_right", "gained"),
+    ("is_accepted", "num_accepted", "gained"),
     [
         ([True, True, True], (16, 16, 16), (2.0, 3.0, 4.0)),
         ([True, False, True], (16, 0, 0), (2.0, 2.0, 2.0)),
@@ -74,16 +74,16 @@ def guessing(truth: list[list[int]], is_right: list[bool], patch: pytest.MonkeyP
     ],
 )
 def test_drafts_count_as_long_as_all_before_them_are_right(
-    is_right: list[bool],
-    num_right: tuple[int, ...],
+    is_accepted: list[bool],
+    num_accepted: tuple[int, ...],
     gained: tuple[float, ...],
     loaded: tuple[PackedModel, MtpHead],
     truth: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guessing(truth, is_right, monkeypatch)
+    drafting(truth, is_accepted, monkeypatch)
     found = measure_acceptance(*loaded, TEXTS, NUM_TOKENS, DEPTH)
-    assert found == Acceptance(len(TEXTS) * NUM_TOKENS, num_right)
+    assert found == Acceptance(len(TEXTS) * NUM_TOKENS, num_accepted)
     assert tuple(found.tokens_per_step(depth) for depth in range(1, DEPTH + 1)) == gained
 
 

@@ -120,7 +120,7 @@ def test_copies_are_drafted_without_passes_of_the_head() -> None:
 class Run:
     """A decode of some rows on a machine, drafted by the head; `chances` are those of a draft, by step.
 
-    disturbed: seconds that are seen on top of what a step takes and are nobody's fault.
+    disturbed: seconds that a step seems to take longer, without any cost of drafts.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class Run:
         depths = self.planner.plan(rows) if self.planner.is_due(rows) else (0,) * len(rows)
         gained = len(rows)
         for record, candidate, depth in zip(self.records, best, depths, strict=True):
-            num_right = next((at for at in range(depth) if self.rng.random() >= chance), depth)
-            self.ranking.report(record, candidate.first(depth), num_right)
-            gained += num_right
+            num_accepted = next((at for at in range(depth) if self.rng.random() >= chance), depth)
+            self.ranking.report(record, candidate.first(depth), num_accepted)
+            gained += num_accepted
         context = sum(row.num_context for row in rows)
         noise = 1 + 0.05 * self.noise.random() + 4 * (self.noise.random() < 0.005)
         shape = StepShape(len(rows), sum(depths), max(depths), context)
@@ -174,7 +174,7 @@ def test_the_worst_text_is_at_most_three_per_cent_slower_than_without_drafts(mac
 
 
 @pytest.mark.parametrize(("machine", "num_rows", "least"), [(gpu, 1, 2.5), (gpu, 8, 2.4), (cpu, 1, 1.5)])
-def test_a_text_that_is_guessed_well_runs_nearly_as_fast_as_it_can(
+def test_a_text_whose_drafts_are_accepted_runs_nearly_as_fast_as_it_can(
     machine: Machine, num_rows: int, least: float
 ) -> None:
     chance, context = 0.85, 1000 * num_rows

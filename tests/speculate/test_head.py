@@ -1,4 +1,4 @@
-"""What a head is given to read before it guesses."""
+"""The entries that a head processes before it drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN = (7,)
 
 
 class NotingHead:
-    """Notes from which token on how many each sequence is given. Its guess is the row that it last read, plus one."""
+    """Notes from which token on how many each sequence is given. It drafts the row that it last processed, plus one."""
 
     def __init__(self, is_compiled: bool) -> None:
         self.is_compiled = is_compiled
@@ -80,6 +80,6 @@ def test_a_compiled_head_reads_equal_numbers_of_tokens_for_all_sequences(
     compute(states[0], [1, 2])
     compute(states[1], [2])
     del head.given[:]
-    guesses = drafter.draft([row(states[0], 3), row(states[1], 2)])
+    drafts = drafter.draft([row(states[0], 3), row(states[1], 2)])
     assert head.given == [second, third, [(25, 1)]]
-    assert [guesses.read(0, 3), guesses.read(1, 2)] == [(23, 24, 25), (32, 33)]
+    assert [drafts.read(0, 3), drafts.read(1, 2)] == [(23, 24, 25), (32, 33)]

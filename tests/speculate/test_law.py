@@ -78,7 +78,7 @@ def play(
     how many of them were right."""
     histories = [History(PROMPT, NUM_TOKENS) for _ in settings]
     outputs: list[list[int]] = [[] for _ in settings]
-    num_drafts = num_right = 0
+    num_drafts = num_accepted = 0
     while active := [number for number, output in enumerate(outputs) if len(output) < length]:
         rows = [SamplingRow(settings[each], len(outputs[each]), histories[each], STOP) for each in active]
         last = [[*PROMPT, *outputs[each]][-1] for each in active]
@@ -93,8 +93,8 @@ def play(
             outputs[number] += gained
             histories[number].append(gained)
             num_drafts += min(len(gained), len(of_row))
-            num_right += len(gained) - 1
-    return [tuple(output[:length]) for output in outputs], num_drafts, num_right
+            num_accepted += len(gained) - 1
+    return [tuple(output[:length]) for output in outputs], num_drafts, num_accepted
 
 
 def no_drafts(rows: list[SamplingRow], last: list[int], depth: int) -> list[tuple[int, ...]]:
@@ -117,7 +117,7 @@ def head_drafts(rows: list[SamplingRow], last: list[int], depth: int) -> list[tu
     return drafts
 
 
-def told_drafts(texts: dict[int, tuple[int, ...]], corrupted: float) -> Drafter:
+def right_drafts(texts: dict[int, tuple[int, ...]], corrupted: float) -> Drafter:
     """Drafts from the very text, by seed, with a share of the tokens changed."""
 
     def draft(rows: list[SamplingRow], last: list[int], depth: int) -> list[tuple[int, ...]]:
@@ -139,13 +139,13 @@ def test_a_text_is_the_same_with_any_drafts(num_rows: int, depth: int) -> None:
     plain, _, _ = play(settings, 20, 0, no_drafts)
     texts = dict(enumerate(plain))
     assert len(set(plain)) > num_rows / 2
-    for drafter in (random_drafts, head_drafts, told_drafts(texts, 0.3)):
-        text, num_drafts, num_right = play(settings, 20, depth, drafter)
+    for drafter in (random_drafts, head_drafts, right_drafts(texts, 0.3)):
+        text, num_drafts, num_accepted = play(settings, 20, depth, drafter)
         assert text == plain
-        assert 0 <= num_right < num_drafts
-    text, num_drafts, num_right = play(settings, 20, depth, told_drafts(texts, 0.0))
+        assert 0 <= num_accepted < num_drafts
+    text, num_drafts, num_accepted = play(settings, 20, depth, right_drafts(texts, 0.0))
     assert text == plain
-    assert num_right == num_drafts
+    assert num_accepted == num_drafts
 
 
 @pytest.mark.parametrize("drafter", [head_drafts, random_drafts])
@@ -164,7 +164,7 @@ def test_greedy_text_is_the_most_likely_one(drafter: Drafter) -> None:
 )
 def test_texts_come_as_often_as_the_model_says(kind: str, depth: int) -> None:
     params, length, num_texts = SETTINGS[kind], 3, 3000
-    texts, _, num_right = play([replace(params, seed=seed) for seed in range(num_texts)], length, depth, head_drafts)
+    texts, _, num_accepted = play([replace(params, seed=seed) for seed in range(num_texts)], length, depth, head_drafts)
     counts = Counter(texts)
     variation = spread = 0.0
     for text in itertools.product(range(NUM_TOKENS), repeat=length):
@@ -176,7 +176,7 @@ def test_texts_come_as_often_as_the_model_says(kind: str, depth: int) -> None:
     # One text moves the variation by 1 / N at most: it lies further above its mean than this once in a million times
     # (McDiarmid), and the mean is at most `spread`.
     assert variation < spread + math.sqrt(math.log(1e6) / (2 * num_texts))
-    assert num_right > 0
+    assert num_accepted > 0
 
 
 def overlap(first: Floats, second: Floats) -> float:
@@ -215,7 +215,7 @@ def test_a_draft_of_the_head_is_right_as_often_as_the_shares_of_the_line_overlap
         assert abs((tokens == draft).mean() - reachable) < 5 * math.sqrt(0.25 / num_draws)
 
 
-def test_a_row_without_a_distribution_gets_a_guess_all_the_same() -> None:
+def test_a_row_without_a_distribution_gets_a_draft_all_the_same() -> None:
     logits = mx.array([[math.nan, 1.0], [0.0, 1.0], [-math.inf, -math.inf]])
     ids = draw_drafts(logits, [SamplingRow(replace(PLAIN, temperature=0), 0)] * 3)
     assert ids.tolist() == [0, 1, 0]

@@ -1,4 +1,4 @@
-"""A made-up machine whose steps run ahead where nobody is due at: drafts cost it little, and good ones are made."""
+"""On a simulated machine whose steps overlap without drafts, failing drafts cost little and good ones are made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingRow(SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0
 
 
 class Machine:
-    """Tells the time that its work has taken, and guesses as a head would."""
+    """Counts the time that its work takes, and drafts like a head."""
 
     num_new_variants = 0
 
@@ -66,9 +66,9 @@ class Row:
     def step(self, chance: float) -> Verified:
         num_drafts = self.row.drafts.num_drafts
         wrong = (place for place in range(num_drafts) if self._machine.dice.random() >= chance)
-        num_right = next(wrong, num_drafts)
-        self.token_ids = self._text[: len(self.token_ids) + 1 + num_right]
-        return Verified(self.row, num_drafts, num_right, is_stopped=False)
+        num_accepted = next(wrong, num_drafts)
+        self.token_ids = self._text[: len(self.token_ids) + 1 + num_accepted]
+        return Verified(self.row, num_drafts, num_accepted, is_stopped=False)
 
 
 def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: int, *, repeats: bool = False) -> float:

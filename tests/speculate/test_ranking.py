@@ -12,9 +12,9 @@ def copied(*token_ids: int, confidence: float = 0.8) -> Proposal:
     return Proposal(token_ids, (confidence,) * len(token_ids))
 
 
-def taught(ranking: Ranking, record: RowRecord, proposal: Proposal, num_right: int, times: int = 40) -> None:
+def taught(ranking: Ranking, record: RowRecord, proposal: Proposal, num_accepted: int, times: int = 40) -> None:
     for _ in range(times):
-        ranking.report(record, ranking.best(record, 9, copied=proposal), num_right)
+        ranking.report(record, ranking.best(record, 9, copied=proposal), num_accepted)
 
 
 def test_survival_is_the_product_of_the_estimates() -> None:
@@ -77,7 +77,7 @@ def test_each_place_of_the_head_has_an_estimate_of_its_own() -> None:
     assert third > 0.3  # it was never reached
 
 
-def test_confident_copies_are_told_from_others() -> None:
+def test_confident_copies_have_estimates_of_their_own() -> None:
     ranking, record = Ranking(), RowRecord()
     for _ in range(30):
         taught(ranking, record, copied(1, confidence=0.9), 1, times=1)
@@ -86,7 +86,7 @@ def test_confident_copies_are_told_from_others() -> None:
     assert ranking.best(record, 1, copied=copied(1, confidence=0.6)).survival[0] < 0.3
 
 
-def test_a_row_that_is_guessed_badly_falls_fast_and_takes_no_other_with_it() -> None:
+def test_a_row_whose_drafts_are_rejected_falls_fast_and_takes_no_other_with_it() -> None:
     ranking, good, bad = Ranking(), RowRecord(), RowRecord()
     for _ in range(50):
         ranking.report(good, ranking.best(good, 1, num_head=1), 1)

@@ -20,23 +20,23 @@ _GREEDY = SamplingRow(GREEDY, 0)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """num_right: for each number of drafts, at how many of `num_positions` positions that many were all accepted."""
+    """num_accepted: for each number of drafts, at how many of `num_positions` positions that many were all accepted."""
 
     num_positions: int
-    num_right: tuple[int, ...]
+    num_accepted: tuple[int, ...]
 
     @property
     def first(self) -> float:
         """Share of positions where the first draft was accepted."""
-        return self.num_right[0] / self.num_positions
+        return self.num_accepted[0] / self.num_positions
 
     def share(self, depth: int) -> float:
         """Share of the drafts number `depth`, from 1, accepted where those before them were."""
-        tried = self.num_positions if depth == 1 else self.num_right[depth - 2]
-        return self.num_right[depth - 1] / tried if tried else 0.0
+        tried = self.num_positions if depth == 1 else self.num_accepted[depth - 2]
+        return self.num_accepted[depth - 1] / tried if tried else 0.0
 
     def tokens_per_step(self, num_drafts: int) -> float:
-        return 1 + sum(self.num_right[:num_drafts]) / self.num_positions
+        return 1 + sum(self.num_accepted[:num_drafts]) / self.num_positions
 
 
 def measure_acceptance(
@@ -59,15 +59,15 @@ def measure_acceptance(
         _advance(trunk, rows)
     for _ in range(depth - 1):
         _advance(trunk, rows)
-    num_right = [0] * depth
+    num_accepted = [0] * depth
     for position, drafts_of_rows in enumerate(drafts_at):
         for one, drafts in zip(rows, drafts_of_rows, strict=True):
             start = one.num_given + position + 1
             for number in range(depth):
-                num_right[number] += list(drafts[: number + 1]) == one.token_ids[start : start + number + 1]
+                num_accepted[number] += list(drafts[: number + 1]) == one.token_ids[start : start + number + 1]
     for one in rows:
         one.state.release()
-    return Acceptance(num_tokens * len(rows), tuple(num_right))
+    return Acceptance(num_tokens * len(rows), tuple(num_accepted))
 
 
 @dataclass(slots=True)

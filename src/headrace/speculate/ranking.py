@@ -91,20 +91,20 @@ class Candidate:
 class RowRecord:
     """One row's accepted drafts against the expected ones; older outcomes fade."""
 
-    __slots__ = ("_expected", "_right")
+    __slots__ = ("_expected", "_accepted")
 
     def __init__(self) -> None:
         self._expected: dict[Source, float] = {}
-        self._right: dict[Source, float] = {}
+        self._accepted: dict[Source, float] = {}
 
     def factor(self, source: Source) -> float:
         """Turns an estimate over all rows into this row's."""
-        return (_PRIOR + self._right.get(source, 0.0)) / (_PRIOR + self._expected.get(source, 0.0))
+        return (_PRIOR + self._accepted.get(source, 0.0)) / (_PRIOR + self._expected.get(source, 0.0))
 
-    def update(self, source: Source, estimate: float, is_right: bool) -> None:
+    def update(self, source: Source, estimate: float, is_accepted: bool) -> None:
         """Add an outcome. estimate: over all rows."""
         fading = 1 - 1 / _MEMORY
-        self._right[source] = fading * self._right.get(source, 0.0) + is_right
+        self._accepted[source] = fading * self._accepted.get(source, 0.0) + is_accepted
         self._expected[source] = fading * self._expected.get(source, 0.0) + estimate
 
 
@@ -158,19 +158,19 @@ class Ranking:
         mean, _ = self._means.get((source, grade), (assumed, _PRIOR))
         return RankedDraft(source, grade, min(mean * factor, _HIGHEST))
 
-    def report(self, record: RowRecord, verified: Candidate, num_right: int) -> None:
-        """Learn from a verified candidate whose first `num_right` drafts were accepted.
+    def report(self, record: RowRecord, verified: Candidate, num_accepted: int) -> None:
+        """Learn from a verified candidate whose first `num_accepted` drafts were accepted.
 
         Drafts after the first rejected one are ignored.
         """
-        for number, draft in enumerate(verified.drafts[: num_right + 1]):
+        for number, draft in enumerate(verified.drafts[: num_accepted + 1]):
             if draft.source is Source.FORCED:
                 continue
-            is_right = number < num_right
+            is_accepted = number < num_accepted
             mean, count = self._means.get((draft.source, draft.grade), (draft.estimate, _PRIOR))
-            record.update(draft.source, mean, is_right)
+            record.update(draft.source, mean, is_accepted)
             count = min(count + 1, _MEMORY)
-            self._means[draft.source, draft.grade] = mean + (is_right - mean) / count, count
+            self._means[draft.source, draft.grade] = mean + (is_accepted - mean) / count, count
 
 
 _CERTAIN = RankedDraft(Source.FORCED, 0, 1.0)

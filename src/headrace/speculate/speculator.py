@@ -92,7 +92,7 @@ class Verified:
 
     row: DraftState
     num_verified: int
-    num_right: int
+    num_accepted: int
     is_stopped: bool
 
 
@@ -215,7 +215,7 @@ class Speculator:
             self._planner.observe(
                 [one.row.forecast for one in sound],
                 [one.num_verified for one in sound],
-                len(sound) + sum([one.num_right for one in sound]),
+                len(sound) + sum([one.num_accepted for one in sound]),
                 seconds,
                 is_timed=not (is_mixed or is_compiled or len(sound) < len(windows)),
                 is_usual=was_ahead == goes_ahead and not self._has_attempted,
@@ -226,9 +226,9 @@ class Speculator:
         if not one.num_verified:
             return
         # drafts after a stop token were neither accepted nor rejected
-        num_judged = one.num_right if one.is_stopped else one.num_verified
+        num_judged = one.num_accepted if one.is_stopped else one.num_verified
         judged = one.row.drafts.candidate.first(num_judged)
-        self._ranking.report(one.row.record, judged, one.num_right)
+        self._ranking.report(one.row.record, judged, one.num_accepted)
 
     @contextmanager
     def _isolated(self, rows: Sequence[DraftState]) -> Iterator[None]:

@@ -50,5 +50,5 @@ def gained_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...
     """
     if len(drawn) != len(drafts) + 1:
         raise ValueError(f"{len(drawn)} drawn tokens do not fit {len(drafts)} drafts")
-    num_right = next((number for number, draft in enumerate(drafts) if draft != drawn[number]), len(drafts))
-    return tuple(drawn[: num_right + 1])
+    num_accepted = next((number for number, draft in enumerate(drafts) if draft != drawn[number]), len(drafts))
+    return tuple(drawn[: num_accepted + 1])
