@@ -11,9 +11,9 @@ from models import tiny_head
 from models.tiny_parts import VOCAB_SIZE
 
 from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine.drafting import Rehearsal
 from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
-from headrace.engine.rehearsal import Rehearsal
 from headrace.errors import ConfigError
 from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel, Row

@@ -14,7 +14,7 @@ from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
-from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, Sink, Stop, Submit
+from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, OutputQueue, Stop, Submit
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import draft as draft_module
 from headrace.engine.sparse.draft import Scored, SparseDraft
@@ -127,7 +127,7 @@ class Scenario:
         patch.setattr(SparseDraft, "advance", advance)
 
     def submit(self, request: GenerationRequest) -> None:
-        self.inbox.put(Submit(request, Sink(Here(), self.heard.append, request.request_id), 0.0))  # type: ignore[arg-type]
+        self.inbox.put(Submit(request, OutputQueue(Here(), self.heard.append, request.request_id), 0.0))  # type: ignore[arg-type]
 
 
 def test_a_request_that_is_aborted_while_it_is_scored_frees_all_it_has_before_the_next_chunk(

@@ -15,8 +15,7 @@ from scheduler.made_up import request
 from headrace.errors import InvalidRequest
 from headrace.scheduler import admission
 from headrace.scheduler.admission import Admission, MemoryBudget
-from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.live_request import LiveRequest, Sequence
 from headrace.scheduler.waiting import FairShares
 from headrace.types.status import WaitReason
 

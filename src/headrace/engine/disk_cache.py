@@ -128,7 +128,6 @@ class DiskLoader(DiskCache):
             self._prefixes.insert_loaded(read.lookup, read.load)
 
     def _drop(self, request_id: str) -> _Read | None:
-        """Forget the request's read, cancelled unless it is done."""
         read = self._reads.pop(request_id, None)
         if read is not None:
             read.load.is_abandoned = True
@@ -145,7 +144,6 @@ class DiskLoader(DiskCache):
 
     @property
     def _reading_bytes(self) -> int:
-        """Bytes being read or read and not taken over yet."""
         return sum(read.load.num_bytes for read in self._reads.values())
 
     @property

@@ -1,28 +1,50 @@
-"""Sets up drafting as configured, and times its steps."""
+"""Sets up drafting as configured: loads the prediction head, rehearses and times its steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
 
 from headrace.backend.device import Device
 from headrace.config import Config
-from headrace.engine.rehearsal import Rehearsal
 from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel
 from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
+from headrace.models.packed import PackedModel, Row
 from headrace.models.source import ModelFiles
+from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner
-from headrace.speculate.head import HeadDrafter
+from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import Speculator, Verified
+from headrace.speculate.step_times import StepTimes
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
+from headrace.types.request import GREEDY
+
+_NUM_CONTEXT = 32
+"""Tokens before the steps."""
+
+_NUM_DRAFTS = (0, 1, 2, 4)
+_NUM_ROUNDS = 3
+"""Steps with each number of drafts. The first round is not timed: it builds kernels and touches memory."""
+
+_LONGEST_WINDOW = 8
+
+_STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
+"""Time limits of the parts; on a slower machine they end early."""
+
+_GREEDY = SamplingRow(GREEDY, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DrafterSetup:
     """The drafting setup. head, speculator: None without drafting. report: lines that say why.
 
     origin: the head's files and format; empty for none.
@@ -35,7 +57,6 @@ class Drafting:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a sequence at once."""
         return 0 if self.speculator is None else self.speculator.max_drafts
 
 
@@ -87,14 +108,14 @@ class StepReports:
         self._drafting_s = time.monotonic() - self._known_at
 
 
-def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> Drafting:
+def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> DrafterSetup:
     """Load the model's prediction head if it has one and it is wanted, and run some warm-up steps with it.
 
     Raises ConfigError if `mtp` is on and there is no head, or none that fits.
     """
     knobs = config.engine
     if knobs.mtp == "off" or (knobs.mtp == "auto" and knobs.max_draft_tokens == 0):
-        return Drafting(None, None, ("drafts: none, as configured",))
+        return DrafterSetup(None, None, ("drafts: none, as configured",))
     if knobs.max_draft_tokens == 0:
         raise ConfigError("mtp is on, but max_draft_tokens is 0", param="mtp")
     try:
@@ -103,10 +124,10 @@ def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, dev
         if knobs.mtp == "on":
             raise ConfigError(f"mtp is on, but {error}", param="mtp") from error
         loaded.packed.keep_hidden(False)
-        return Drafting(None, None, (f"drafts: none, {error}",))
+        return DrafterSetup(None, None, (f"drafts: none, {error}",))
 
 
-def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> Drafting:
+def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> DrafterSetup:
     packed = loaded.packed
     max_drafts = min(config.engine.max_draft_tokens, packed.most_drafts)
     weights = find_head(files)
@@ -124,4 +145,103 @@ def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: D
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
-    return Drafting(drafter, speculator, tuple(report), head.report)
+    return DrafterSetup(drafter, speculator, tuple(report), head.report)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMargin:
+    """Logits of windows against those of the same tokens one at a time, as shares of the largest logit.
+
+    longest: the longest window tried, in tokens.
+    difference: the largest one.
+    lead: the smallest distance of a likeliest token from the next; below the difference, they may change places.
+    """
+
+    longest: int
+    difference: float
+    lead: float
+
+    def __str__(self) -> str:
+        return (
+            f"logits of windows up to {self.longest} differ from those of one token at a time by at most "
+            f"{self.difference:.1e} of the largest; the closest two leading tokens were {self.lead:.1e} apart"
+        )
+
+
+class Rehearsal:
+    """A sequence of random tokens for warm-up steps."""
+
+    def __init__(self, packed: PackedModel, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._packed = packed
+        self._clock = clock
+        ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _NUM_CONTEXT + _LONGEST_WINDOW).tolist()
+        self._ids, self._following = ids[:_NUM_CONTEXT], ids[_NUM_CONTEXT:]
+        self._state = SequenceState(StatePool(), _NUM_CONTEXT + 2 + len(_NUM_DRAFTS) * _NUM_ROUNDS + _LONGEST_WINDOW)
+        self._run(self._ids)
+        self._record = self._state.checkpoint()
+
+    def compare_windows(self) -> WindowMargin:
+        """Run one text a token at a time and in windows of 2 to 8."""
+        self._state.restore(self._record)
+        alone = mx.concatenate([self._run([token]) for token in self._following])
+        difference, longest = 0.0, 1
+        started = self._clock()
+        while longest < _LONGEST_WINDOW and self._clock() - started <= _WINDOWS_LIMIT_S:
+            longest += 1
+            self._state.restore(self._record)
+            together = self._run(self._following[:longest], num_certain=1)
+            difference = max(difference, _number(mx.abs(together - alone[:longest]).max()))
+        scale = max(_number(mx.abs(alone).max()), 1e-30)
+        leading = mx.sort(alone, axis=-1)[:, -2:]
+        return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
+
+    def time_steps(self, drafter: HeadDrafter, times: StepTimes, max_drafts: int) -> None:
+        """Give the draft planner the times of one row's steps with drafts, over those without."""
+        self._state.restore(self._record)
+        ids = [*self._ids, self._following[0]]
+        started = self._clock()
+        for _ in range(2):
+            before = self._clock()
+            ids.append(self._step(drafter, ids, 0))
+        # if steps are fast, only building can take long the first time, and is waited for
+        is_quick = len(_NUM_DRAFTS) * (self._clock() - before) < _STEPS_LIMIT_S
+        for turn in range(_NUM_ROUNDS):
+            started = self._clock() if turn < 2 and is_quick else started
+            undrafted_s = 0.0
+            for num_drafts in _NUM_DRAFTS:
+                is_late = self._clock() - started > _STEPS_LIMIT_S and (turn > 0 or not is_quick)
+                if num_drafts > max_drafts or is_late:
+                    continue
+                before = self._clock()
+                ids.append(self._step(drafter, ids, num_drafts))
+                seconds = self._clock() - before
+                if not num_drafts:
+                    undrafted_s = seconds
+                elif turn and undrafted_s > 0:
+                    times.observe_ratio(num_drafts, num_drafts, max(seconds / undrafted_s, 1.0))
+
+    def _run(self, ids: list[int], num_certain: int | None = None) -> mx.array:
+        """Compute and keep tokens; returns their logits in float32."""
+        self._state.begin(len(ids), num_certain)
+        logits = self._packed.forward([Row(self._state, ids)], range(len(ids))).astype(mx.float32)
+        mx.eval(logits, self._state.arrays())
+        self._state.commit(len(ids))
+        return logits
+
+    def _step(self, drafter: HeadDrafter, ids: list[int], num_drafts: int) -> int:
+        """A step as the runner makes it, keeping no draft; returns the next token."""
+        window = mx.array(ids[-1:], dtype=mx.int32)
+        if num_drafts:
+            drafts = drafter.draft([HeadRow(self._state, ids, num_drafts, _GREEDY)])
+            window = mx.concatenate([window, drafts.ids])
+        self._state.begin(1 + num_drafts, 1)
+        row = Row(self._state, (ids[-1], *(0,) * num_drafts))
+        drawn = mx.argmax(self._packed.forward([row], range(1 + num_drafts), window), axis=-1)
+        mx.eval(drawn, self._state.arrays())
+        self._state.commit(1)
+        return int(_number(drawn[0]))
+
+
+def _number(array: mx.array) -> float:
+    number: float = array.item()  # type: ignore[assignment]
+    return number

@@ -54,7 +54,6 @@ class Draws:
         return [self._fetched.arrays, [] if self._scores is None else self._scores.arrays()]
 
     def read(self) -> list[Drawn]:
-        """One for each position, in order."""
         scores: Mapping[int, TokenLogprobs] = {}
         if self._scores is not None:
             counts = [self._positions[index].num_top or 0 for index in self._scored]
@@ -75,5 +74,4 @@ class PromptScores:
         return self._scores.arrays()
 
     def read(self) -> tuple[TokenLogprobs, ...]:
-        """One for each of the following tokens."""
         return tuple(read_logprobs(self._scores, [self._num_top] * self._scores.token_ids.shape[0]))

@@ -20,7 +20,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from headrace.config import Config
-from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Item, Sink, Stop, Submit
+from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Item, OutputQueue, Stop, Submit
 from headrace.engine.prepare import prepare
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
@@ -57,9 +57,8 @@ class OutputStream:
         self._is_over = False
 
     @property
-    def sink(self) -> Sink:
-        """For the engine's thread."""
-        return Sink(self._event_loop, self._items.put_nowait, self._request_id)
+    def outputs(self) -> OutputQueue:
+        return OutputQueue(self._event_loop, self._items.put_nowait, self._request_id)
 
     async def accepted(self) -> None:
         """Wait until the request is queued, or raise why it is not."""
@@ -127,16 +126,14 @@ class Engine:
 
     @property
     def model(self) -> ModelDescription:
-        """The loaded model, as data."""
         assert self._model is not None, "an engine is made with Engine.launch"
         return self._model
 
     def health(self) -> str | None:
-        """None while all is well, else why no request can be served."""
+        """None, or why no request can be served."""
         return self._death
 
     def warm_up(self) -> WarmUpStatus:
-        """How far the steps are warmed up."""
         assert self._warm_up is not None, "an engine is made with Engine.launch"
         return self._warm_up.status
 
@@ -150,7 +147,7 @@ class Engine:
             raise InvalidRequest("the engine was launched without constraints", param="constraint")
         stream = OutputStream(request, self._inbox.put)
         self._refuse_if_dead()
-        self._inbox.put(Submit(request, stream.sink, time.monotonic()))
+        self._inbox.put(Submit(request, stream.outputs, time.monotonic()))
         async with AsyncExitStack() as unless_accepted:
             unless_accepted.push_async_callback(stream.aclose)
             # the thread may have died between the check and the put, and then the inbox is never read
@@ -160,11 +157,11 @@ class Engine:
         return stream
 
     async def abort(self, request_id: str) -> bool:
-        """Cancel a request by its id; its stream raises RequestCancelled. False if it is not being worked on."""
+        """Cancel a request by its id; its stream raises RequestCancelled. False if it is not in progress."""
         return await self._ask(lambda reply: Abort(request_id, reply))
 
     async def status(self) -> EngineStatus:
-        """How things stand between two steps. Raises EngineDead."""
+        """The status between two steps. Raises EngineDead."""
         return await self._ask(Inspect)
 
     async def clear_cache(self) -> int:
@@ -172,7 +169,6 @@ class Engine:
         return await self._ask(ClearCache)
 
     async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
-        """Put a command that is answered into the inbox and wait for the answer."""
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = event_loop.create_future()
 
@@ -199,7 +195,6 @@ class Engine:
             raise EngineDead(f"the engine is not running: {self._death}")
 
     def _run(self) -> None:
-        """The thread's body."""
         try:
             self._serve()
         finally:
@@ -215,8 +210,8 @@ class Engine:
             return
         except Exception as error:  # an exception boundary: mlx-lm's model files may raise anything
             logger.debug("the model can't be served", exc_info=True)
-            said = str(error).partition("\n")[0]
-            self._launch_error = ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {said}")
+            name, first_line = type(error).__name__, str(error).partition("\n")[0]
+            self._launch_error = ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
             self._launch_error.__cause__ = error
             return
         finally:

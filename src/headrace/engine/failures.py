@@ -1,4 +1,4 @@
-"""Exception boundaries around rows and side work, and failures as the scheduler is told them."""
+"""Exception boundaries around rows and side work, and failures as the scheduler gets them."""
 
 from __future__ import annotations
 

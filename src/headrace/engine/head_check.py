@@ -37,7 +37,6 @@ class HeadCheck:
     texts: Sequence[Sequence[int]]
 
     def measure(self, num_tokens: int, depth: int) -> Acceptance:
-        """The head's acceptance at `num_tokens` positions after each text."""
         return measure_acceptance(self.trunk, self.head, self.texts, num_tokens, depth)
 
     def other_readings(self) -> Iterator[tuple[str, float]]:

@@ -35,7 +35,7 @@ DISK_POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request is queued; the first thing that a sink gets unless it gets an error."""
+    """The request is queued; the first item in an output queue unless that is an error."""
 
 
 Item = Accepted | TokenOutput | HeadraceError
@@ -43,11 +43,11 @@ Item = Accepted | TokenOutput | HeadraceError
 
 
 @dataclass(frozen=True, slots=True)
-class Sink:
-    """Where that goes. take: never blocks; called in the event loop's thread."""
+class OutputQueue:
+    """Where a request's items go. put: never blocks; called in the event loop's thread."""
 
     event_loop: asyncio.AbstractEventLoop
-    take: Callable[[Item], None]
+    put: Callable[[Item], None]
     request_id: str
 
 
@@ -56,15 +56,15 @@ class Submit:
     """Begin a request. now: when it was asked for, in monotonic seconds."""
 
     request: GenerationRequest
-    sink: Sink
+    outputs: OutputQueue
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Give a request up; `reply` gets whether it was being worked on. reason: under which it is counted.
+    """End a request; `reply` gets whether it was in progress. reason: counted for it.
 
-    An id that is not known (any more) is no error: it may just have finished.
+    An unknown id is no error: the request may just have finished.
     """
 
     request_id: str
@@ -74,7 +74,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Say how things stand between two steps."""
+    """Reply with the status between two steps."""
 
     reply: Callable[[EngineStatus], None]
 
@@ -137,7 +137,7 @@ class Loop:
         self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
-        self._sinks: dict[str, Sink] = {}
+        self._queues: dict[str, OutputQueue] = {}
         self._is_stopping = False
         self._num_prompt_tokens = 0
         """Of the last step."""
@@ -186,22 +186,21 @@ class Loop:
         self.warm_up.advance()
 
     def _is_scorings_turn(self) -> bool:
-        """Whether the next step leaves prompts to the draft model: streams bear those of one model at a time."""
+        """Whether the next step has no prompts because the draft model computes some: streams wait for one model's."""
         return self._sparse.is_scoring and self._num_prompt_tokens > 0 and self._scheduler.spare_s is not None
 
     def _score(self) -> None:
-        """A step of the draft model, which takes of the streams' time what the last step has left."""
         spare_s = self._scheduler.spare_s
         self._sparse.advance(0.0 if spare_s is not None and self._num_prompt_tokens else spare_s)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """End every request with an error, also those that still lie in the inbox."""
-        sinks = list(self._sinks.values())
+        """End every request with an error, including those in the inbox."""
+        queues = list(self._queues.values())
         try:
             while not self._inbox.empty():
                 command = self._inbox.get()
                 if isinstance(command, Submit):
-                    sinks.append(command.sink)
+                    queues.append(command.outputs)
                 elif isinstance(command, Abort) and command.reply is not None:
                     command.reply(False)
                 elif isinstance(command, Inspect):
@@ -209,9 +208,9 @@ class Loop:
                 elif isinstance(command, ClearCache):
                     command.reply(0)
         finally:
-            # also where the device has failed so that its status can't be told
-            self._hand_over([(sink, error) for sink in sinks])
-            self._sinks.clear()
+            # also if the device has failed, so that there is no status
+            self._hand_over([(outputs, error) for outputs in queues])
+            self._queues.clear()
 
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""
@@ -232,7 +231,7 @@ class Loop:
                 self._take(self._inbox.get(timeout=DISK_POLL_S))
 
     def _free(self) -> None:
-        """Free the rows of what has ended; what it leaves in the prefix cache may take what live states don't need."""
+        """Free the rows of ended sequences. What they leave in the prefix cache may take memory that states don't."""
         self._runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
         self._disk.hand_over()
@@ -283,21 +282,21 @@ class Loop:
         try:
             self._scheduler.add(request, command.now)
         except HeadraceError as error:
-            self._hand_over([(command.sink, error)])
+            self._hand_over([(command.outputs, error)])
             return
-        self._sinks[request.request_id] = command.sink
+        self._queues[request.request_id] = command.outputs
         if request.priority < IDLE_PRIORITY:
             # preparing a finished turn is no client's request and not counted: all later calls skip an unknown id
             self._stats.submitted(
                 request.request_id, len(request.prompt), command.now, request.num_choices, request.route
             )
-        self._hand_over([(command.sink, Accepted())])
+        self._hand_over([(command.outputs, Accepted())])
 
     def _abort(self, command: Abort) -> None:
         is_known = self._scheduler.abort(command.request_id)
         if is_known:
             error = RequestCancelled(f"request {command.request_id} was cancelled")
-            self._hand_over([(self._sinks[command.request_id], error)])
+            self._hand_over([(self._queues[command.request_id], error)])
             self._end(command.request_id, command.reason)
         if command.reply is not None:
             command.reply(is_known)
@@ -329,9 +328,9 @@ class Loop:
         )
 
     def _publish(self, outcome: StepOutcome, now: float) -> None:
-        told: list[tuple[Sink, Item]] = [(self._sinks[one.request_id], one) for one in outcome.outputs]
-        told += [(self._sinks[one.request_id], _error_of(one)) for one in outcome.failures]
-        self._hand_over(told)
+        items: list[tuple[OutputQueue, Item]] = [(self._queues[one.request_id], one) for one in outcome.outputs]
+        items += [(self._queues[one.request_id], _error_of(one)) for one in outcome.failures]
+        self._hand_over(items)
         for output in outcome.outputs:
             self._stats.output(output, now)
         for failure in outcome.failures:
@@ -339,31 +338,31 @@ class Loop:
         for request_id in outcome.finished:
             self._end(request_id, None)
 
-    def _hand_over(self, items: Sequence[tuple[Sink, Item]]) -> None:
+    def _hand_over(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
         """Once for each event loop: a call wakes its thread, which then holds the interpreter when this one goes on.
 
         With eight calls a step whose host works for 1 ms took 1.8 ms, with one for all of them 1.1.
         """
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Sink, Item]]] = {}
-        for sink, item in items:
-            by_loop.setdefault(sink.event_loop, []).append((sink, item))
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputQueue, Item]]] = {}
+        for outputs, item in items:
+            by_loop.setdefault(outputs.event_loop, []).append((outputs, item))
         for event_loop, own in by_loop.items():
             try:
                 event_loop.call_soon_threadsafe(_take, own)
             except RuntimeError:  # the event loop is closed: no caller waits for these requests any more
-                for sink, _ in own:
-                    self._inbox.put(Abort(sink.request_id))
+                for outputs, _ in own:
+                    self._inbox.put(Abort(outputs.request_id))
 
     def _end(self, request_id: str, reason: str | None) -> None:
         """Forget a request. reason: what to count if not the finish reasons of its outputs."""
         if reason is not None:
             self._stats.ended(request_id, reason, time.monotonic())
-        del self._sinks[request_id]
+        del self._queues[request_id]
 
 
-def _take(items: Sequence[tuple[Sink, Item]]) -> None:
-    for sink, item in items:
-        sink.take(item)
+def _take(items: Sequence[tuple[OutputQueue, Item]]) -> None:
+    for outputs, item in items:
+        outputs.put(item)
 
 
 def _error_of(failure: RequestFailure) -> HeadraceError:

@@ -186,7 +186,6 @@ class PrefixPool(PrefixCache):
         return False
 
     def lookup(self, request_id: str) -> Lookup:
-        """Of a prepared request."""
         return self._prompts[request_id].lookup
 
     def lock(self, lookup: Lookup) -> Lookup:
@@ -199,7 +198,6 @@ class PrefixPool(PrefixCache):
         self._tree.unlock(lookup.match)
 
     def insert_loaded(self, lookup: Lookup, load: Load) -> None:
-        """Put the state of a finished load into the tree."""
         span, snapshot, length = load.span, load.snapshot, load.num_tokens
 
         def cut(start: int, end: int) -> Piece:

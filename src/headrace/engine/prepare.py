@@ -137,7 +137,6 @@ def _current_device() -> Device:
 
 
 def _find_draft(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> LoadedDraft | None:
-    """The model that finds what of a prompt is worth computing; None if none is configured."""
     name = config.engine.sparse_draft
     if name is None:
         return None
@@ -148,7 +147,6 @@ def _find_draft(config: Config, files: ModelFiles, loaded: LoadedModel, here: De
 
 
 def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> tuple[Tower, str] | None:
-    """The model's vision tower and a line about it; None if it has none that is known, or none is wanted."""
     if config.models.vision != "auto" or not loaded.packed.takes_media:
         return None
     model = loaded.packed.model

@@ -79,7 +79,6 @@ class Runner:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all sequences' states."""
         # shared arrays count once
         own = {id(array): array.nbytes for live in self._live.values() for array in live.state.own_arrays()}
         return self._pool.num_bytes + sum(own.values())
@@ -91,7 +90,6 @@ class Runner:
 
     @property
     def preempted_bytes(self) -> int:
-        """Bytes of preempted sequences' checkpoints."""
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
 
     def recorded(self, sequence_id: str) -> tuple[SequenceState, QueryRecorder]:
@@ -101,7 +99,6 @@ class Runner:
         return live.state, live.recorder
 
     def draft_status(self) -> DraftStatus | None:
-        """Status of speculative decoding; None without it."""
         if self._speculator is None:
             return None
         return DraftStatus(self._speculator.max_drafts, self._speculator.num_failures)
@@ -327,7 +324,6 @@ class Runner:
             self._speculator.catch_up(lives)
 
     def _fork(self, window: Window, failures: list[ChunkFailure]) -> list[ChunkResult]:
-        """Begin the forks' sequences with copies of the state that the chunk has just reached."""
         record = window.live.state.checkpoint()
         results = []
         for choice, (sequence_id, drawn) in enumerate(zip(window.chunk.forks, window.forked, strict=True), start=1):
@@ -367,7 +363,6 @@ class Runner:
             live.state.release()
 
     def _keep_answer(self, live: LiveSequence) -> None:
-        """Hand over what an ended sequence has computed."""
         if self._prefixes.is_on and live.is_sound and live.state.length:
             self._catch_up([live])
             was_drawn_from = live.num_output > 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from headrace.config import Config
-from headrace.engine.drafting import Drafting
+from headrace.engine.drafting import DrafterSetup
 from headrace.engine.failures import boundary
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
@@ -128,7 +128,6 @@ def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[Piece]:
 
 
 def _sizes(padded: Callable[[int], int], most: int) -> list[int]:
-    """All that numbers up to `most` are padded to, but no larger ones."""
     return sorted({min(padded(number), most) for number in range(1, most + 1)})
 
 
@@ -159,7 +158,6 @@ class Served:
 
     @property
     def num_forms(self) -> int:
-        """Forms of steps built so far, the head's too."""
         return self.model.num_new_variants if self.head is None else self.head.num_new_variants
 
 
@@ -188,7 +186,6 @@ class WarmUp:
 
     @property
     def is_over(self) -> bool:
-        """Whether no piece is left."""
         return not self._left
 
     @property
@@ -207,7 +204,6 @@ class WarmUp:
         return has_room and self._left[0].num_rows <= self._max_num_seqs - num_running
 
     def forms(self) -> StepForms:
-        """How many were built so far."""
         num_built = self._served.num_forms
         return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)
 
@@ -240,14 +236,13 @@ class WarmUp:
 def prepare_warm_up(
     config: Config,
     loaded: LoadedModel,
-    drafting: Drafting,
+    drafting: DrafterSetup,
     pool: StatePool,
     cost: StateCost,
     memory: MemoryBudget,
     chunk_tokens: int,
     max_model_len: int,
 ) -> WarmUp:
-    """Without a piece for a model whose steps are not compiled."""
     packed, knobs = loaded.packed, config.engine
     make_cache = partial(PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
     served = Served(packed, drafting.head, pool, loaded.tokens.end, memory, make_cache)

@@ -64,12 +64,10 @@ class LiveSequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens sampled so far."""
         return len(self.token_ids) - len(self.request.prompt)
 
     @property
     def settings(self) -> SamplingRow:
-        """How to sample the next token, without constraints."""
         return SamplingRow(self.params, self.num_output, self.history, self.request.stop_token_ids)
 
     @property
@@ -80,7 +78,6 @@ class LiveSequence:
         return None if self.media is None else self.media.entry
 
     def grow(self, token_ids: Sequence[int]) -> None:
-        """Add sampled tokens, and tell what follows the text."""
         self.token_ids += token_ids
         if self.history is not None:
             self.history.append(token_ids)
@@ -89,29 +86,27 @@ class LiveSequence:
 
     @property
     def row(self) -> DraftState:
-        """How it is drafted for, where anything is drafted; this and the following are what a `Drafting` has."""
+        """Its draft state, if there is drafting. This and the following make it the speculator's `Drafting`."""
         assert self.drafted is not None
         return self.drafted
 
     @property
     def is_ahead(self) -> bool:
-        """Whether its next step is under way."""
         return self.ahead is not None
 
     @property
     def room(self) -> int:
-        """Drafts that its output has room for beside a token that is drawn."""
+        """How many drafts its output has room for besides a sampled token."""
         if self.token_ids[-1] in self.request.stop_token_ids:
             return 0
         return self.request.max_tokens - self.num_output - 1
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that its constraint leaves as the only ones to come next."""
+        """At most `limit` next tokens to which its constraint leaves no alternative."""
         return () if self.constraint is None else self.constraint.forced_tokens(limit)
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Sampling of one of several choices, each with its own seed. params: those of choice 0."""
     return replace(params, seed=params.seed + choice)
 
 
@@ -148,17 +143,16 @@ class Window:
 
     @property
     def is_plain(self) -> bool:
-        """Whether at most one token is drawn, behind certain ones, so that what follows can be launched unseen."""
+        """Whether at most one token is drawn, after certain ones: then the next step need not wait for its value."""
         return not self.num_drafts and not self.chunk.forks
 
     @property
     def num_draws(self) -> int:
-        """Tokens drawn: at each place of the window, and for each fork."""
         return (1 + self.num_drafts + len(self.chunk.forks)) * self.chunk.samples
 
     @property
     def next_row(self) -> Row | None:
-        """The row of the token that is being drawn, if another one will surely follow it and there is room for it."""
+        """The row of the token that is being drawn, if another will follow unless it ends the answer, and fits."""
         live = self.live
         if live.num_output + 1 >= live.request.max_tokens or not live.state.has_room(1):
             return None
@@ -168,12 +162,10 @@ class Window:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts in the window."""
         return len(self.drafts.candidate.drafts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the window."""
         return len(self.chunk.token_ids) + self.num_drafts
 
     @property
@@ -191,12 +183,11 @@ class Window:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that the chunk wants, its last tokens'."""
+        """Rows of logits that the chunk needs, for its last tokens."""
         return self.num_tokens if self.following else int(self.chunk.samples) * (1 + self.num_drafts)
 
     @property
     def is_limited(self) -> bool:
-        """Whether there are tokens that may not come."""
         return self.live.constraint is not None and self.chunk.samples
 
     def positions(self) -> list[LogitPosition]:
@@ -219,7 +210,6 @@ class Window:
         return positions
 
     def prompt_scores(self, logits: mx.array) -> PromptScores:
-        """Log-probabilities of `following`, out of the step's logits."""
         own = logits[self.lo : self.lo + self.num_logits]
         return PromptScores(own, self.following, self.live.request.num_prompt_logprobs or 0)
 
@@ -247,7 +237,6 @@ class Window:
         return gained[: end + 1]
 
     def result(self, num_committed: int) -> ChunkResult:
-        """As the scheduler is told it."""
         if not self.chunk.samples:
             return ChunkResult(self.chunk.sequence_id, num_committed, prompt_logprobs=self.prompt_logprobs)
         return ChunkResult(

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from headrace.errors import ContextTooLong, InvalidRequest
-from headrace.scheduler.live_request import LiveRequest
-from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.live_request import LiveRequest, Sequence
 from headrace.scheduler.waiting import FairShares
 from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
@@ -172,7 +171,6 @@ class Admission:
         return Preempted(sequence, before)
 
     def release(self, sequence: Sequence) -> None:
-        """Release the reservation of a sequence that has ended."""
         reservation = self._reservations.pop(sequence.id)
         self._reserved_bytes -= reservation.num_bytes
         self._num_rows -= reservation.num_tokens > 0
@@ -217,7 +215,6 @@ class Admission:
         return True
 
     def _extend_some(self, sequence: Sequence) -> bool:
-        """Amply if possible, else by what is needed."""
         needed = len(sequence.token_ids)
         return self._extend(sequence.id, _ample(sequence)) or self._extend(sequence.id, needed)
 
@@ -271,7 +268,6 @@ def _is_running_decode(sequence: Sequence) -> bool:
 
 
 def expected_output_tokens(request: GenerationRequest) -> int:
-    """Output tokens of one choice that are reserved at the start."""
     return min(request.max_tokens, RESERVED_OUTPUT_TOKENS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.live_request import Sequence
 from headrace.types.media import Bidirectional
 from headrace.types.step import Chunk
 
@@ -29,7 +29,6 @@ class PrefillTurns:
         self._clock = 0.0
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence whose prompt is to be computed."""
         sequence.virtual_time = self._clock
 
     def plan(self, prompts: Iterable[Sequence], budget: int) -> list[Chunk]:

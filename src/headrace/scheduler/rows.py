@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from headrace.scheduler.admission import Admission, Preempted
-from headrace.scheduler.live_request import LiveRequest
+from headrace.scheduler.live_request import LiveRequest, Sequence
 from headrace.scheduler.prefill import PrefillTurns
-from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.stages import PromptStages
 from headrace.scheduler.waiting import WaitingQueue
 from headrace.types.status import WaitReason
@@ -52,7 +51,6 @@ class Rows:
         return sequence.id in self._started
 
     def end(self, sequence: Sequence) -> None:
-        """Remove a sequence, running or not."""
         del self._started[sequence.id]
         self._admission.release(sequence)
         if sequence.id in self._preempted:
@@ -75,7 +73,6 @@ class Rows:
         return WaitReason.TURN if ROOM & set(self._held_back.values()) else WaitReason.STEP
 
     def take_preempted(self) -> tuple[str, ...]:
-        """Sequences preempted since the last call."""
         preempted = tuple(self._preempted)
         self._preempted.clear()
         return preempted
@@ -96,7 +93,6 @@ class Rows:
                 self._preempt(preempted, lacks_bytes=True)
 
     def _resume_short_ones(self) -> None:
-        """Resume sequences that lacked bytes, oldest first."""
         for sequence in self._started.values():
             if sequence.lacks_bytes and sequence.id not in self._preempted:
                 self._resume(sequence)
@@ -166,7 +162,6 @@ class Rows:
         return None
 
     def _select_tokens(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
-        """Leave out prompt tokens, and release their bytes."""
         self._admission.withdraw(live, ())
         live.select(num_cached, kept)
         if self._admission.admit(live, ()) != ():

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, MemoryBudget, expected_output_tokens
 from headrace.scheduler.answers import check_answers
-from headrace.scheduler.live_request import LiveRequest
+from headrace.scheduler.live_request import LiveRequest, Sequence
 from headrace.scheduler.prefill import PrefillTurns, first_in_turn
 from headrace.scheduler.rows import Rows
-from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.stages import PromptStages, Stage
 from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN, StepTimeModel
 from headrace.scheduler.waiting import FairShares, WaitingQueue
@@ -95,7 +94,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that run, one per choice; preempted ones excluded."""
         return len(self._rows.running())
 
     @property
@@ -261,14 +259,12 @@ class Scheduler:
         return max(1.0, (prompts_s + outputs_s) / max(1, len(self._live)))
 
     def _errors(self, result: StepResult) -> dict[str, BaseException]:
-        """The first error of each request whose chunk or fork failed."""
         errors: dict[str, BaseException] = {}
         for failure in result.failures:
             errors.setdefault(self._sequences[failure.sequence_id].request.request_id, failure.error)
         return errors
 
     def _take_over(self, live: LiveRequest, answers: Mapping[str, ChunkResult], now: float) -> list[TokenOutput]:
-        """A step's outputs for a request, in the order of its choices."""
         outputs: list[TokenOutput] = []
         for sequence in live.sequences:
             answer = answers.get(sequence.id)
@@ -286,13 +282,11 @@ class Scheduler:
         return outputs
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take a sequence out of the steps."""
         self._rows.end(sequence)
         if sequence.has_rows:
             self._released.append(sequence.id)
 
     def _end(self, live: LiveRequest) -> None:
-        """Drop a request with all its waiting and running sequences."""
         self._ended.append(live.id)
         if not live.is_started:
             self._waiting.remove(live)

@@ -1,4 +1,4 @@
-"""The stages that a request passes before it starts; each has it ready or makes it wait for a reason.
+"""The stages that a request passes before it starts: each prepares it, or gives the reason why it has to wait.
 
 The engine lists them: match the prompt's prefix in the cache, load a longer one from disk, encode images and videos,
 and score the prompt for sparse prefill. Parts that are off are not listed.
@@ -35,7 +35,7 @@ class PromptPlan:
 
 class Stage(Protocol):
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
-        """Add this stage's part to what the earlier ones have plan, or give the reason to wait."""
+        """Add this stage's part to what the earlier ones have found, or give the reason to wait."""
 
     def still_waits(self, request_id: str) -> bool:
         """Whether the request, which waits here, need not be prepared again yet. May do a slice of its work."""

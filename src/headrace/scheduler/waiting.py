@@ -68,7 +68,6 @@ class FairShares:
         self.serve(name, num_tokens)
 
     def serve(self, name: str, num_tokens: int) -> None:
-        """Tokens have been computed for a session that has requests."""
         self._sessions[name].virtual_time += num_tokens
         self._clock += num_tokens / self._num_active
 
@@ -99,11 +98,9 @@ class WaitingQueue:
         return len(self._waiting)
 
     def push(self, live: LiveRequest) -> None:
-        """Queue a request whose session has joined the shares."""
         self._waiting[live.id] = live
 
     def remove(self, live: LiveRequest) -> None:
-        """Remove a request that will not start."""
         del self._waiting[live.id]
 
     def next(self, held_back: Container[str] = (), *, has_row: bool = True) -> LiveRequest | None:

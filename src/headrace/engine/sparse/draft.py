@@ -62,7 +62,6 @@ class LoadedDraft:
         return own / (own + other)
 
     def line(self, config: Config, budget_bytes: int) -> str:
-        """For start-up: the sparse prefill settings, the draft model, and its memory."""
         knobs = config.engine
         return (
             f"sparse prefill: prompts with {knobs.sparse_threshold} uncached tokens or more keep "
@@ -119,22 +118,18 @@ class SparseDraft:
 
     @property
     def num_scoring(self) -> int:
-        """Prompts in progress."""
         return len(self._lengths)
 
     @property
     def reserved_bytes(self) -> int:
-        """Reserved for the states of prompts."""
         return 0 if self._is_over else self._scheduler.reserved_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Held by these states."""
         return self._runner.state_bytes
 
     @property
     def records_bytes(self) -> int:
-        """Held by the prefix cache."""
         return self._prefixes.num_bytes
 
     def begin(self, request: GenerationRequest) -> None:
@@ -197,11 +192,9 @@ class SparseDraft:
         self._scheduler.forget_ended()
 
     def evict(self, num_bytes: int) -> int:
-        """Evict this much of the prefix cache, or all that isn't in use. Returns the bytes freed."""
         return self._prefixes.evict(num_bytes)
 
     def clear(self) -> int:
-        """Evict everything from the prefix cache that isn't in use. Returns the bytes freed."""
         return self._prefixes.clear()
 
 

@@ -124,7 +124,6 @@ class SparsePrefill(Sparse):
     def _own_reason(
         self, request: GenerationRequest, sparse_options: SparseOptions, num_uncached: int
     ) -> Bypass | None:
-        """Why the prompt is computed in full, whatever the draft model would find."""
         if sparse_options.bypass is not None:
             return sparse_options.bypass
         if request.constraint is not None and request.constraint.grammar is not None:

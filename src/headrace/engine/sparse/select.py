@@ -51,7 +51,6 @@ def select(
 
 
 def _protected(protected: Sequence[range], start: int, end: int) -> npt.NDArray[np.bool_]:
-    """Which tokens from `start` on are always kept."""
     kept = np.zeros(end - start, dtype=np.bool_)
     kept[-1] = True
     for span in protected:
