@@ -3,7 +3,7 @@
 The CPU wheel of MLX brings the reference BLAS, which is about fifty times slower than OpenBLAS. MLX calls three of its
 functions, through three slots in its global offset table. Here these are pointed at the functions of the
 `scipy-openblas32` wheel, which has the same interface under prefixed names. The result is checked against numpy and
-taken back if it is wrong. Where anything is not as expected, MLX keeps the BLAS that it came with and the report
+reverted if it is wrong. Where anything is not as expected, MLX keeps the BLAS that it came with and the report
 says why.
 
 `--numerics exact` keeps the reference BLAS, because its results don't depend on how many rows are multiplied at once.
@@ -51,13 +51,13 @@ class _Redirect:
 
 
 _redirect: _Redirect | None = None
-"""What is in force in this process: the slots exist once, so this does too."""
+"""The redirection of this process, whose slots exist once."""
 
 
 def install(numerics: str) -> BlasReport:
     """Bring the BLAS in that `numerics` ("fast" or "exact") asks for, before or after MLX's first matmul.
 
-    Repeating a call changes nothing. Never raises: what can't be done is told by the report.
+    Repeating a call changes nothing. Never raises: the report says what can't be done.
     """
     global _redirect
     if numerics == "exact":
@@ -141,11 +141,11 @@ def _fault_in_products() -> str | None:
     """What is wrong with MLX's products in the three types and all transpositions, or None."""
     random = np.random.default_rng(0)
     left, right = random.normal(size=(2, 37, 53)), random.normal(size=(2, 53, 41))
-    turned_left, turned_right = left + 1j * left[::-1], right - 1j * right[::-1]
+    complex_left, complex_right = left + 1j * left[::-1], right - 1j * right[::-1]
     cases: tuple[tuple[mx.Dtype, NDArray[Any], NDArray[Any], float], ...] = (
         (mx.float32, left, right, 1e-4),
         (mx.float64, left, right, 1e-12),
-        (mx.complex64, turned_left, turned_right, 1e-4),
+        (mx.complex64, complex_left, complex_right, 1e-4),
     )
     for dtype, a, b, tolerance in cases:
         for flip_a, flip_b in itertools.product((False, True), repeat=2):

@@ -25,7 +25,6 @@ class Tokens:
     beta: mx.array
 
     def part(self, begin: int, end: int) -> Tokens:
-        """The tokens begin..end (exclusive)."""
         return self.map(lambda x: x[:, begin:end])
 
     def at(self, t: int) -> Tokens:
@@ -33,7 +32,6 @@ class Tokens:
         return self.map(lambda x: x.squeeze(1) if x.shape[1] == 1 else x[:, t])
 
     def map(self, change: Callable[[mx.array], mx.array]) -> Tokens:
-        """The same change made to each array."""
         return Tokens(change(self.q), change(self.k), change(self.v), change(self.g), change(self.beta))
 
     def per_value_head(self) -> Tokens:
@@ -119,7 +117,7 @@ def _rank_one(
     return y, g[..., None] * state + delta[..., None] * k[..., None, :]
 
 
-# By chunks: few large products in place of a step for each token
+# By chunks: few large products instead of a step for each token
 #
 # Within a chunk of C tokens let L[i, j] be the decay from token j to token i, G[i] the decay from the chunk's begin.
 # The deltas D [C, Dv] that the C tokens write solve a unit triangular system,

@@ -48,7 +48,6 @@ def current() -> Device:
 
 
 def device_kind() -> DeviceKind:
-    """cpu, cuda or metal."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"

@@ -1,4 +1,4 @@
-"""What `headrace doctor` says about the machine."""
+"""The part of `headrace doctor` about the machine."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ class Mapping:
 
 
 def mappings() -> tuple[Mapping, ...]:
-    """The memory of this process."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError as error:
@@ -98,7 +97,6 @@ def _permissions_at(address: int, memory: tuple[Mapping, ...]) -> str:
 
 
 def read_slot(address: int) -> int:
-    """The function's address in a slot that `find_slots` found."""
     return ctypes.c_uint64.from_address(address).value
 
 

@@ -57,7 +57,7 @@ def scan(
     float32. T is at least 1.
 
     keep: also return the state after so many tokens, 0 ≤ keep ≤ T.
-    start: absolute position of the first token. Only the chunked form looks at it: a sequence computed in parts that
+    start: absolute position of the first token. Only the chunked form depends on it: a sequence computed in parts that
     are cut at multiples of CHUNK then gives the very bits of one scan. Leave it at 0 where that doesn't matter (a
     verify window): the scan is then cut into fewer chunks.
     """

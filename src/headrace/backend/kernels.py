@@ -49,7 +49,6 @@ class Kernels:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether layers are replaced by kernels of ours."""
         return self.fuses and self.device == "cuda" and self.numerics == "fast"
 
     def without_fusion(self) -> Kernels:

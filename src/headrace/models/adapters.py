@@ -119,7 +119,6 @@ def wrap_ropes(module: nn.Module, sections: MropeSections | None = None, angles:
 
 
 def is_rope(child: Any) -> bool:
-    """Whether it is a module whose forward takes an `offset`."""
     return isinstance(child, nn.Module) and takes(child, "offset")
 
 
@@ -167,7 +166,6 @@ def wrap_row_ropes(module: nn.Module) -> tuple[tuple[RowRope, ...], Restore]:
 
 
 def takes(module: nn.Module, parameter: str) -> bool:
-    """Whether the module's forward has a parameter of this name."""
     try:
         return parameter in inspect.signature(type(module).__call__).parameters
     except (TypeError, ValueError):  # a forward without a readable signature, as some built-ins have

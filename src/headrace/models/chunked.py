@@ -60,7 +60,6 @@ class ChunkedEncoding(Generic[Result]):
 
     @property
     def result(self) -> Result:
-        """The result, evaluated."""
         assert self.is_done, "there is no result before all is computed"
         return self._results[0]
 

@@ -66,7 +66,7 @@ class CompiledSteps:
         self._kernels = kernels
         self._kinds = _kinds(mixers, windows)
         self.num_new_variants = 0
-        """Steps so far that had to be built: their variant was new, or was evicted since."""
+        """Steps so far whose variant was new, or had been evicted."""
         self._variants: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         """By what a step's operations depend on."""
 
@@ -85,7 +85,7 @@ class CompiledSteps:
         ids: the tokens; on the device if the host doesn't know them yet.
         picks: ascending, each once.
         others: `[1, T, …]`.
-        variant: whatever else the body depends on.
+        variant: what else the body depends on.
         """
         size = padded_size(step.spans)
         if size.num_tokens > MOST_TOKENS or any(span.recorder is not None for span in step.spans):

@@ -21,7 +21,6 @@ as long at 256 tokens on an H200, and three times as long at 2,048."""
 
 
 def can_fuse(modules: Sequence[Any]) -> bool:
-    """Whether the modules are plain linears, quantised or not."""
     return all(type(module) in (nn.Linear, nn.QuantizedLinear) for module in modules)
 
 
@@ -60,7 +59,7 @@ def weights_of(part: Any) -> Weights:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """What parts must have in common to be joined."""
+    """Parts can be joined if this is equal."""
     arrays = tuple((name, array.dtype) for name, array in sorted(part.items()) if isinstance(array, mx.array))
     return type(part), arrays, *(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
 
@@ -89,9 +88,9 @@ def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
     if bias is None and matmul.refusal(own, weight.dtype) is None:
         return (lambda x: matmul.product(x, own)), own
     # transposed once: a view costs an operation, too
-    turned = weight.T
-    mx.eval(turned)
-    return (lambda x: x @ turned if bias is None else mx.addmm(bias, x, turned)), None
+    transposed = weight.T
+    mx.eval(transposed)
+    return (lambda x: x @ transposed if bias is None else mx.addmm(bias, x, transposed)), None
 
 
 def _joined(name: str, parts: Sequence[Any]) -> mx.array:

@@ -1,4 +1,4 @@
-"""A GGUF file turned into a folder that mlx-lm loads: weights, config and tokenizer.
+"""Converts a GGUF file into a folder that mlx-lm loads: weights, config and tokenizer.
 
 MLX reads the container and repacks quantised blocks without loss (groups of 32 with a scale and a bias in float16);
 here tensors get their names and their row order back, and the metadata becomes JSON files. One architecture and one
@@ -112,8 +112,8 @@ def _name(stem: str) -> str:
 def unpermuted(rows: mx.array, num_heads: int) -> mx.array:
     """Undo the row order that GGUF gives the query and key projections of a Llama.
 
-    rows: [heads * head_dim, n]. The file interleaves the two halves of each head, for a rope that turns neighbouring
-    pairs; mlx-lm's turns the halves against each other.
+    rows: [heads * head_dim, n]. The file interleaves the two halves of each head, for a rope that rotates neighbouring
+    pairs; mlx-lm's rotates channels of the two halves.
     """
     num_rows, width = rows.shape
     return rows.reshape(num_heads, num_rows // num_heads // 2, 2, width).swapaxes(1, 2).reshape(num_rows, width)
@@ -123,7 +123,6 @@ def unpermuted(rows: mx.array, num_heads: int) -> mx.array:
 
 
 def config(arrays: Mapping[str, mx.array], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as mlx-lm wants it for these weights."""
 
     def of_llama(name: str) -> Any:
         return _value(metadata, f"llama.{name}")
@@ -205,7 +204,6 @@ def _added(tokens: list[str], types: list[int], wanted: int) -> list[AddedToken]
 
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json with the chat template."""
     tokens = _value(metadata, "tokenizer.ggml.tokens")
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     ids = {name: metadata.get(f"tokenizer.ggml.{ours}_token_id") for name, ours in names.items()}

@@ -147,13 +147,11 @@ class Adapters:
             self.is_tapped = True
 
     def restore(self) -> None:
-        """Restore the model as it was loaded."""
         while self._restores:
             self._restores.pop()()
 
 
 def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | CudaAttentionMixer | None:
-    """Our kernels' mixer for a module, if there is one."""
     if (shape := shape_of(module)) is not None:
         return CudaDeltaMixer(module, shape)
     if (parts := attention_parts(module)) is not None:

@@ -134,7 +134,6 @@ def _is_gated_delta(module: nn.Module) -> bool:
 
 
 def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
-    """The best level that each class of mixers should work at; the self-check decides."""
     if isinstance(model, VlmWrapper):
         return {VlmWrapper: Level.WHOLE}
     levels: dict[type[nn.Module], Level] = {}

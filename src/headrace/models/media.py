@@ -42,7 +42,6 @@ class RowMedia:
 
     @property
     def bidirectional_spans(self) -> BidirectionalSpans:
-        """The bidirectional spans."""
         if self.bidirectional is Bidirectional.NOWHERE:
             return NO_SPANS
         spans = tuple((span.lo, span.hi) for span in self.spans)
@@ -80,7 +79,7 @@ def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.
 
 
 def row_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
-    """Given positions of a sequence's computed tokens `start` to `end`, in a sequence without media."""
+    """The given positions of a sequence's computed tokens `start` to `end`; the sequence has no media."""
     return RowMedia(np.broadcast_to(positions.at(start, end), (3, end - start)))
 
 
@@ -146,7 +145,7 @@ def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
 class Deepstack:
     """Adds parts of a step's media to the outputs of a text model's first layers (Qwen3-VL, arXiv 2511.21631).
 
-    Layers get a subclass of their own class at the first such step; models without media never change.
+    Layers get a subclass of their class at the first such step; models without media never change.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -155,13 +154,12 @@ class Deepstack:
         self._restores: list[Restore] = []
 
     def set(self, added: Sequence[mx.array]) -> None:
-        """What the layers add from now on, from the first layer on; empty for nothing."""
+        """Set what the layers add from now on, beginning with the first layer; empty for nothing."""
         self._added = list(added)
         for index in range(len(self._restores), len(added)):
             self._restores.append(self._wrap(index))
 
     def restore(self) -> None:
-        """Restore the layers."""
         while self._restores:
             self._restores.pop()()
 

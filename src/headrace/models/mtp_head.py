@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +26,7 @@ from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
 from headrace.models.positions import find_sections
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.models.weights import hold, listed, parameters_of
+from headrace.models.weights import hold, listed, parameters_of, quantise_as_stored
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceState
 
@@ -56,7 +55,7 @@ class HeadModule(nn.Module):
 
 @dataclass(slots=True)  # not frozen, as `RowSpan`
 class HeadEntries:
-    """What the head is to read of one sequence: tokens `start` and following.
+    """The tokens of one sequence that the head processes next: `start` and following.
 
     media: embeddings among these tokens, and the positions of the hidden rows before them; None in a sequence without
     media.
@@ -99,7 +98,7 @@ class MtpHead:
 
     @property
     def num_new_variants(self) -> int:
-        """Of the trunk's steps and of its own, see `CompiledSteps`."""
+        """Of the trunk's steps and the head's, see `CompiledSteps`."""
         return self._trunk.num_new_variants + (0 if self._compiled is None else self._compiled.num_new_variants)
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
@@ -112,7 +111,7 @@ class MtpHead:
         """Read the entries of all rows in one packed step.
 
         hidden: the trunk's row before each token, `[1, T, hidden]`.
-        ids: the tokens `[T]` where they are on the device only; then the rows' `token_ids` tell no more than how many.
+        ids: the tokens `[T]` where they are on the device only; then only the number of the rows' `token_ids` counts.
         launch: not if the outputs, or what is made of them, are launched before anything else is done with the rows.
         """
         spans: list[RowSpan] = []
@@ -122,7 +121,7 @@ class MtpHead:
             one.state.full_attention(self._trunk.head_key, first=1)
             lo, num_tokens = len(tokens), len(one.token_ids)
             spans.append(RowSpan(one.state, lo, lo + num_tokens, one.start, num_tokens))
-            # an entry is turned by the position of its hidden row
+            # an entry is rotated by the position of its hidden row
             placed.append((one.start - 1, num_tokens, one.media))
             tokens += one.token_ids
         step = PackedStep(tuple(spans), packed_positions(placed), self._kernels)
@@ -138,7 +137,7 @@ class MtpHead:
             found = self._outputs(step, embeddings, to_device(picks, mx.int32), hidden)
         outputs = HeadOutputs(*(array if array.shape[0] == len(picks) else array[: len(picks)] for array in found))
         if launch and self._adapters.writes_in_place:
-            # the head's keys and values are wanted also where its output is not
+            # the head's keys and values are needed even where its output is not
             mx.async_eval(outputs.rows)
         return outputs
 
@@ -151,7 +150,6 @@ class MtpHead:
     def _outputs(
         self, step: PackedStep, embeddings: mx.array, picks: mx.array | None, hidden: mx.array
     ) -> list[mx.array]:
-        """As `HeadOutputs` has them."""
         tap = self._adapters.tap
         tap.picks = picks
         try:
@@ -176,7 +174,7 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     layer = layer_class(arguments, arguments.full_attention_interval - 1)
     module = HeadModule(layer, arguments.hidden_size, arguments.rms_norm_eps)
     try:
-        _quantise(module, weights.tensors)
+        quantise_as_stored(module, weights.tensors)
         _refuse_other_names(module, weights)
         module.load_weights(list(weights.tensors.items()), strict=True)
     except ValueError as error:
@@ -193,26 +191,3 @@ def _refuse_other_names(module: nn.Module, weights: HeadWeights) -> None:
             raise ModelError(
                 f"the prediction head in {weights.origin} doesn't fit this model: it {verb} {listed(names)}"
             )
-
-
-def _quantise(module: nn.Module, tensors: Mapping[str, mx.array]) -> None:
-    """Make those linears quantised that are stored so; their bits and groups are read off the shapes.
-
-    Raises ValueError for shapes that fit no form.
-    """
-
-    def form(path: str, one: Any) -> Any:
-        scales = tensors.get(f"{path}.scales")
-        if scales is None or not hasattr(one, "to_quantized"):
-            return False
-        packed, width = tensors.get(f"{path}.weight"), one.weight.shape[-1]
-        if packed is None or not packed.ndim or not scales.ndim or not 0 < scales.shape[-1] <= width:
-            raise ValueError(f"{path}.scales has the shape {scales.shape}, which fits no quantised matrix")
-        bits = packed.shape[-1] * 32 // width
-        group_size = width // scales.shape[-1]
-        if f"{path}.biases" in tensors:
-            return {"group_size": group_size, "bits": bits, "mode": "affine"}
-        mode = "nvfp4" if group_size == 16 else f"mxfp{bits}"
-        return {"group_size": group_size, "bits": bits, "mode": mode}
-
-    nn.quantize(module, class_predicate=form)

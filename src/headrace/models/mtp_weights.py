@@ -63,7 +63,6 @@ class HeadWeights:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether any matrix is stored in fewer bits."""
         return any(name.endswith(".scales") for name in self.tensors)
 
     def with_other_norms(self, label: str) -> HeadWeights:
@@ -115,7 +114,6 @@ def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Map
 
 
 def sidecars(directory: Path) -> list[Path]:
-    """Files beside a checkpoint's own that may have its head."""
     return [file for pattern in SIDECARS for file in sorted(directory.glob(pattern))]
 
 
@@ -143,7 +141,6 @@ def _head_tensors(file: Path, is_sidecar: bool) -> dict[str, mx.array]:
 
 
 def is_of_head(name: str) -> bool:
-    """Whether a checkpoint's tensor belongs to its head."""
     return name.startswith(PREFIX) or f".{PREFIX}" in name
 
 
@@ -257,7 +254,6 @@ def extract_head(source: str, out: Path) -> Extracted:
 
 
 def _files_with_head(source: str) -> Iterable[Path]:
-    """The files that may hold the head."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return sorted(folder.glob("*.safetensors"))
@@ -295,7 +291,6 @@ def _refuse_quantised(source: str, head: Mapping[str, mx.array]) -> None:
 
 
 def _refuse_useless(source: str, head: Mapping[str, mx.array]) -> None:
-    """Refuse a head that no reader could use."""
     if PREFIX + "fc.weight" not in head:
         raise ModelError(
             f"the prediction head of {source} is of no kind that is supported: it has no {PREFIX}fc.weight"

@@ -36,8 +36,8 @@ from headrace.types.model import TokenIds
 class Row:
     """One sequence's tokens in a step; the state's window is open and as long as they are.
 
-    media: what the sequence's media mean for these tokens; None if it has none.
-    positions: where the sequence's tokens stand; None if that is their place among those that the state has computed.
+    media: of these tokens; None in a sequence without media.
+    positions: of the sequence's tokens; None if each one's is its index among the computed ones.
     recorder: records queries of the tokens whose logits are wanted; only for rows without drafts.
     has_known_ids: whether `token_ids` holds even where a step's ids are given on the device.
     """
@@ -61,7 +61,7 @@ class PackedModel:
         self.levels = levels
         self.kernels = kernels
         self.positions_refusal = positions_refusal(model, levels)
-        """Why rows can't have chosen positions; None if they can."""
+        """Why rows can't have given positions; None if they can."""
         self._windows = windows_of(model)
         self._adapters = Adapters(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
@@ -73,7 +73,7 @@ class PackedModel:
 
     @property
     def layer_lines(self) -> tuple[str, ...]:
-        """How each class of mixers takes part, and how many of them kernels of ours stand for."""
+        """How each class of mixers takes part, and how many of them our kernels replace."""
         replaced = self._adapters.replaced
         levels = (f"{one.__name__}: {'kernels' if one in replaced else way.value}" for one, way in self.levels.items())
         line = f"layers: {', '.join(levels)}"
@@ -87,7 +87,7 @@ class PackedModel:
         """Run the rows' tokens, in order, as one packed row.
 
         picks: indices into the packed tokens whose logits are wanted, ascending, at least one.
-        ids: the tokens `[T]` where some are on the device only; then the rows' `token_ids` tell no more than how many.
+        ids: the tokens `[T]` where some are on the device only; then only the number of the rows' `token_ids` counts.
         Gives logits `[len(picks), num_ids]`, not evaluated, and leaves the states' windows written.
         """
         logits = self.graph(rows, picks, ids)
@@ -107,7 +107,7 @@ class PackedModel:
     def _in_two(
         self, rows: Sequence[Row], are_windows: Sequence[bool], picks: Sequence[int], ids: mx.array | None
     ) -> mx.array:
-        """The step of windows, and behind it that of the prompts' chunks beside them."""
+        """The step of windows, then that of the prompts' chunks beside them."""
         starts = [0, *accumulate([len(row.token_ids) for row in rows])]
         parts: list[mx.array] = []
         order: list[int] = []
@@ -117,7 +117,7 @@ class PackedModel:
             places = {token: place for place, token in enumerate(tokens)}
             wanted = [pick for pick in picks if pick in places]
             own_rows, own_picks = [rows[number] for number in own], [places[pick] for pick in wanted]
-            # chunks beside drafts have the form that they have alone
+            # chunks beside drafts share the variant that they have alone
             are_known = ids is None or all(row.has_known_ids for row in own_rows)
             own_ids = None if ids is None or are_known else mx.take(ids, to_device(tokens, mx.int32))
             if not wanted:  # logits of some token, so that the step can be launched
@@ -150,13 +150,13 @@ class PackedModel:
         return self._of_tokens(logits)
 
     def _of_tokens(self, logits: mx.array) -> mx.array:
-        """Without those that belong to no token. The cut is a view; only gaps between tokens take an operation."""
+        """Logits without those of unused ids. The cut is a view; only gaps between ids take an operation."""
         if self._num_ids is not None and logits.shape[-1] > self._num_ids:
             logits = logits[:, : self._num_ids]
         return logits if self._is_token is None else mx.where(self._is_token, logits, -mx.inf)
 
     def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
-        """What the rows' next steps start from, as far as the last forward's logits don't bring it along."""
+        """Arrays that the rows' next steps start from and that evaluating the last logits doesn't compute."""
         if self._compiled is None:
             # rows may share arrays
             return list({id(array): array for row in rows for array in row.state.arrays()}.values())
@@ -182,7 +182,7 @@ class PackedModel:
         if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
             return None
         tap = self._adapters.tap
-        # of windows the logits of all tokens are computed: steps that want fewer would be of other forms
+        # of windows the logits of all tokens are computed: steps that need fewer would be other variants
         takes_all = all(map(_is_window, rows))
         taken = range(step.num_tokens) if takes_all else picks
         found = self._compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
@@ -240,24 +240,24 @@ class PackedModel:
 
     @property
     def largest_window(self) -> int:
-        """The most tokens that a layer sees which doesn't see all of them, itself included; 0 without such layers."""
+        """The largest sliding window in tokens, the current one included; 0 without such layers."""
         parts = [part for entry in self._windows for part in (entry if isinstance(entry, tuple) else (entry,))]
         return max((part for part in parts if part is not None), default=0)
 
     @property
     def most_drafts(self) -> int:
-        """Draft tokens that a row of a step may have: running states keep so many until they are verified."""
+        """The most draft tokens of a row: running states keep so many until they are verified."""
         has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._adapters.fused.values())
         return LONGEST_WINDOW - 1 if has_tables else sys.maxsize
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps of a few tokens run as compiled functions: then the host is what they wait for."""
+        """Whether steps of a few tokens run as compiled functions; the host is then what limits them."""
         return self._compiled is not None
 
     @property
     def num_new_variants(self) -> int:
-        """Steps so far of a new form, see `CompiledSteps`."""
+        """Steps so far that needed a new variant, see `CompiledSteps`."""
         return 0 if self._compiled is None else self._compiled.num_new_variants
 
     @property
@@ -267,7 +267,6 @@ class PackedModel:
 
     @property
     def has_axes(self) -> bool:
-        """Whether positions may differ in time, row and column."""
         return self._adapters.has_axes
 
     def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
@@ -275,17 +274,17 @@ class PackedModel:
         for span in step.spans:
             rows = span.state.layer(self.hidden_key, HiddenState)
             rows.write(span.start, hidden, span.state.snapshot_points, span.lo, span.hi)
-            # asked for inside the window, so that what was restored of the head's entries is taken over with the rest
+            # created inside the window, so that restored entries of the head are committed with the rest
             span.state.full_attention(self.head_key, first=1)
 
     @property
     def head_key(self) -> LayerKey:
-        """The place of a prediction head's keys and values in a state: behind the model's own layers."""
+        """The key of a prediction head's keys and values in a state, after the model's own layers."""
         return (len(self._windows),)
 
     @property
     def hidden_key(self) -> LayerKey:
-        """The place of the hidden rows that a prediction head has not read."""
+        """The key of the hidden rows that a prediction head has not processed."""
         return (len(self._windows) + 1,)
 
     def keep_tokens(self, tokens: TokenIds) -> None:
@@ -321,7 +320,7 @@ class PackedModel:
         return self._of_tokens(logits.squeeze(0))
 
     def restore(self) -> None:
-        """Take everything off the model again; this object is of no use afterwards."""
+        """Restore the untouched model; this object can't be used afterwards."""
         self._deepstack.restore()
         self._adapters.restore()
 
@@ -332,9 +331,9 @@ def _is_window(row: Row) -> bool:
 
 
 def _placed(row: Row) -> RowMedia | None:
-    """What says where a row's tokens stand, if it is not the state's length."""
+    """The positions of a row's tokens, if they don't follow from the state's length."""
     if row.positions is None:
         return row.media
     if row.media is not None:
-        raise ValueError("a row has its positions from its media or of its own, not both")
+        raise ValueError("a row has positions from its media or given ones, not both")
     return row_at(row.positions, row.state.length, row.state.length + len(row.token_ids))

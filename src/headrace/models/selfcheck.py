@@ -189,7 +189,6 @@ def check_pictures(model: VlmWrapper, files: ModelFiles, precision: str) -> None
 
 
 def _compare_pictures(model: VlmWrapper, made: ProcessedPicture) -> tuple[float, float]:
-    """The largest difference of a logit, and the largest logit."""
     token_ids, arrays = made
     fields = {name: mx.array(array) for name, array in arrays.items()}
     before, shown, behind = [1, 2, 3], list(token_ids), [4, 5, 6, 7]

@@ -56,7 +56,6 @@ class QueryRecorder:
         self._steps[-1].append(LayerQueries(layer, copied, scale, sinks))
 
     def arrays(self) -> list[mx.array]:
-        """The last step's queries."""
         return [one.queries for one in self._steps[-1]] if self._steps else []
 
     def layers(self) -> list[LayerQueries]:
@@ -108,7 +107,6 @@ class RowSpan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this row in the step."""
         return self.hi - self.lo
 
     @property
@@ -117,11 +115,11 @@ class RowSpan:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True)  # without slots, for what is worked out once
+@dataclass(frozen=True)  # without slots, for the cached properties
 class PackedStep:
     """All rows of a step.
 
-    placed: int32 `[T]`, what the ropes turn by, or `[3, T]` where media give time, row and column their own.
+    placed: int32 `[T]`, the positions for rope, or `[3, T]` where media have positions in time, row and column.
     """
 
     spans: tuple[RowSpan, ...]
@@ -155,7 +153,7 @@ class PackedStep:
         return self._shared[table]
 
     def once(self, make: Callable[[PackedStep, Argument], Found], argument: Argument) -> Found:
-        """What `make` finds for the first layer that asks: for what is the same in all layers of a kind."""
+        """Call `make` for the first layer that asks, and give its result to the other layers of the kind."""
         if make not in self._found:
             self._found[make] = make(self, argument)
         found: Found = self._found[make]
@@ -163,19 +161,18 @@ class PackedStep:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.spans[-1].hi
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """What a model gets when it asks for a sliding mask; it reaches `attend` with the layer's call."""
+    """Stands for a sliding mask that a model asks for; reaches `attend` with the layer's call."""
 
     window: int
 
 
 class View:
-    """What a layer gets as its `cache`: the step, and the layer's place in it."""
+    """A layer's `cache` in a packed step: the step, and which layer it is."""
 
     def __init__(self, step: PackedStep, layer: LayerKey, window: Any) -> None:
         self.step = step
@@ -211,10 +208,8 @@ class KVReference:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the new tokens."""
         return self.array.shape
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the new tokens."""
         return self.array.dtype

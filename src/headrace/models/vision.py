@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
@@ -15,7 +14,7 @@ from headrace.models.gemma_vision import Gemma3Tower, Gemma4Tower
 from headrace.models.qwen_vision import MODULES, QwenTower
 from headrace.models.source import ModelFiles
 from headrace.models.vision_tower import PatchAttention, VisionTower
-from headrace.models.weights import LISTED_NAMES, hold, parameters_of
+from headrace.models.weights import LISTED_NAMES, hold, parameters_of, quantise_as_stored
 
 _KINDS: Mapping[str, type[QwenTower | Gemma3Tower | Gemma4Tower]] = {
     **dict.fromkeys(MODULES, QwenTower),
@@ -26,7 +25,6 @@ _KINDS: Mapping[str, type[QwenTower | Gemma3Tower | Gemma4Tower]] = {
 
 
 def knows_tower(files: ModelFiles) -> bool:
-    """Whether the checkpoint's tower is supported."""
     return files.config["model_type"] in _KINDS
 
 
@@ -44,7 +42,10 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
         return None
     module = kind.build(files.config)
     weights = kind.sanitize(module, weights)
-    _quantise(module, weights, files.config)
+    try:
+        quantise_as_stored(module, weights)
+    except ValueError as error:
+        raise ModelError(f"the vision tower of {files.directory} doesn't fit: {error}") from error
     missing = parameters_of(module).keys() - weights.keys()
     if missing:
         raise ModelError(f"{files.directory} lacks weights of its vision tower: {sorted(missing)[:LISTED_NAMES]}")
@@ -70,17 +71,3 @@ def _tower_weights(files: ModelFiles, kind: type[VisionTower]) -> dict[str, mx.a
             if own_name is not None:
                 weights[own_name] = array
     return weights
-
-
-def _quantise(module: nn.Module, weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
-    """Quantise those layers whose weights are."""
-    settings = config.get("quantization") or config.get("quantization_config") or {}
-    if not any(name.endswith(".scales") for name in weights):
-        return
-    nn.quantize(
-        module,
-        group_size=settings.get("group_size", 64),
-        bits=settings.get("bits", 4),
-        mode=settings.get("mode", "affine"),
-        class_predicate=lambda path, _: f"{path}.scales" in weights,
-    )

@@ -115,7 +115,6 @@ class VisionTower(ABC):
         """The blocks' output to rows of the text model `[placeholders, hidden]`."""
 
     def begin(self, one: MediaInput) -> ChunkedEncoding[MediaEmbeddings]:
-        """Start the embeddings of an input."""
         return ChunkedEncoding(self._stages(one), self._recorder)
 
     def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:

@@ -50,7 +50,6 @@ class VlmWrapper(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The language model's."""
         return cast(list[nn.Module], self.inner.language_model.layers)
 
     def make_cache(self) -> list[Any]:
@@ -79,7 +78,6 @@ class WholeTower:
         self._recorder = ChunkRecorder(1)
 
     def begin(self, one: MediaInput) -> ChunkedEncoding[MediaEmbeddings]:
-        """Starts the embeddings of an input."""
         return ChunkedEncoding(self._stages(one), self._recorder)
 
     def _stages(self, one: MediaInput) -> Stages[MediaEmbeddings]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,6 +165,29 @@ def _stored_precision(model: Any) -> str:
         return " and ".join(f"{n}-bit" for n in bits)
     floats = {array.dtype for array in parameters_of(model).values() if mx.issubdtype(array.dtype, mx.floating)}
     return " and ".join(sorted(str(one).removeprefix("mlx.core.") for one in floats))
+
+
+def quantise_as_stored(module: nn.Module, tensors: Mapping[str, mx.array]) -> None:
+    """Make those layers quantised whose tensors are; bits and group sizes follow from the shapes.
+
+    Raises ValueError for shapes that fit no form.
+    """
+
+    def form(path: str, one: Any) -> Any:
+        scales = tensors.get(f"{path}.scales")
+        if scales is None or not hasattr(one, "to_quantized"):
+            return False
+        packed, width = tensors.get(f"{path}.weight"), one.weight.shape[-1]
+        if packed is None or not packed.ndim or not scales.ndim or not 0 < scales.shape[-1] <= width:
+            raise ValueError(f"{path}.scales has the shape {scales.shape}, which fits no quantised matrix")
+        bits = packed.shape[-1] * 32 // width
+        group_size = width // scales.shape[-1]
+        if f"{path}.biases" in tensors:
+            return {"group_size": group_size, "bits": bits, "mode": "affine"}
+        mode = "nvfp4" if group_size == 16 else f"mxfp{bits}"
+        return {"group_size": group_size, "bits": bits, "mode": mode}
+
+    nn.quantize(module, class_predicate=form)
 
 
 def num_parameters(model: Any) -> int:

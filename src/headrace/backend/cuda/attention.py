@@ -18,7 +18,7 @@ from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads
 SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
 """Keys of a split at least, by head_dim: fewer are not worth the work of putting parts together."""
 MOST_SPLITS = 34
-"""Of a row, but for those of its own tokens, see splits.cuh: 32, and two that are not full."""
+"""Of a row, without those of the current tokens, see splits.cuh: 32, and two that are not full."""
 BLOCKS_AT_ONCE = {64: 264, 128: 264, 256: 132}
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200, by head_dim; more would wait for others."""
 
@@ -154,9 +154,9 @@ def attend(
 def rope_append(
     shape: HeadShape, plan: mx.array, heads: ProjectedHeads, slabs: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
-    """Turned queries `[T, num_heads, head_dim]`; keys and values are written into the slabs, in place.
+    """Rotated queries `[T, num_heads, head_dim]`; keys and values are written into the slabs, in place.
 
-    Whoever reads the slabs must read the queries, too: nothing else says that the writing is done.
+    A reader of the slabs must also read the queries: nothing else shows that the writing is done.
 
     plan: int32 `[R, 8]` of all rows in their order, see rows.cuh; those without tokens come last.
     """

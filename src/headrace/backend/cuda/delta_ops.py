@@ -49,7 +49,6 @@ def prepare_chunks(
     projected: mx.array,
     table: DeltaTable,
 ) -> tuple[Prepared, mx.array]:
-    """Row by row."""
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     num_context, num_tokens = shape.kernel_size - 1, projected.shape[1]
     ends: list[int] = stops.tolist()  # type: ignore[assignment]
@@ -75,7 +74,6 @@ def prepare_chunks(
 
 
 def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Row by row, by chunks."""
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     ends: list[int] = stops.tolist()  # type: ignore[assignment]
     y = undefined(tokens.v.shape, tokens.q.dtype)

@@ -45,7 +45,6 @@ def or_ops(form: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @cache
 def source_of(file: str) -> str:
-    """A file of this folder."""
     return files(__package__).joinpath(file).read_text()
 
 
@@ -126,7 +125,7 @@ class CudaKernel:
 
 H100_BLOCK = 227 << 10
 _EVERY_BLOCK = 48 << 10
-"""That every GPU gives a block without being asked: what is reckoned with if the driver doesn't say."""
+"""What every GPU gives a block by default: assumed if the driver doesn't say."""
 _MOST_IF_ASKED = 97
 """CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN in cuda.h."""
 

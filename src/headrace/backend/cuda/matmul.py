@@ -14,7 +14,7 @@ from headrace.backend.cuda.row_kernels import swiglu
 MOST_TOKENS = 96
 """For which quantised weights go through `skinny`, 16 tokens a block. With 4-bit weights of 12,352 × 2,560 an H200
 takes 0.019 ms for 16, half of it with idle processors: 96 should take 0.09 ms. The dense product takes 0.05 ms, and
-making the weights dense writes 63 MB, 0.02 ms at least. Reckoned, not timed."""
+making the weights dense writes 63 MB, 0.02 ms at least. Estimated, not timed."""
 
 MOST_TOKENS_OF_DENSE = 32
 """For which weights that are not quantised do: as many as a block takes. An H200 takes as long as for MLX's products of

@@ -1,7 +1,7 @@
 """Mixtures of experts on NVIDIA GPUs.
 
 A few tokens take three launches: routing, gates and values, the weighted sum. Many take five, in which an expert is
-read once for up to 16 of its tokens. What becomes of a token is the same, bit by bit.
+read once for up to 16 of its tokens. A token's result is the same in both, bit by bit.
 """
 
 from __future__ import annotations
@@ -153,7 +153,6 @@ class _MoEVariant:
 
     @property
     def each(self) -> int:
-        """Experts of a token."""
         return self.routing.per_token + self.has_shared
 
     @property

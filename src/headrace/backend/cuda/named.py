@@ -23,7 +23,7 @@ _PROBE = 16
 
 
 def named(kernel: str, code: bytes) -> bytes:
-    """What stands for the code of a kernel of this name: a short name, or the code itself where MLX finds none."""
+    """A short name for the code of a kernel, or the code itself where MLX finds none."""
     return _put(kernel, code, _folder()) or code if _are_found() else code
 
 
@@ -49,7 +49,7 @@ def _put(kernel: str, code: bytes, folder: Path) -> bytes | None:
 
 @cache
 def _are_found() -> bool:
-    """Whether MLX finds a kernel by its short name: it is not promised to."""
+    """Whether MLX finds a kernel by its short name, which it doesn't promise."""
     kernel, numbers = f"place_{_PROBE}", list(range(_PROBE))
     name = _put(kernel, place_source(_PROBE), _folder())
     if name is None:

@@ -3,7 +3,7 @@
 Arguments and results are those of the kernels' own functions, which come here where there is no such GPU. All is
 computed in float32 and rounded where the kernels round. Nothing here is made to be fast.
 
-What a kernel leaves as it was in memory is no number here, so that whoever reads it sees it.
+What a kernel leaves unwritten is NaN here, so that a reader notices.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ Rows = list[list[int]]
 
 
 def swiglu(projected: mx.array) -> mx.array:
-    """silu(gate) · value."""
     gate, value = mx.split(projected.astype(mx.float32), 2, axis=-1)
     return (rounded(silu(gate), projected.dtype) * value).astype(projected.dtype)
 
 
 def sum_norm(x: mx.array, y: mx.array, weight: mx.array, eps: mx.array) -> tuple[mx.array, mx.array]:
-    """The sum, and its RMS norm."""
     total = x + y
     one = mx.ones(total.shape[-1])
     scaled = normed(total.astype(mx.float32), one, eps, total.dtype) * weight.astype(mx.float32)
@@ -75,7 +73,6 @@ def product(
 
 
 def dense(weights: matmul.Weights) -> mx.array:
-    """Quantised weights as numbers."""
     return _numbers(weights).astype(weights.activations)
 
 
@@ -128,7 +125,7 @@ def _expert(experts: moe.Experts, x: mx.array, chosen: mx.array | None) -> mx.ar
 def rope_append(
     shape: HeadShape, plan: mx.array, heads: ProjectedHeads, slabs: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
-    """Norm, turn, write. The slabs' arrays are changed as objects, so that whoever holds them has the new ones."""
+    """Norm, rotate, write. The slabs' array objects are changed, so that every reference has the new numbers."""
     layout, projected, positions, (frequencies, axes), norms = heads
     own, head_dim = projected[0].astype(mx.float32), shape.head_dim
     kv_dim = shape.num_kv_heads * head_dim
@@ -191,7 +188,6 @@ def rounded(x: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def silu(x: mx.array) -> mx.array:
-    """x · sigmoid(x)."""
     return x * mx.sigmoid(x)
 
 
@@ -202,5 +198,5 @@ def normed(x: mx.array, weight: mx.array, eps: mx.array, dtype: mx.Dtype) -> mx.
 
 
 def undefined(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Not a number anywhere, as what a kernel leaves as it was."""
+    """NaN everywhere: memory that a kernel leaves unwritten."""
     return mx.full(shape, mx.nan, dtype)

@@ -1,4 +1,4 @@
-"""What layers look like to the kernels, and what these give."""
+"""Shapes and arrays of layers as the kernels take and give them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gate:
 class Projection:
     """Where a layer's projection `[T, width]` has its heads: query head h at `h · q_stride`, keys and values at `*_at`.
 
-    rotary: leading channels of a head that turn by its position.
+    rotary: leading channels of a head that are rotated.
     """
 
     width: int
@@ -46,7 +46,7 @@ class Projection:
 class ProjectedHeads(NamedTuple):
     """A layer's projection `[1, T, width]`, and what makes queries, keys and values of it.
 
-    positions: int32 `[axes, T]`. frequencies: radians a position, float32 `[rotary / 2]`, and the axis of each, int32.
+    positions: int32 `[axes, T]`. frequencies: radians per position, float32 `[rotary / 2]`, and each one's axis, int32.
     norms: weights of queries and keys `[head_dim]` and eps `[1]`, float32; None where they are not normed.
     """
 
@@ -88,7 +88,7 @@ class DeltaWeights(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a scan reads of packed tokens: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]`."""
+    """A scan's inputs of packed tokens: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]`."""
 
     q: mx.array
     k: mx.array

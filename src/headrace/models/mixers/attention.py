@@ -75,7 +75,7 @@ def _attend_tokens(
     scale: float,
     window: int | None,
 ) -> mx.array:
-    """What `attend` gives for rows of one token each, by the folded form: what needs no row's keys is done for all."""
+    """`attend` for rows of one token each, folded: operations that need no keys are done for all rows at once."""
     _, num_heads, num_rows, head_dim = queries.shape
     scaled = queries * scale
     by_token = scaled if num_rows == 1 else scaled.swapaxes(1, 2)
@@ -106,7 +106,7 @@ def read_row(
     sinks: mx.array | None,
     window: int | None,
 ) -> mx.array:
-    """What `attend` gives for one row, whose keys and values are written: `[1, num_heads, n, value_dim]`."""
+    """`attend` for one row, whose keys and values are written: `[1, num_heads, n, value_dim]`."""
     kernels = view.step.kernels
     fold = kernels.folds_query_heads and sinks is None
     if span.recorder is not None and span.picks and window is None:
@@ -157,7 +157,6 @@ def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int,
 
 
 def states_of(view: View, window: int | None) -> Sequence[FullAttentionState | SlidingAttentionState]:
-    """The rows' states in the layer."""
     layer, spans = view.layer, view.step.spans
     if window is None:
         return [span.state.full_attention(layer) for span in spans]
@@ -198,7 +197,6 @@ def _fused(
     *,
     bidirectional: bool = False,
 ) -> mx.array:
-    """The library's attention."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     mask: mx.array | str | None = None if num_queries == 1 else "causal"
     if bidirectional:

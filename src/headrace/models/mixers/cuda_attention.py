@@ -40,9 +40,9 @@ prediction head leaves fewer unread (speculate/speculator.py), of which the libr
 class _Places:
     """Where a step's rows have their keys and values.
 
-    slabs: the last one repeated up to a power of two, so that fewer forms of a step differ; none in layers with a
-    window. plans: of all rows, and of those that go together. most: tokens of such a row at most, 0 without such rows.
-    all_together: whether all rows are such.
+    slabs: the last one repeated up to a power of two, so that there are fewer compiled variants; none in layers with a
+    window. plans: of all rows, and of those that the kernel takes together. most: the most tokens of such a row, 0
+    without such rows. all_together: whether all rows are such.
     """
 
     slabs: tuple[Slab, ...]
@@ -52,7 +52,7 @@ class _Places:
 
 
 def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
-    """Of layers that see all tokens: a row's begin where its slot does in the slab."""
+    """Places in full-attention layers: a row's tokens begin where its slot does in the slab."""
     slabs = list({id(state.slot.slab): state.slot.slab for state in states}.values())
     numbers = {id(slab): number for number, slab in enumerate(slabs)}
     rows = []
@@ -66,7 +66,7 @@ def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places
 
 
 def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
-    """Of layers with a window: to the kernels a row's buffer is a slab, whose first token is the base."""
+    """Places in layers with a window: for the kernels a row's buffer is a slab, whose first token is the base."""
     rows = [
         (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
         for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
@@ -88,14 +88,14 @@ def _places(
     if len(together) < len(rows):
         return _Places(slabs, (plan, tuple(together)), most, False)
     size = padded_size(step.spans)
-    if most > MOST_TOKENS:  # as many as there may be: prompts of all lengths have few forms
+    if most > MOST_TOKENS:  # the most that there may be: prompts of all lengths share few variants
         most = size.num_tokens
     plan = size.padded(plan)
     return _Places(slabs, (plan, plan), most, True)
 
 
 class CudaAttentionMixer(nn.Module):
-    """Stands where an attention module of mlx-lm stood."""
+    """Replaces an attention module of mlx-lm."""
 
     def __init__(self, inner: Any, parts: AttentionParts, sections: MropeSections | None) -> None:
         """sections: how channels go by several axes; None for a rope over one."""
@@ -117,7 +117,7 @@ class CudaAttentionMixer(nn.Module):
     def __call__(self, x: mx.array, *given: Any, residual: mx.array | None = None, **named: Any) -> mx.array:
         """x: `[1, T, hidden]`; residual: what is added to the output; the rest as in `Names.arguments`.
 
-        The mask tells no more than the cache's window.
+        The mask holds no more than the cache's window.
         """
         arguments = {**dict(zip(self._parts.arguments, given, strict=False)), **named}
         mask, factor = arguments.get("mask"), arguments.get("attn_scale")
@@ -159,7 +159,6 @@ class CudaAttentionMixer(nn.Module):
 
     @staticmethod
     def together(mixers: Mapping[LayerKey, CudaAttentionMixer], window: Any) -> AttentionLayers:
-        """Mixers with one window."""
         return AttentionLayers(mixers, window)
 
     def compute(
@@ -210,7 +209,7 @@ class CudaAttentionMixer(nn.Module):
         return queries if factor is None else queries * factor[..., None]
 
     def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, inputs: LayerInputs) -> mx.array:
-        """What rows of a few tokens find, `[1, T, num_heads · head_dim]`, undefined elsewhere; see `kernels.attend`."""
+        """Attention of rows of few tokens, `[1, T, num_heads · head_dim]`, NaN or old numbers elsewhere."""
         (most,) = inputs.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
@@ -233,7 +232,7 @@ class CudaAttentionMixer(nn.Module):
         queries: mx.array,
         projected: mx.array,
     ) -> mx.array:
-        """What one row finds, `[1, n, num_heads · head_dim]`."""
+        """Attention of one row, `[1, n, num_heads · head_dim]`."""
         shape, gate = self._parts.shape, self._parts.gate
         parts = self._parts
         found = read_row(view, span, state, queries.swapaxes(0, 1)[None], parts.scale, parts.sinks, view.window)
@@ -254,7 +253,7 @@ class AttentionLayers:
         self._last = list(mixers)[-1]
 
     def inputs(self, step: PackedStep) -> KindInputs | None:
-        """What they read in this step; None if some row needs another way."""
+        """Their inputs in this step; None if some row can't be compiled."""
         places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
         return KindInputs(places.plans, arrays, (places.most,)) if places.all_together else None
 
@@ -287,12 +286,11 @@ class AttentionLayers:
 
 
 def _pairs(inputs: LayerInputs) -> list[tuple[mx.array, mx.array]]:
-    """Keys and values of each slab."""
     return list(zip(inputs.arrays[::2], inputs.arrays[1::2], strict=True))
 
 
 def _goes_together(step: PackedStep, span: RowSpan, window: int | None) -> bool:
-    """Whether the kernels do it: a window of theirs goes by places, which positions with gaps are not."""
+    """Whether the kernel takes this row: its windows count indices, so positions with gaps don't fit."""
     if span.num_tokens > max(LONGEST_WINDOW, step.kernels.attention_pairs // span.end):
         return False
     if window is None:

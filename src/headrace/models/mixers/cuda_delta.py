@@ -45,7 +45,7 @@ def shape_of(inner: Any) -> shapes.DeltaShape | None:
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """What the kernels read of a step's rows, the same in all layers.
+    """The kernels' view of a step's rows, the same in all layers.
 
     rows, stops: the plans in backend/cuda/delta.py. stops, longest (tokens of the longest row): of chunks only.
     slots: of the rows; those to restore have `pending` records. left: at the rows' snapshot points.
@@ -134,7 +134,6 @@ class CudaDeltaMixer(nn.Module):
 
     @staticmethod
     def together(mixers: Mapping[LayerKey, CudaDeltaMixer], window: Any) -> DeltaLayers:
-        """Mixers of one model; they have no windows."""
         return DeltaLayers(mixers)
 
     def compute(
@@ -156,12 +155,11 @@ class CudaDeltaMixer(nn.Module):
         return self._out(y, residual), (states, contexts)
 
     def table(self, tables: DeltaTables, layer: LayerKey) -> shapes.DeltaTable:
-        """The layer's, made on first use."""
         return tables.prepare(layer, self._shape, self._dtype)
 
 
 def restore(slots: Sequence[DeltaSlot], mixers: Mapping[LayerKey, CudaDeltaMixer]) -> None:
-    """Write what was restored into the layers' tables, before a step reads them."""
+    """Write restored records into the layers' tables, before a step reads them."""
     filled: list[mx.array] = []
     for slot in slots:
         for layer, mixer in mixers.items():
@@ -179,7 +177,6 @@ class DeltaLayers:
         self._num_context = next(iter(mixers.values())).num_context
 
     def inputs(self, step: PackedStep) -> KindInputs | None:
-        """What they read in this step."""
         plan = step.once(_plan, self._num_context)
         restore([slot for slot in plan.slots if slot.pending], self._mixers)
         of_layers = [mixer.table(plan.tables, layer) for layer, mixer in self._mixers.items()]

@@ -28,7 +28,6 @@ class CudaMLP(nn.Module):
     """Replaces an MLP of mlx-lm."""
 
     def __init__(self, inner: Any) -> None:
-        """inner: one that `mlp_parts` supports."""
         super().__init__()
         parts = mlp_parts(inner)
         assert parts is not None
@@ -106,7 +105,6 @@ class SumNorm(nn.Module):
 
 
 def is_of_kernels(layer: Any) -> bool:
-    """Whether all parts of a layer are kernels of ours."""
     name = mixer_name(layer)
     if name is None or not isinstance(layer[name], CudaAttentionMixer | CudaDeltaMixer):
         return False
@@ -131,7 +129,6 @@ def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) ->
 
 
 def _with_residual(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **named: Any) -> mx.array:
-    """The residual plus a part's output."""
     if norm is not None and not part.adds_residual:
         return norm.sum(residual, part(*given, **named))
     output: mx.array = part(*given, residual=residual, **named)

@@ -66,7 +66,6 @@ def padded_row_tokens(num_tokens: int) -> int:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
 
 

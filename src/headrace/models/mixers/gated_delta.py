@@ -34,12 +34,10 @@ class _Group:
 
     @property
     def num_tokens(self) -> int:
-        """Of each row."""
         return self.spans[0].num_tokens
 
     @property
     def num_certain(self) -> int:
-        """Of each row."""
         return self.spans[0].num_certain
 
     @property
@@ -57,7 +55,7 @@ class _Group:
 
 
 class GatedDeltaMixer(nn.Module):
-    """Stands where a `GatedDeltaNet` of mlx-lm stood.
+    """Replaces a `GatedDeltaNet` of mlx-lm.
 
     The module's projections are found by their names: one fused `in_proj_qkvz` and `in_proj_ba` (Qwen3-Next), or
     `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` (Qwen3.5).
@@ -243,7 +241,7 @@ def _behind_pending(
 
     Rows with fewer pending tokens are padded in front with no-ops: k = 0, g = 1, beta = 0.
     """
-    # what a pending token would read is of no interest, so its key stands in for its query
+    # the output of a pending token is not used, so its key stands in for its query
     k, v, g, beta = (
         _padded([None if one is None else one[place] for one in pending], num_replay, new, fill)
         for place, (new, fill) in enumerate(zip(tokens[1:], (0.0, 0.0, 1.0, 0.0), strict=True))

@@ -18,7 +18,7 @@ from headrace.models.fused_linear import can_fuse, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a class of attention layers calls its parts.
+    """Names of the parts of a class of attention layers.
 
     inputs: projections of the input, whose outputs side by side are all query heads, all key heads, all value heads.
     norms: of queries and keys, by head, where a layer has them. sinks: what each head attends to besides; None if to
@@ -72,7 +72,7 @@ ATTENTIONS = {
     "starcoder2.Attention": Names(),
     "telechat3.Telechat3Attention": Names(_LONG),
 }
-"""By module and name: forwards that project, norm by head if at all, turn, attend, gate if at all, and project."""
+"""By module and name: forwards that project, norm each head (some), rotate, attend, gate (some), and project."""
 
 _APART, _JOINED = (("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj")
 
@@ -126,19 +126,19 @@ _SCALED_ROPES: dict[type[nn.Module], str | None] = {
     rope_utils.YarnRoPE: "mscale",
     rope_utils.SuScaledRoPE: "_scale",
 }
-"""Ropes that hold the positions a radian of each pair, and what they call the factor on all that they turn."""
+"""Ropes that hold the positions per radian of each pair, and their name for a factor on queries and keys."""
 
 
 _NORM_CENTRES: dict[type[nn.Module], float] = {nn.RMSNorm: 0.0, gemma3_text.RMSNorm: 1.0}
-"""What norms of a kind add to their weights."""
+"""What norms of each class add to their weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """A layer as the kernels see it.
+    """The parts of a layer that the kernels take.
 
     gate: of the heads' outputs. norms: weights of queries and keys `[head_dim]`, eps `[1]`, float32.
-    frequencies: radians a position, by pair of channels. scale: of the scores. sinks: `[num_heads]`.
+    frequencies: radians per position, by pair of channels. scale: of the scores. sinks: `[num_heads]`.
     arguments: see `Names`.
     """
 
@@ -196,10 +196,10 @@ def attention_parts(inner: Any) -> AttentionParts | None:
     if any(type(norm) not in _NORM_CENTRES for norm in norms):
         return None
     dtype = norms[0].weight.dtype if norms else weights_of(inputs[0]).activations
-    shape, turns = HeadShape(num_heads, num_kv_heads, head_dim), _turns(inner.rope, head_dim)
-    if turns is None or not mx.issubdtype(dtype, mx.floating) or kernels.refusal(shape, dtype) is not None:
+    shape, rope = HeadShape(num_heads, num_kv_heads, head_dim), _rope_frequencies(inner.rope, head_dim)
+    if rope is None or not mx.issubdtype(dtype, mx.floating) or kernels.refusal(shape, dtype) is not None:
         return None
-    frequencies, factor = turns
+    frequencies, factor = rope
     q_stride = head_dim * (1 + names.is_gated)
     k_at = num_heads * q_stride
     return AttentionParts(
@@ -219,13 +219,13 @@ def attention_parts(inner: Any) -> AttentionParts | None:
 
 
 def _weight(norm: Any) -> mx.array:
-    """What it multiplies by: in the model's type, which is to be rounded to as there, and then in float32."""
+    """The norm's factors, rounded to the model's type as there, in float32."""
     weight: mx.array = norm.weight + _NORM_CENTRES[type(norm)]
     return weight.astype(mx.float32)
 
 
-def _turns(rope: Any, head_dim: int) -> tuple[np.ndarray, float] | None:
-    """Radians a position by pair of channels, and a factor on queries and keys; None for ropes of other kinds."""
+def _rope_frequencies(rope: Any, head_dim: int) -> tuple[np.ndarray, float] | None:
+    """Radians per position of each pair of channels, and a factor on queries and keys; None for unknown ropes."""
     if isinstance(rope, smollm3.NoPE):
         return np.zeros(head_dim // 2), 1.0
     if getattr(rope, "traditional", False):  # some kinds never are, and lack the attribute
