@@ -7,7 +7,7 @@ that happens between steps, on the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.prefix.key import MediaKey, Namespace, cache_key, common_length
@@ -24,6 +24,13 @@ from headrace.types.status import CacheStatus, WaitReason
 WAIT_TOKENS = 64
 """A request waits for a running prompt that will save it at least this many tokens."""
 
+NEAR_TOKENS = 16
+"""Behind a snapshot no other one is taken within so many tokens: requests that continue there compute them again.
+
+A generation prompt is that short, so the state behind it helps only requests for another answer to the same prompt. At
+Qwen3.5-4B's shape a snapshot takes 50 MB, and its copy as long as computing some ten tokens.
+"""
+
 
 class RecordStore:
     """Splits and drops the tree's pieces, which are records of states."""
@@ -35,6 +42,10 @@ class RecordStore:
 
     def drop(self, piece: Piece) -> None:
         """Nothing to do: arrays go with the last reference."""
+
+
+def _is_near(length: int, snapshots: Collection[int]) -> bool:
+    return any(0 <= length - each <= NEAR_TOKENS for each in snapshots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +251,7 @@ class PrefixPool(PrefixCache):
         prompt = self._prompts[request_id]
         if prompt.is_sparse:
             return
-        if self.needs_snapshots and state.length not in prompt.snapshots:
+        if self.needs_snapshots and not _is_near(state.length, prompt.snapshots):
             prompt.snapshots[state.length] = state.snapshot()
         if self._has_spans:
             start = self._tree.match(
@@ -263,7 +274,7 @@ class PrefixPool(PrefixCache):
         snapshots: dict[int, SequenceRecord] = {}
         if self.needs_snapshots:
             snapshots = {at: record for at, record in prompt.snapshots.items() if at <= length}
-            if length not in snapshots:
+            if not _is_near(length, snapshots):
                 snapshots[length] = state.snapshot()
         spans, prompt.snapshots, prompt.spans = prompt.spans, {}, []
         namespace, prompt_key = prompt.lookup.namespace, prompt.lookup.key
