@@ -167,4 +167,5 @@ def test_of_an_answer_that_loses_its_numbers_only_the_prompt_is_kept(family: str
     with spoiled(world.model):
         (error,) = world.step()
     assert isinstance(error, GenerationFailed)
-    assert world.num_kept() == len(PROMPT)
+    # states that can't be cut are kept where the same prompt would go on when asked again
+    assert world.num_kept() == len(PROMPT) - (family != "llama")
