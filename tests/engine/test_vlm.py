@@ -67,7 +67,7 @@ def part(file: bytes, **options: int) -> MediaPart:
 
 async def prepared(served: Served, *content: MediaPart | str) -> GenerationRequest:
     parts = tuple(TextPart(one) if isinstance(one, str) else one for one in content)
-    prompt, media = await served.session._prompt(ChatRequest("r", (ChatMessage("user", parts),)), 512)
+    prompt, media = await served.session._chats._prompt(ChatRequest("r", (ChatMessage("user", parts),)), 512)
     name, boundaries = f"r{next(counter)}", (Boundary(len(prompt.token_ids) - 2, BoundaryKind.MESSAGE),)
     return GenerationRequest(name, prompt.token_ids, GREEDY, NUM_TOKENS, boundaries=boundaries, media=media)
 
