@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.cli.chat_terminal import TerminalDisplay, is_open, split_blocks, unquoted
+from headrace.cli.chat_terminal import TerminalDisplay, is_open, split_blocks, unquoted, without_echo
 
 PATIENCE_S = 120
 COLUMNS, ROWS = 80, 24
@@ -134,6 +135,28 @@ def test_three_quotes_hold_several_lines() -> None:
     assert not is_open('say """ in the middle')
     assert unquoted('"""one\ntwo"""') == "one\ntwo"
     assert unquoted("plain") == "plain"
+
+
+def test_what_is_typed_during_an_answer_is_not_echoed_into_it() -> None:
+    master, slave = os.openpty()
+    with os.fdopen(slave, "r") as typed_into:
+
+        def echoes() -> bool:
+            return bool(termios.tcgetattr(typed_into)[3] & termios.ECHO)
+
+        assert echoes()
+        with pytest.raises(KeyboardInterrupt), without_echo(typed_into):
+            assert not echoes()
+            os.write(master, b"next\n")
+            raise KeyboardInterrupt
+        assert echoes()
+        assert typed_into.readline() == "next\n"
+    os.close(master)
+
+
+def test_without_a_terminal_there_is_no_echo_to_stop() -> None:
+    with without_echo(io.StringIO()):
+        pass
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"headrace {headrace.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"]])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
 def test_help_lists_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -48,6 +48,8 @@ def test_help_lists_all_commands(words: list[str], capsys: pytest.CaptureFixture
 def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out == shown
     assert "--max-num-seqs" in shown
     assert ("--port" in shown) == (command == "serve")
 
@@ -227,6 +229,18 @@ def test_a_mistyped_word_is_told_with_the_one_that_was_meant(
 ) -> None:
     assert main(words) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_mistyped_built_in_model_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(name: str) -> None:
+        raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face")
+
+    monkeypatch.setattr("headrace.engine.prepare.locate", refuse)
+    for name, meant in (("miniture", "; did you mean miniature?\n"), ("gpt2", "on Hugging Face\n")):
+        assert main(["chat", name]) == 2
+        assert capsys.readouterr().err.endswith(meant)
 
 
 def test_a_word_that_resembles_nothing_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

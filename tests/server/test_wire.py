@@ -201,7 +201,7 @@ def test_a_taken_port_is_refused_before_any_model_is_loaded() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port {port}"):
+        with pytest.raises(ConfigError, match=f"--port {port} .*; --port 0 takes any free one"):
             open_listener(ServerConfig(port=port))
 
 

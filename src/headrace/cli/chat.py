@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from headrace.cli.chat_remote import RemoteChat
 from headrace.cli.chat_state import ChatCommands, ChatState
-from headrace.cli.chat_terminal import Display, PlainDisplay, TerminalDisplay, terminal_input, unquoted
+from headrace.cli.chat_terminal import Display, PlainDisplay, TerminalDisplay, terminal_input, unquoted, without_echo
 from headrace.cli.configured import configured_text_pipeline, server_defaults, without_missing_vision
 from headrace.cli.progress import PromptProgress, Waiting, loading_text, preparing_text
 from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
@@ -224,6 +224,7 @@ def converse(conversation: Conversation, runner: asyncio.Runner, ask: Callable[[
         elif text := unquoted(line):
             try:
                 # The runner turns Ctrl-C into a cancellation of the turn, and that into KeyboardInterrupt here.
-                runner.run(conversation.say(text))
+                with without_echo(sys.stdin):
+                    runner.run(conversation.say(text))
             except KeyboardInterrupt:
                 continue

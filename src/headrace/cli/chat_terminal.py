@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -23,6 +25,9 @@ from headrace.cli.chat_state import NAMES
 
 # A model may say anything, also what moves a terminal's cursor or changes its title.
 _CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+_LOCAL_MODES = 3
+"""Their place among a terminal's attributes."""
 
 _REDRAW_S = 0.1
 """Redrawing at each token would take more time than fast models need for one."""
@@ -202,6 +207,22 @@ def terminal_input(history: Path) -> Callable[[str], str]:
         complete_while_typing=False,
     )
     return session.prompt
+
+
+@contextmanager
+def without_echo(terminal: TextIO) -> Iterator[None]:
+    """What is typed meanwhile waits for the next prompt and does not show within the answer. Ctrl-C still works."""
+    if not terminal.isatty():
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    silent = [*before]
+    silent[_LOCAL_MODES] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def is_open(text: str) -> bool:

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> None:
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if not words or words[0].startswith("-"):
         _options_parser().parse_args(words)
         raise ConfigError(f"a command is missing; commands: {', '.join(COMMANDS)}")

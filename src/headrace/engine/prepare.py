@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import mlx.core as mx
 
 from headrace.backend import blas, device
 from headrace.backend.device import Device
-from headrace.config import Config, set_up_libraries
+from headrace.config import Config, set_up_libraries, with_suggestion
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
@@ -188,8 +190,21 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
         return read_files(f"headrace-{name}", built_in)
     if name == "smollm2" and not is_path:
         return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
-    directory = locate(name)
+    with _built_in_suggested(name):
+        directory = locate(name)
     return read_files(directory.name if is_path else name, directory)
+
+
+@contextmanager
+def _built_in_suggested(name: str) -> Iterator[None]:
+    """Names the built-in model that a mistyped name resembles."""
+    try:
+        yield
+    except ModelError as error:
+        message = with_suggestion(error.message, name, (*_IN_PACKAGE, "smollm2"))
+        if message == error.message or not is_hub_id(name):
+            raise
+        raise ModelError(message) from error
 
 
 def built_in_folder(name: str) -> Path | None:
@@ -201,7 +216,8 @@ def preview(config: Config) -> Preview:
     """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
     name = config.model
     if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
-        return preview_on_hub(name)
+        with _built_in_suggested(name):
+            return preview_on_hub(name)
     return preview_folder(model_files(config))
 
 

@@ -71,7 +71,8 @@ def open_listener(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--port {config.port} on {config.host}: {error.strerror or error}") from error
+        advice = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"--port {config.port} on {config.host}: {error.strerror or error}{advice}") from error
     return listener
 
 
