@@ -353,7 +353,6 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        """One line, as for any other mistake."""
         raise ConfigError(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -46,7 +46,6 @@ def size_text(num_bytes: int) -> str:
 
 
 def knob(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -75,7 +74,6 @@ class Knob:
         return self.variable if environ.get(self.variable) else None
 
     def value(self, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-        """The flag's value, else the variable's, else the default."""
         source = self.source(given, environ)
         if source is None:
             return self.default

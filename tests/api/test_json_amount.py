@@ -23,7 +23,7 @@ from headrace.api.json_body import (
     infinite_number,
     read_json,
     refuse_too_much,
-    without_half_pairs,
+    without_lone_surrogates,
 )
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_completion import read_completion
@@ -251,7 +251,7 @@ def test_half_pairs_are_replaced_as_a_reader_of_escapes_would() -> None:
         text = '"' + "".join(draw.choices(pieces, k=draw.randrange(12))) + '"'
         value = json.loads(text)  # Python joins whole pairs and keeps the halves
         expected = "".join("\ufffd" if "\ud800" <= character <= "\udfff" else character for character in value)
-        assert json.loads(without_half_pairs(text.encode())) == expected, text
+        assert json.loads(without_lone_surrogates(text.encode())) == expected, text
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" * 400 + ".5"])

@@ -131,7 +131,7 @@ def test_a_broken_call_is_text_and_is_logged_without_what_it_said(caplog: pytest
     with caplog.at_level(logging.INFO, "headrace.session"):
         events = events_of(broken, (END,))
     assert (text(events), reasons(events)) == (broken, [FinishReason.STOP])
-    assert "a call is none" in caplog.text
+    assert "malformed call" in caplog.text
     assert "secret" not in caplog.text
 
 

@@ -33,24 +33,20 @@ class AnswerHeading:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def of(self, kind: str) -> dict[str, Any]:
-        """The heading of an object of this kind, in OpenAI's names."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 class AnswerEncoder(Protocol):
     """Encodes one answer; may keep state, so it belongs to one request."""
 
-    def pieces(self, event: Event) -> Iterator[bytes]:
-        """Server-sent events for one event."""
+    def pieces(self, event: Event) -> Iterator[bytes]: ...
 
     def ping(self) -> bytes:
         """A keep-alive that is data, because a comment resets only some clients' timers."""
 
-    def end(self) -> bytes:
-        """The end of a successful stream."""
+    def end(self) -> bytes: ...
 
-    def failure(self, error: HeadraceError) -> bytes:
-        """The end of a failed stream."""
+    def failure(self, error: HeadraceError) -> bytes: ...
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The answer as one object; `events` are all events of the session."""

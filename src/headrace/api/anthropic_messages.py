@@ -104,7 +104,6 @@ def _definition(tool: ToolBody, *, is_deferred: bool) -> ToolDefinition:
 
 
 def _all_blocks(messages: Sequence[MessageBody]) -> Iterator[BlockBody]:
-    """Every block of a conversation, nested ones included."""
     for message in messages:
         yield from _blocks_in(message.content)
 
@@ -128,7 +127,6 @@ class ChatMessages:
         self._tools = tools
 
     def system(self, content: str | Sequence[BlockBody] | None) -> Iterator[ChatMessage]:
-        """The system prompt, if there is one."""
         parts = self._parts(content or "", "system")
         if parts:
             yield ChatMessage("system", parts)
@@ -182,7 +180,6 @@ class ChatMessages:
         return tuple(part for block, where in _blocks(content, path) for part in self._part(block, where))
 
     def _part(self, block: BlockBody, path: str) -> Iterator[ContentPart]:
-        """The content of a text, image, document or reference block."""
         match block.type:
             case "text":
                 if text := required(block.text, f"{path}.text"):
@@ -222,7 +219,6 @@ def _blocks(content: str | Sequence[BlockBody], path: str) -> Iterator[tuple[Blo
 
 
 def _arguments(given: Any) -> str:
-    """Arguments as the model wrote them, as far as known."""
     unparsed = given.get(UNPARSED_INPUT) if isinstance(given, dict) else None
     if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
         return str(unparsed["raw"])

@@ -90,7 +90,6 @@ def _json_structure(form: FormatBody, path: str) -> Structure:
 
 
 def _ignored(parsed: MessagesBody, model: ModelTraits) -> tuple[str, ...]:
-    """Names of accepted fields without effect."""
     names = unknown_fields(parsed) | {f"tools[].{tool.type}" for tool in parsed.tools or () if tool.is_foreign}
     # Agents stop working if their thinking setting is refused.
     asked = parsed.thinking

@@ -88,7 +88,7 @@ _TYPE_ERRORS: Mapping[str, str] = {
 }
 
 # Escaped lone surrogates, in a JSON text without escaped backslashes.
-_HALF_PAIR = re.compile(
+_LONE_SURROGATE = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
 )
@@ -135,7 +135,7 @@ def read_json(text: bytes, what: str, param: str | None = None) -> Any:
     try:
         value = _parsed(text)
     except ValueError as error:
-        whole = without_half_pairs(text)
+        whole = without_lone_surrogates(text)
         if whole == text:
             raise InvalidRequest(_why_invalid(what, error), param=param) from error
         return read_json(whole, what, param)
@@ -172,7 +172,7 @@ def _why_invalid(what: str, error: ValueError) -> str:
     return f"{what} is not valid JSON: {error}"
 
 
-def without_half_pairs(body: bytes) -> bytes:
+def without_lone_surrogates(body: bytes) -> bytes:
     """Replace escaped lone surrogates by escaped replacement characters.
 
     Clients that cut strings by UTF-16 units, as JavaScript does, send such halves.
@@ -182,7 +182,7 @@ def without_half_pairs(body: bytes) -> bytes:
         return body
     whole = bytearray(body)
     unescaped = b"".join(piece.replace(b"\\\\", 2 * no_utf_8) for piece in slices(body))
-    for half in _HALF_PAIR.finditer(unescaped):
+    for half in _LONE_SURROGATE.finditer(unescaped):
         whole[half.start() : half.end()] = b"\\ufffd"
     return bytes(whole)
 

@@ -113,7 +113,6 @@ class ChunkedAnswer(ABC):
         return {**self._heading.of(self.chunk_kind), **self._piece(index)}
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The usage chunk, which has no choices."""
         return {**self._heading.of(self.chunk_kind), "choices": [], "usage": usage_body(usage)}
 
     def _sent(self, chunk: dict[str, Any]) -> bytes:
@@ -299,7 +298,6 @@ def _top(score: TokenScore) -> dict[str, float] | None:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts in OpenAI's names."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,

@@ -20,7 +20,6 @@ from headrace.types.chat import ChatRequest
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
-    """All served names on one page."""
     data = [_model(name, created, max_model_len) for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
@@ -138,7 +137,6 @@ def detokenize_answer(text: str) -> dict[str, Any]:
 def tokenizer_info_answer(
     special_tokens: Mapping[str, str], chat_template: str | None, max_model_len: int
 ) -> dict[str, Any]:
-    """The tokenizer's configuration in vLLM's form."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_model_len,

@@ -195,7 +195,6 @@ def sampling_options(
 
 
 def includes_usage(parsed: SamplingBody) -> bool:
-    """Whether a stream ends with a usage chunk."""
     return bool(parsed.stream_options and parsed.stream_options.include_usage)
 
 

@@ -104,14 +104,16 @@ def _of_structured_outputs(parsed: StructureBody) -> Iterator[Structure]:
         raise UnsupportedField(f"{path}.structural_tag is not supported", param=f"{path}.structural_tag")
     if asked.json_object:
         yield Structure("json_object", path=f"{path}.json_object")
-    yield from _said(path + ".", asked.json_, asked.regex, asked.choice, asked.grammar)
+    yield from _in_vllms_form(path + ".", asked.json_, asked.regex, asked.choice, asked.grammar)
 
 
 def _of_guided_fields(parsed: StructureBody) -> Iterator[Structure]:
-    return _said("guided_", parsed.guided_json, parsed.guided_regex, parsed.guided_choice, parsed.guided_grammar)
+    return _in_vllms_form(
+        "guided_", parsed.guided_json, parsed.guided_regex, parsed.guided_choice, parsed.guided_grammar
+    )
 
 
-def _said(
+def _in_vllms_form(
     prefix: str,
     schema: dict[str, Any] | bool | str | None,
     regex: str | None,
@@ -130,7 +132,6 @@ def _said(
 
 
 def _schema(schema: dict[str, Any] | bool | str, path: str) -> dict[str, Any] | bool:
-    """A schema, which may be given as JSON text."""
     if not isinstance(schema, str):
         return schema
     parsed = read_json(schema.encode(errors="surrogatepass"), path, path)

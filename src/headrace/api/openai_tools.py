@@ -117,7 +117,6 @@ def refuse_large_arguments(messages: Sequence[ChatMessage], param: str) -> None:
 
 
 def no_parameters() -> dict[str, Any]:
-    """The schema of a function without parameters."""
     return {"type": "object", "properties": {}}
 
 
@@ -139,7 +138,6 @@ def _allowed(asked: ChatToolChoiceBody, tools: Sequence[ToolDefinition], is_para
 
 
 def _declared(tool: NamedToolBody, tools: Sequence[ToolDefinition], path: str) -> str:
-    """The name of a tool that must be a declared one."""
     if tool.type != "function":
         raise UnsupportedField(f"{path}.type: only function tools are supported", param=f"{path}.type")
     if tool.function is None:

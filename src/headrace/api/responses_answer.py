@@ -65,7 +65,6 @@ class ResponsesAnswer:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it can be retrieved by id."""
         return self._call.store
 
     @property
@@ -112,7 +111,6 @@ class ResponsesAnswer:
         return {**self.response(), "status": status, "output": [*self._done, *unfinished]}
 
     def response(self) -> dict[str, Any]:
-        """The response with its finished items."""
         sent = self._call.body
         text, reasoning = sent.get("text") or {}, sent.get("reasoning") or {}
         return {

@@ -230,7 +230,6 @@ def _request(parsed: ResponsesBody, items: Sequence[ReadItem], tools: DeclaredTo
 
 
 def _own_items(parsed: ResponsesBody, earlier: Earlier, max_model_len: int | None) -> tuple[Item, ...]:
-    """The request's input, with references replaced by their items."""
     if parsed.input is None:
         if parsed.previous_response_id is None:
             raise InvalidRequest("input is missing", param="input")

@@ -233,18 +233,15 @@ def _listed(item: Item) -> dict[str, Any]:
 
 
 def new_id(kind: str) -> str:
-    """A random id with the prefix of this type."""
     return f"{_ID_FORMS.get(kind, 'item')}_{secrets.token_hex(24)}"
 
 
 def carried_arguments(item: Item) -> str:
-    """The arguments of a built-in call, as JSON."""
     asked: object = next((item[name] for name in ("arguments", "action", "operation") if name in item), {})
     return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
 
 
 def carried_output(item: Item) -> str:
-    """The result of a built-in call: its text, else JSON."""
     output: object = next((item[name] for name in ("output", "tools") if name in item), "")
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pydantic_core import from_json
 
 from headrace.api.answer_encoder import logprob_entries
-from headrace.api.json_body import without_half_pairs
+from headrace.api.json_body import without_lone_surrogates
 from headrace.api.responses_items import new_id
 from headrace.api.responses_tools import INPUT, DeclaredTool
 from headrace.api.responses_turns import sealed
@@ -73,7 +73,7 @@ def _plain(piece: str) -> str:
 
 def _whole(arguments: str) -> str:
     try:
-        value = from_json(without_half_pairs(arguments.encode()))
+        value = from_json(without_lone_surrogates(arguments.encode()))
     except ValueError:
         return arguments
     text = value.get(INPUT) if isinstance(value, dict) else None
@@ -89,14 +89,12 @@ class OutputItem(Protocol):
 
     id: str
 
-    def body(self, status: str) -> dict[str, Any]:
-        """The item so far."""
+    def body(self, status: str) -> dict[str, Any]: ...
 
     def begin(self) -> Iterator[OutputEvent]:
         """Events after `output_item.added`."""
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
-        """Events for more text."""
+    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]: ...
 
     def end(self) -> Iterator[OutputEvent]:
         """Events before `output_item.done`."""
@@ -167,7 +165,7 @@ class ReasoningOutput:
             yield "response.reasoning_summary_part.added", {"summary_index": 0, "part": part}
 
     def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
-        """See OutputItem. This API has no field for scores of thinking."""
+        # This API has no field for scores of thinking.
         self._text.append(text)
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": text}
         if self._has_summary:

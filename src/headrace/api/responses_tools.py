@@ -114,7 +114,6 @@ def visible_name(name: str, namespace: str | None = None) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a custom tool's call, as the model writes them."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 

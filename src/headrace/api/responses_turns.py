@@ -143,7 +143,6 @@ class _Turns:
         self._turns.append(turn)
 
     def _assistant(self) -> _AssistantTurn:
-        """The assistant's open turn, or a new one."""
         if self._open is None:
             self._open = _AssistantTurn()
         return self._open

@@ -38,7 +38,6 @@ def status_body(
 
 
 def health_body(warm_up: WarmUpStatus) -> dict[str, Any]:
-    """Of a server whose engine is alive."""
     return {"status": "ok"} if warm_up.is_over else {"status": "warming", "warm_up": asdict(warm_up)}
 
 

@@ -37,7 +37,6 @@ class _Buckets:
         self._total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value in the first bucket whose bound it does not exceed."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 

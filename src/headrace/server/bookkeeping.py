@@ -86,11 +86,9 @@ class RequestRecord:
         self._answer: _AnswerRecord | None = None
 
     def begin_answer(self, answer_id: str, model: str) -> None:
-        """The request asks for generated text."""
         self._answer = _AnswerRecord(answer_id, model)
 
     def take(self, event: Event) -> None:
-        """An event of the answer is being sent."""
         if self._answer is not None:
             self._answer.take(event, self._clock())
 
@@ -111,7 +109,6 @@ class RequestRecord:
         return {**fields, **self._answer.fields(self._arrived)} if self._answer is not None else fields
 
     def line(self) -> str:
-        """The same as text."""
         values = self.fields()
         words = [f"{self._method} {self._path} {self.status or '-'} {values['duration_s']:.3f}s {self.request_id}"]
         if self._answer is not None:

@@ -71,7 +71,6 @@ class OperationRoutes:
         return JSONResponse(cache_body((await self._session.status()).cache))
 
     async def clear_cache(self, request: Request) -> Response:
-        """Evict everything from the prefix cache that no request is using."""
         return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._session.clear_cache()})
 
     async def cancel(self, request: Request) -> Response:

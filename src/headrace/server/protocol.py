@@ -97,7 +97,6 @@ class Protocol(H11Protocol):
         self.server_state.note(self, waits=False)
 
     def _note(self) -> None:
-        """Keep account of what the server waits for."""
         if self._is_ending or self.transport.is_closing():
             return
         waits_for_head = self.conn.their_state is h11.IDLE
@@ -122,7 +121,6 @@ class Protocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """The client sent invalid HTTP."""
         self._end(HTTPStatus.BAD_REQUEST, msg)
 
     def _end(self, status: HTTPStatus, message: str) -> None:

@@ -61,7 +61,6 @@ class ResponseRoutes:
         return JSONResponse(count_body(len(token_ids)), headers=ignored_headers(call.ignored))
 
     async def retrieve(self, request: Request) -> Response:
-        """GET /v1/responses/{id}."""
         if request.query_params.get("stream", "false") != "false":
             message = "stream is not supported: events are sent once, to the client that created the response"
             raise UnsupportedField(message, param="stream")
@@ -72,13 +71,11 @@ class ResponseRoutes:
         return JSONResponse(self._store.get(response_id).response)
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/responses/{id}."""
         response_id = request.path_params["id"]
         self._store.remove(response_id)
         return JSONResponse(deleted_body(response_id))
 
     async def input_items(self, request: Request) -> Response:
-        """GET /v1/responses/{id}/input_items."""
         stored = self._store.get(request.path_params["id"])
         return JSONResponse(item_page(stored.input_items, request.query_params))
 

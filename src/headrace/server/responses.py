@@ -60,7 +60,6 @@ def closing_error() -> EngineDead:
 
 
 def ignored_headers(names: Sequence[str]) -> dict[str, str]:
-    """The header that names ignored fields, if there are any."""
     if not names:
         return {}
     shown = [_HEADER_UNSAFE.sub("?", name)[:_MAX_NAME_LENGTH] for name in names[:_MAX_IGNORED]]

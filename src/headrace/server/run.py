@@ -183,7 +183,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening and wait for requests in progress as long as there is time."""
         if self.signalled_at < math.inf and not self.force_exit:
-            log.info("%s", self._farewell())
+            log.info("%s", self._stopping_message())
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn waits for nothing then
@@ -192,7 +192,7 @@ class HttpServer(uvicorn.Server):
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
 
-    def _farewell(self) -> str:
+    def _stopping_message(self) -> str:
         num = len(self.server_state.tasks)
         if not num:
             return "stopping"
@@ -221,12 +221,12 @@ class _Unhandled:
     """Logs exceptions that no task handled. asyncio's own line shows arguments of callbacks, which may be content."""
 
     def __init__(self) -> None:
-        self._told_of_files_at = -math.inf
+        self._files_warned_at = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             log.error("an exception was never handled", exc_info=error)
-        elif loop.time() - self._told_of_files_at > _POLL_S:  # asyncio reports it thousands of times at once
+        elif loop.time() - self._files_warned_at > _POLL_S:  # asyncio reports it thousands of times at once
             log.warning("no more files may be open (ulimit -n): new connections wait until others are closed")
-            self._told_of_files_at = loop.time()
+            self._files_warned_at = loop.time()

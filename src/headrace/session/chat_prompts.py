@@ -135,7 +135,6 @@ class ChatPrompts:
 
 
 def _texts(request: ChatRequest) -> list[str]:
-    """Texts that the prompt of a chat is made from."""
     parts = (part for message in request.messages for part in message.content)
     return [
         *(part.text for part in parts if isinstance(part, TextPart)),

@@ -176,7 +176,6 @@ class MediaReader:
         return await run_in_thread(self._place, prompt, [item for items in prepared for item in items])
 
     async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ProcessedItem, ...]]:
-        """The processed items of each part."""
         prepared: list[tuple[ProcessedItem, ...]] = []
         num_tokens = 0
         for part in parts:
@@ -219,7 +218,6 @@ class MediaReader:
         return prepared
 
     def warm(self) -> None:
-        """Prepare in the background for the first item."""
         self._decoder.warm()
 
 

@@ -35,7 +35,7 @@ ChoiceEvent = Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments
 class ChoiceOutputProcessor:
     """Processes the output of one choice.
 
-    Takes tokens one by one, so that counts don't depend on how many a step delivered. A token whose text is held back
+    Takes tokens one by one, so that counts don't depend on how many a step delivered. A token whose text is withheld
     (a marker, half a character) is counted with the text that comes out after it.
 
     choice: its number in the whole request.
@@ -58,7 +58,7 @@ class ChoiceOutputProcessor:
         self._num_undecided = 0
         self._num_faults_taken = 0
         self._events: list[ChoiceEvent] = []
-        self._said: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
+        self._parsed: dict[type[Text | Reasoning], list[str]] = {Text: [], Reasoning: []}
 
     @property
     def stop_string(self) -> str | None:
@@ -66,18 +66,17 @@ class ChoiceOutputProcessor:
 
     @property
     def text(self) -> str:
-        return "".join(self._said[Text])
+        return "".join(self._parsed[Text])
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._said[Reasoning])
+        return "".join(self._parsed[Reasoning])
 
     @property
     def num_calls(self) -> int:
         return self._parser.num_calls
 
     def take_call_faults(self) -> tuple[CallFault, ...]:
-        """Faults in calls since the last time."""
         new = self._parser.faults[self._num_faults_taken :]
         self._num_faults_taken += len(new)
         return new
@@ -100,7 +99,6 @@ class ChoiceOutputProcessor:
         return self._taken_events()
 
     def _end(self, output: TokenOutput, reason: FinishReason) -> None:
-        """The text and scores of the last output, after all of its tokens."""
         text = self._detokenizer.finish()
         self._scores.push(None, text)
         self._parse(text)
@@ -113,13 +111,12 @@ class ChoiceOutputProcessor:
         self.reason = self._reason(reason)
 
     def _reason(self, reason: FinishReason) -> FinishReason:
-        """The finish reason, given the engine's."""
         if self._parser.stopped:
             return FinishReason.STOP
         called = reason is FinishReason.STOP and self._parser.num_calls
         return FinishReason.TOOL_CALLS if called else reason
 
-    def say_prompt(self, text: str, scores: tuple[TokenScore, ...]) -> list[ChoiceEvent]:
+    def echo_events(self, text: str, scores: tuple[TokenScore, ...]) -> list[ChoiceEvent]:
         """Events that echo the prompt, which is neither counted nor parsed."""
         if text:
             return [Text(text, self.choice, scores)]
@@ -140,7 +137,7 @@ class ChoiceOutputProcessor:
                 self.num_reasoning_tokens += self._num_undecided
             self._num_undecided = 0
             if isinstance(event, Text | Reasoning):
-                self._said[type(event)].append(event.text)
+                self._parsed[type(event)].append(event.text)
                 due = next(scores)
                 if due.hidden:
                     self._emit(HiddenScores(due.hidden))
@@ -219,7 +216,6 @@ class PromptOutputProcessor:
 
     @property
     def is_over_in_engine(self) -> bool:
-        """Whether the engine has ended every choice, too."""
         return self._num_open_in_engine == 0
 
     def push(self, output: TokenOutput) -> list[Event]:
@@ -252,7 +248,7 @@ class PromptOutputProcessor:
         if self._echo is not None:
             scores = () if self._num_echo_logprobs is None else _cut_top(scores, self._num_echo_logprobs)
             for choice in self.choices:
-                events += choice.say_prompt(self._echo, scores)
+                events += choice.echo_events(self._echo, scores)
         return events
 
     def _finished(self, choice: ChoiceOutputProcessor) -> Finished:

@@ -36,15 +36,12 @@ class Generations:
         self._tokenizer = tokenizer
 
     def check(self, request: ChatRequest | CompletionRequest) -> None:
-        """Check what does not need the prompt. Raises InvalidRequest, naming the field."""
         check_options(request.options, self.model)
 
     def refuse_oversized(self, texts: Sequence[str], param: str) -> None:
-        """Raise ContextTooLong for texts that are never encoded."""
         refuse_oversized(texts, self.model.max_model_len, param)
 
     def refuse_too_long(self, texts: Sequence[str], param: str) -> None:
-        """Raise ContextTooLong for texts that can't fit the context, without counting their tokens."""
         refuse_too_long(texts, self._tokenizer.least_num_tokens, self.model.max_model_len, param)
 
     def make(

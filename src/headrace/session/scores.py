@@ -17,7 +17,6 @@ class Scorer:
         self._tokenizer = tokenizer
 
     def score(self, logprobs: TokenLogprobs) -> TokenScore:
-        """One token of an answer, with its alternatives."""
         top = tuple(
             self._token(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(logprobs.top, start=1)
         )
@@ -75,7 +74,6 @@ class ScoreQueue:
         return taken
 
     def rest(self) -> tuple[TokenScore, ...]:
-        """All that are left."""
         rest = tuple(score for score, _ in self._queue if score is not None)
         self._queue.clear()
         return rest

@@ -141,7 +141,6 @@ class Session:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the model's chat template."""
         return self._tokenizer.chat_template
 
     @property
@@ -173,11 +172,10 @@ class Session:
         return self._engine.health()
 
     def warm_up(self) -> WarmUpStatus:
-        """How far the engine's steps are warmed up."""
         return self._engine.warm_up()
 
     async def status(self) -> EngineStatus:
-        """The engine's status. Raises EngineDead."""
+        """Raises EngineDead."""
         self._refuse_if_dead()
         return replace(
             await self._engine.status(),
@@ -202,7 +200,7 @@ class Session:
         RequestError before Started when the request can't be served, EngineDead, GenerationFailed, and
         RequestCancelled.
         """
-        return self._answer(request, partial(self._chats.make, request), partial(self._note_chat, request))
+        return self._answer(request, partial(self._chats.make, request), partial(self._on_chat_answered, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
         """Events of a completion's answers, as for a chat. Prompts run concurrently."""
@@ -234,9 +232,9 @@ class Session:
         self,
         request: ChatRequest | CompletionRequest,
         prepare: Callable[[], Awaitable[Sequence[PromptOutputProcessor]]],
-        note: Callable[[Sequence[PromptOutputProcessor]], None] = lambda prompts: None,
+        on_answered: Callable[[Sequence[PromptOutputProcessor]], None] = lambda prompts: None,
     ) -> AsyncGenerator[Event, None]:
-        """Events of all prompts. note: called with them once they are answered."""
+        """Events of all prompts. on_answered: receives them after the last event."""
         self._refuse_if_dead()
         async with AsyncExitStack() as open_streams:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
@@ -253,14 +251,14 @@ class Session:
                     elif request.options.counts_progress:
                         yield Progress(usage_of(prompts))
                     yield event
-            note(prompts)
+            on_answered(prompts)
 
-    def _note_chat(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
+    def _on_chat_answered(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
         for prompt in prompts:
             self._constraints.check_answers(request, prompt.choices)
-        self._note_turn(request, prompts)
+        self._prepare_next_turn(request, prompts)
 
-    def _note_turn(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
+    def _prepare_next_turn(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
         """Remember an answered chat for IdleTurns. With several choices, the one that continues is unknown."""
         (prompt,) = prompts
         choice = prompt.choices[0]
@@ -318,7 +316,9 @@ class Session:
         for fault in choice.take_call_faults():
             self._num_malformed_calls += fault.is_broken
             self._num_call_violations += fault.breaks_schema
-            kind = "what began as a call is none" if fault.is_broken else "a call does not fit its tool's schema"
+            kind = (
+                "a malformed call was returned as text" if fault.is_broken else "a call does not fit its tool's schema"
+            )
             log.info(
                 "%s: %s: %s; since the start %d broken calls, %d values of a wrong type",
                 output.request_id, kind, fault.reason, self._num_malformed_calls, self._num_call_violations,

@@ -137,7 +137,6 @@ _AUTOMATIC_MAX_TOKENS = (4096, 32768)
 
 
 def automatic_max_tokens(max_model_len: int) -> int:
-    """Tokens of an answer whose request, server and model set no limit."""
     low, high = _AUTOMATIC_MAX_TOKENS
     return min(max(max_model_len // 4, low), high)
 

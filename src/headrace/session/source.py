@@ -14,11 +14,9 @@ from headrace.types.status import EngineStatus, WarmUpStatus
 class TokenStream(Protocol):
     """Outputs of one request. Raises GenerationFailed, EngineDead, and RequestCancelled after `TokenSource.abort`."""
 
-    def __aiter__(self) -> AsyncIterator[TokenOutput]:
-        """Itself."""
+    def __aiter__(self) -> AsyncIterator[TokenOutput]: ...
 
-    async def __anext__(self) -> TokenOutput:
-        """The next output."""
+    async def __anext__(self) -> TokenOutput: ...
 
     def finish(self, reason: FinishReason) -> None:
         """End the request for a reason that the engine does not know (a stop string); it is counted under this reason.
@@ -34,8 +32,7 @@ class TokenSource(Protocol):
     """An engine."""
 
     @property
-    def model(self) -> ModelDescription:
-        """The loaded model, as data."""
+    def model(self) -> ModelDescription: ...
 
     async def submit(self, request: GenerationRequest) -> TokenStream:
         """Queue a request. Cancelling the call aborts the request.
@@ -46,8 +43,7 @@ class TokenSource(Protocol):
     async def abort(self, request_id: str) -> bool:
         """Cancels a request; the reader of its outputs gets RequestCancelled. False if there is no such request."""
 
-    async def status(self) -> EngineStatus:
-        """What the engine is doing. Raises EngineDead."""
+    async def status(self) -> EngineStatus: ...
 
     async def clear_cache(self) -> int:
         """Drops what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
@@ -55,5 +51,4 @@ class TokenSource(Protocol):
     def health(self) -> str | None:
         """None while all is well, else what is wrong."""
 
-    def warm_up(self) -> WarmUpStatus:
-        """How far the steps are warmed up."""
+    def warm_up(self) -> WarmUpStatus: ...

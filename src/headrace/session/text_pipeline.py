@@ -1,4 +1,4 @@
-"""What a session reads out of a model's folder beside the engine: small files, worth a look before the weights."""
+"""Loads a model's tokenizer, chat template and grammar support: small files, checked before the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.text.tokenizer import Tokenizer
 class TextPipeline:
     """How a model's text becomes tokens and back.
 
-    constraints: what holds its tokens to a grammar; the engine is launched with them.
+    constraints: enforce grammars; the engine is launched with them.
     """
 
     tokenizer: Tokenizer

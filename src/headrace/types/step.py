@@ -54,7 +54,6 @@ class StepPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens among them."""
         return sum(len(chunk.token_ids) for chunk in self.chunks if chunk.output_index == 0)
 
 
