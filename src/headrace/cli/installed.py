@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -45,6 +44,8 @@ def backends_advice(installed: Sequence[str]) -> str | None:
 
 
 def installed_backends() -> Sequence[str]:
+    from importlib import metadata  # takes longer than all else that `--help` imports
+
     names = (each.metadata["Name"] for each in metadata.distributions())
     return sorted({name for name in names if name in _BACKENDS})
 
@@ -56,5 +57,7 @@ def vision_advice() -> str | None:
     """
     if importlib.util.find_spec("mlx_vlm") is not None:
         return None
+    from importlib import metadata
+
     requirement = next(one for one in metadata.requires("headrace") or () if one.startswith("mlx-vlm"))
     return f"`pip install --no-deps '{requirement.partition(';')[0].strip()}'`"
