@@ -76,7 +76,7 @@ def prepare(
     cost = sample.cost()
     own_context = loaded.context_length or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
-    # a window of drafts stands behind what the scheduler knows of a sequence
+    # the scheduler counts a sequence's tokens without drafts
     memory = MemoryBudget(
         budget_bytes - of_draft, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
     )
@@ -222,7 +222,7 @@ def preview(config: Config) -> Preview:
 
 
 def held_weights_bytes(config: Config) -> int:
-    """What the configured model's weights will take in memory, as far as its files tell."""
+    """Bytes that the configured model's weights will take in memory, as far as its files tell."""
     files, here = model_files(config), device.current()
     stored = preview_folder(files).weights_bytes
     foreseen = foresee(files.config, item_bytes=4)

@@ -53,7 +53,7 @@ class RowDrafts:
 
 _NO_DRAFTS = RowDrafts(0, by_head=False)
 _PLAIN_STEPS = (_NO_DRAFTS,) * 4
-"""The second is launched before the first one's tokens are known, the third behind such a step."""
+"""The second is launched before the first one's tokens are known, the third after such a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Piece:
     """Requests that start together, with prompts of `prompt_tokens`; then a step for each of `drafts`.
 
     joining: length of a prompt that then takes the place of the oldest row; 0 for none. num_snapshots: that each prompt
-    leaves in a prefix cache, which is dropped behind the piece; 0 without a cache.
+    leaves in a prefix cache, which is dropped after the piece; 0 without a cache.
     """
 
     num_rows: int
@@ -78,11 +78,11 @@ class Piece:
 
     @property
     def num_tokens(self) -> int:
-        """The most that a row comes to."""
+        """The longest that a row may get."""
         return max(self.prompt_tokens, self.joining) + self.max_tokens
 
     def num_bytes(self, memory: MemoryBudget) -> int:
-        """The most that it holds at once. With a cache a row leaves a record behind its prompt, too."""
+        """The most that it holds at once; with a cache also records of its prompts."""
         num_records = 1 + self.num_snapshots if self.num_snapshots else 0
         return self.num_rows * (memory.cost(self.num_tokens) + num_records * memory.checkpoint_bytes(self.num_tokens))
 
@@ -190,7 +190,7 @@ class WarmUp:
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine has spent so much time on requests since the last piece that they bear another one."""
+        """Whether requests have had their share of the time since the last piece began."""
         return self._last_s <= _SHARE * (self._since_s + self._last_s)
 
     @property
@@ -199,7 +199,7 @@ class WarmUp:
         return self._left[0].num_bytes(self._served.memory)
 
     def fits(self, num_running: int, reserved_bytes: int) -> bool:
-        """Whether the next piece leaves the requests that have started what they need."""
+        """Whether there are bytes and rows for the next piece besides those of started requests."""
         has_room = self.num_bytes <= self._served.memory.budget_bytes - reserved_bytes
         return has_room and self._left[0].num_rows <= self._max_num_seqs - num_running
 
@@ -208,7 +208,7 @@ class WarmUp:
         return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)
 
     def served(self, seconds: float) -> None:
-        """Tell of a step with requests."""
+        """Record the time of a step with requests."""
         self._since_s += seconds
 
     def advance(self) -> None:

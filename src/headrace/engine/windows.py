@@ -250,9 +250,9 @@ class Window:
 
 
 def open_window(chunk: Chunk, live: LiveSequence) -> Window:
-    """The chunk with as many of the drafts behind it as the plan allows and a constraint finds legal.
+    """The chunk with as many drafts after it as the plan allows and its constraint accepts.
 
-    Penalties and constraints look at the text before each place, so such rows have to know the drafts' ids.
+    Penalties and constraints depend on the text before each position, so such rows need the drafts' ids.
     """
     drafts = NOTHING
     if live.drafted is not None and chunk.num_drafts:
