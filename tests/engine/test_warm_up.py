@@ -23,7 +23,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
 from headrace.engine.loop import Loop
 from headrace.engine.pool import PrefixPool
-from headrace.engine.warm_up import Piece, RowDrafts, Served, WarmUp, pieces_for
+from headrace.engine.warm_up import RowDrafts, Served, WarmUp, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
 from headrace.models import compiled
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
@@ -267,7 +267,7 @@ def test_drafts_that_fail_fail_the_piece(served: Served, monkeypatch: pytest.Mon
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(HeadDrafter, "draft", fail)
-    warming = WarmUp(served, 2, [Piece(2, drafts=(RowDrafts(1, by_head=True),)), Piece(2)])
+    warming = WarmUp(served, 2, [WarmUpPiece(2, drafts=(RowDrafts(1, by_head=True),)), WarmUpPiece(2)])
     warming.advance()
     warming.advance()
     assert (warming.status.num_failed, warming.status.num_done) == (1, 2)
@@ -282,7 +282,7 @@ def test_requests_get_three_quarters_of_the_time(served: Served, monkeypatch: py
 
     monkeypatch.setattr(warm_up, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(warm_up._MadeUpRequests, "run", take_two_seconds)
-    warming = WarmUp(served, 3, [Piece(1)] * 3)
+    warming = WarmUp(served, 3, [WarmUpPiece(1)] * 3)
     assert warming.is_due
     warming.advance()
     due = []
@@ -302,14 +302,14 @@ def test_a_piece_waits_for_rows_and_bytes_that_requests_have(
     num_running: int, reserved_bytes: int, fits: bool, served: Served
 ) -> None:
     """Two rows of 35 tokens, 700 bytes."""
-    piece = Piece(2, prompt_tokens=27)
+    piece = WarmUpPiece(2, prompt_tokens=27)
     assert piece.num_tokens == 35
     assert WarmUp(served, 3, [piece]).fits(num_running, reserved_bytes) is fits
 
 
 def test_what_prompts_leave_in_a_cache_is_part_of_the_piece(served: Served) -> None:
-    assert Piece(2, 27, num_snapshots=1).num_bytes(served.memory) == 700 + 2 * 2 * 1_000
-    assert Piece(2, 27, num_snapshots=4).num_bytes(served.memory) == 700 + 2 * 5 * 1_000
+    assert WarmUpPiece(2, 27, num_snapshots=1).num_bytes(served.memory) == 700 + 2 * 2 * 1_000
+    assert WarmUpPiece(2, 27, num_snapshots=4).num_bytes(served.memory) == 700 + 2 * 5 * 1_000
 
 
 def test_no_step_has_more_rows_or_tokens_than_there_may_be() -> None:

@@ -61,7 +61,7 @@ class Draws:
         return [Drawn(token_id, scores.get(index)) for index, token_id in enumerate(self._fetched.read())]
 
 
-class PromptScores:
+class PromptLogprobs:
     """Log-probabilities of prompt tokens that a chunk's tokens predicted."""
 
     def __init__(self, logits: mx.array, following: Sequence[int], num_top: int) -> None:

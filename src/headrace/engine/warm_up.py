@@ -57,7 +57,7 @@ _PLAIN_STEPS = (_NO_DRAFTS,) * 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WarmUpPiece:
     """Requests that start together, with prompts of `prompt_tokens`; then a step for each of `drafts`.
 
     joining: length of a prompt that then takes the place of the oldest row; 0 for none. num_snapshots: that each prompt
@@ -87,44 +87,44 @@ class Piece:
         return self.num_rows * (memory.cost(self.num_tokens) + num_records * memory.checkpoint_bytes(self.num_tokens))
 
 
-def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool) -> list[Piece]:
+def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool) -> list[WarmUpPiece]:
     """What an ordinary load needs: steps of windows, then of chunks of prompts, the smallest first.
 
     max_rows, chunk_tokens: of a step. max_drafts: of a sequence at once. caches: whether there is a prefix cache.
     """
-    found: list[Piece] = []
+    found: list[WarmUpPiece] = []
     for num_rows in _sizes(padded_rows, max_rows):
         for sampling in (GREEDY, _SAMPLED):
-            found.append(Piece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
+            found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
             if max_drafts:
-                found.append(Piece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))
+                found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))
         windows = _sizes(next_power_of_two, 1 + max_drafts)
-        found += [Piece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
+        found += [WarmUpPiece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
         # steps of as many tokens, whose windows may be of any length, have one form
-        found += [Piece(num_rows, length) for length in _sizes(next_power_of_two, MOST_TOKENS)]
+        found += [WarmUpPiece(num_rows, length) for length in _sizes(next_power_of_two, MOST_TOKENS)]
         if max_drafts:
             found += _short_prompts_beside_drafts(num_rows, max_drafts)
     for num_rows in _sizes(padded_chunks, max_rows):
         # conversations have several branch points; more rows rarely begin at once
         snapshots = [each for each in (1, _MANY_SNAPSHOTS) if num_rows * each <= max(num_rows, _MOST_ROWS)] * caches
         # so short only where the prefix cache wants something of them
-        found += [Piece(num_rows, MOST_TOKENS, num_snapshots=each) for each in snapshots]
+        found += [WarmUpPiece(num_rows, MOST_TOKENS, num_snapshots=each) for each in snapshots]
         for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
             if num_tokens > num_rows * MOST_TOKENS:
-                found += [Piece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
+                found += [WarmUpPiece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
-        found.append(Piece(2, drafts=drafts, joining=_PROMPT_TOKENS))
+        found.append(WarmUpPiece(2, drafts=drafts, joining=_PROMPT_TOKENS))
     return found
 
 
-def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[Piece]:
+def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[WarmUpPiece]:
     """Where they make a step larger than drafts alone do."""
     by_head, _ = _both(max_drafts)
     num_decoding = (num_rows - 1) * (1 + max_drafts)
     larger = [size for size in _sizes(next_power_of_two, MOST_TOKENS) if size > next_power_of_two(1 + max_drafts)]
     lengths = [max(1, num_rows * size // 2 + 1 - num_decoding) for size in larger]
-    return [Piece(num_rows, drafts=(by_head,), joining=length) for length in lengths if length <= MOST_TOKENS]
+    return [WarmUpPiece(num_rows, drafts=(by_head,), joining=length) for length in lengths if length <= MOST_TOKENS]
 
 
 def _sizes(padded: Callable[[int], int], most: int) -> list[int]:
@@ -167,7 +167,7 @@ class WarmUp:
     A piece is short and leaves nothing behind, so that the engine can serve requests between any two.
     """
 
-    def __init__(self, served: Served, max_num_seqs: int, pieces: Sequence[Piece]) -> None:
+    def __init__(self, served: Served, max_num_seqs: int, pieces: Sequence[WarmUpPiece]) -> None:
         """max_num_seqs: rows of a piece and of requests together."""
         self._served = served
         self._max_num_seqs = max_num_seqs
@@ -260,7 +260,7 @@ def prepare_warm_up(
 class _MadeUpRequests:
     """The requests of a piece, with a scheduler and a runner that nothing else uses."""
 
-    def __init__(self, piece: Piece, served: Served) -> None:
+    def __init__(self, piece: WarmUpPiece, served: Served) -> None:
         self._piece = piece
         self._num_tokens = served.num_tokens
         self._planned = _PlannedDrafts()

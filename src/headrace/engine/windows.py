@@ -8,7 +8,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from headrace.engine.draws import Drawn, LogitPosition, PromptScores
+from headrace.engine.draws import Drawn, LogitPosition, PromptLogprobs
 from headrace.engine.features import LiveMedia
 from headrace.grammar.constraint import Constraint, Mask
 from headrace.models.media import RowMedia, entry_at
@@ -209,9 +209,9 @@ class Window:
             positions.append(LogitPosition(first, fork, num_top))
         return positions
 
-    def prompt_scores(self, logits: mx.array) -> PromptScores:
+    def prompt_scores(self, logits: mx.array) -> PromptLogprobs:
         own = logits[self.lo : self.lo + self.num_logits]
-        return PromptScores(own, self.following, self.live.request.num_prompt_logprobs or 0)
+        return PromptLogprobs(own, self.following, self.live.request.num_prompt_logprobs or 0)
 
     def fail(self, error: Exception) -> list[LogitPosition]:
         """Let the row fail when the step's results are taken over; nothing is drawn for it."""
