@@ -148,6 +148,15 @@ def test_while_no_attempt_is_due_steps_are_overlapped_and_no_row_is_drafted_for(
     assert not any(one.row.drafts.num_drafts for one in rows)
 
 
+def test_a_sequence_with_a_long_prompt_is_drafted_for_from_its_first_step_on() -> None:
+    planner = DepthPlanner()
+    for _ in range(3):
+        planner.times(1).observe_undrafted(5000, 0.01)
+    speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), planner)
+    assert not speculator.may_overlap([speculator.open(None, 5000)])
+    assert speculator.may_overlap([speculator.open(None, 500)])  # how long such a step takes is not known
+
+
 def test_accepted_drafts_are_followed_by_an_attempt() -> None:
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), timed(1))
     one = sequence(speculator, 5)

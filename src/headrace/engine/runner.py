@@ -204,7 +204,9 @@ class Runner:
     def _new(self, request: GenerationRequest) -> LiveSequence:
         history = History(request.full_prompt, self._vocab_size) if needs_history(request.sampling) else None
         state = SequenceState(self._pool, len(request.prompt) + 1)
-        drafted = None if self._speculator is None else self._speculator.open(request.max_draft_tokens)
+        drafted = (
+            None if self._speculator is None else self._speculator.open(request.max_draft_tokens, len(request.prompt))
+        )
         return LiveSequence(
             state,
             request.sampling,

@@ -111,9 +111,10 @@ class Speculator:
         self.max_drafts = max_drafts
         self.num_failures = 0
 
-    def open(self, max_drafts: int | None) -> DraftState:
-        """Begin a sequence. max_drafts: its request's limit, None for the server's."""
-        return DraftState(self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts))
+    def open(self, max_drafts: int | None, num_context: int = 0) -> DraftState:
+        """Begin a sequence. max_drafts: its request's limit, None for the server's. num_context: of its prompt."""
+        limit = self.max_drafts if max_drafts is None else min(max_drafts, self.max_drafts)
+        return DraftState(limit, forecast=DraftForecast((), False, num_context))
 
     def may_overlap(self, rows: Sequence[DraftState]) -> bool:
         """Whether the next step may be launched before this one's tokens are known: no attempt to draft is due."""
