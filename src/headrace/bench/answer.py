@@ -63,7 +63,6 @@ class Answer:
 
     @property
     def fault(self) -> str | None:
-        """Why this is no complete answer, or None."""
         if self.error is not None:
             return self.error
         if self.finish_reason is None:
@@ -118,7 +117,6 @@ class AnswerReader:
         self._error = self._error or reason
 
     def answer(self, ended_s: float) -> Answer:
-        """All of it, after the last event."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
         reported = _count(self._usage.get("completion_tokens"))
         return Answer(
@@ -148,7 +146,6 @@ class AnswerReader:
 
 
 def error_text(body: Any) -> str:
-    """The message of an error body, whichever of the usual shapes it has."""
     found = _mapping(body).get("error") or _mapping(body).get("detail") or body
     message = _mapping(found).get("message") or found
     return message if isinstance(message, str) else json.dumps(message)

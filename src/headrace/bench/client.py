@@ -100,7 +100,6 @@ class Client:
 
 
 async def _refusal(response: httpx.Response) -> str | None:
-    """The response if it is no event stream, or None if it is one."""
     is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
     if response.status_code == httpx.codes.OK and is_stream:
         return None

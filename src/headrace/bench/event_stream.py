@@ -19,7 +19,6 @@ class EventStreamReader:
         self._at_start = True
 
     def push(self, piece: bytes) -> list[str]:
-        """The events that this piece completes, in order."""
         events = []
         lines = (self._line + self._without_split_line_end(piece)).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *whole, self._line = lines.split(b"\n")

@@ -64,13 +64,11 @@ class Sameness:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Minimum, median and maximum of the values; None if there are none."""
     present = [value for value in values if value is not None]
     return Spread(min(present), statistics.median(present), max(present)) if present else None
 
 
 def ttft_s(answer: Answer) -> float | None:
-    """Seconds from sending the request to the first text."""
     return answer.arrivals_s[0] - answer.started_s if answer.arrivals_s else None
 
 
@@ -82,7 +80,6 @@ def tpot_s(answer: Answer) -> float | None:
 
 
 def gaps_s(answer: Answer) -> list[float]:
-    """Seconds between each two pieces of text."""
     arrivals = answer.arrivals_s
     return [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
 
@@ -94,7 +91,6 @@ def kinds_of(level: PlayedLevel) -> tuple[str, ...]:
 
 
 def figures_of(played: PlayedRound, kind: str | None = None) -> Figures:
-    """Figures of a round, or of its answers of one kind."""
     answers = [outcome.answer for outcome in played.outcomes if kind in (None, outcome.kind)]
     proper = [answer for answer in answers if answer.fault is None]
     gaps = [gap for answer in proper for gap in gaps_s(answer)]
@@ -145,7 +141,6 @@ def sameness(first: PlayedRound, second: PlayedRound, *, ignore_ends: bool = Fal
 
 
 def faults(levels: Sequence[PlayedLevel]) -> list[str]:
-    """One line for each faulty answer."""
     return [
         f"{level.target}, {level.workload}, {level.streams} streams: {outcome.answer.fault}"
         for level in levels

@@ -18,7 +18,6 @@ class ProgressBar:
         self._visible = out.isatty()
 
     def advance(self, title: str, count: int) -> None:
-        """`count` more are done, of what `title` says."""
         self._done = min(self._done + count, self._total)
         filled = _WIDTH * self._done // self._total
         self._write(f"{_CLEAR_LINE}[{'#' * filled:<{_WIDTH}}] {self._done}/{self._total} {title}")

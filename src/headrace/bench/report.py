@@ -30,7 +30,6 @@ def machine() -> dict[str, str | int | None]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages in this environment, None for what is not installed."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 

@@ -56,7 +56,6 @@ OnDone = Callable[[str, int], None]
 
 
 def total_requests(plan: Plan) -> int:
-    """How many requests `play` makes if none fails."""
     total = 0
     for workload, streams in plan.levels():
         for repeat in _repeats(plan):

@@ -123,7 +123,6 @@ def _differences(levels: Sequence[PlayedLevel]) -> list[str]:
 
 
 def _around(text: str, first: str, second: str) -> str:
-    """The text around the first difference of two texts."""
     same = next(
         (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -141,7 +140,6 @@ def _faults(levels: Sequence[PlayedLevel]) -> list[str]:
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """Aligned columns, names to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cell(row, at, width) for at, width in enumerate(widths)).rstrip() for row in rows]
 

@@ -44,7 +44,6 @@ _SENTENCE_WORDS = (8, 14)
 
 
 def random_text(random: Random, num_tokens: int) -> str:
-    """Sentences of random words, about `num_tokens` tokens."""
     left = max(1, round(num_tokens / TOKENS_PER_WORD))
     sentences = []
     while left:
@@ -92,7 +91,6 @@ def build_round(plan: Plan, workload: str, streams: int, repeat: int) -> Round:
 
 
 def num_requests(made: Round) -> int:
-    """Requests of a round without failures."""
     return sum(len(each.questions) for stream in made for each in stream.conversations)
 
 
@@ -160,7 +158,6 @@ def _num_conversations(plan: Plan, streams: int) -> int:
 
 
 def _dealt(chats: list[Conversation], streams: int) -> Round:
-    """Empty streams are left out."""
     return tuple(Stream(tuple(chats[first::streams])) for first in range(min(streams, len(chats))))
 
 

@@ -151,7 +151,6 @@ def _plan(given: argparse.Namespace) -> Plan:
 
 
 def _without_keys(argv: Sequence[str]) -> list[str]:
-    """The command's arguments without keys, for a report that may be shared."""
     shown = []
     for before, word in zip(("", *argv), argv, strict=False):
         if before == "--api-key":

@@ -145,7 +145,6 @@ class Conversation:
         self._display.note(turn.speed())
 
     async def _watch(self, turn: _Turn) -> None:
-        """Shows how far the prompt is, and later the answer, until it is cancelled."""
         progress = PromptProgress()
         with suppress(HeadraceError):
             while True:

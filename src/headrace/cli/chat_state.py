@@ -41,7 +41,6 @@ class ChatState:
         self.pending.clear()
 
     def request(self, request_id: str, text: str) -> ChatRequest:
-        """The next question with all turns before it."""
         question = ChatMessage("user", (*self.pending, TextPart(text)))
         head = (ChatMessage("system", (TextPart(self.system),)),) if self.system else ()
         return ChatRequest(
@@ -51,7 +50,6 @@ class ChatState:
         )
 
     def keep(self, request: ChatRequest, answer: ChatMessage) -> None:
-        """Adds a turn that was answered."""
         self.messages += (request.messages[-1], answer)
         self.pending.clear()
 

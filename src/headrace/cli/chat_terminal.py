@@ -50,8 +50,7 @@ class Display(Protocol):
 
     def text(self, text: str) -> None: ...
 
-    def end(self) -> None:
-        """The answer is over, or was stopped."""
+    def end(self) -> None: ...
 
     def note(self, text: str) -> None:
         """A line of ours."""
@@ -142,7 +141,6 @@ class TerminalDisplay:
         self._redraw(_Tail(self._form(self._open)))
 
     def _print(self, text: str) -> None:
-        """For good, above what is redrawn."""
         if text.strip():
             if self._has_printed:
                 self._console.print()
@@ -226,12 +224,10 @@ def without_echo(terminal: TextIO) -> Iterator[None]:
 
 
 def is_open(text: str) -> bool:
-    """Whether a text begins with three quotes that are not closed yet."""
     return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1
 
 
 def unquoted(text: str) -> str:
-    """Without the three quotes around it, if there are any."""
     text = text.strip()
     if text.startswith(_QUOTES):
         return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip()

@@ -136,5 +136,4 @@ def _group_parser(name: str, group: Group) -> argparse.ArgumentParser:
 
 
 def listed(commands: Mapping[str, Command | Group]) -> str:
-    """The commands as `--help` shows them."""
     return "commands:\n" + "\n".join(f"  {name:<8}{command.help}" for name, command in commands.items())

@@ -42,7 +42,6 @@ class Resources:
         yield f"disk: {_gb(self.free_disk_bytes)} free in {self.cache_folder}"
 
     def advice(self) -> Iterator[str]:
-        """What to do for a better server, a line each."""
         if self.device.kind == "cpu" and compiler() is None:
             yield "install a C++ compiler (g++): MLX fuses operations on a CPU with it"
         if self.device.kind == "cpu" and self.load > 1.5 * self.device.num_cores > 1.5:
@@ -65,7 +64,6 @@ def resources(device: Device, cache_folder: Path) -> Resources:
 
 
 def _existing(folder: Path) -> Path:
-    """A folder, or the nearest one above it that exists."""
     return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
 
 
@@ -154,7 +152,6 @@ def run(config: Config) -> None:
 
 
 def _report_model(config: Config, here: Resources) -> None:
-    """Loads the model only if it fits and its weights are on this machine."""
     fitting = fit(preview(config), here.device, config.engine.gpu_memory_utilization, config.models.dtype)
     for line in fitting.lines():
         print(line, flush=True)
@@ -168,7 +165,6 @@ def _report_model(config: Config, here: Resources) -> None:
 
 
 def _loaded_report(config: Config) -> list[str]:
-    """Load the model as the server would and report on it."""
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, text.constraints)

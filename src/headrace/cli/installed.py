@@ -34,7 +34,6 @@ def backend_advice(error: ImportError, installed: Sequence[str], driver: Path = 
 
 
 def backends_advice(installed: Sequence[str]) -> str | None:
-    """What to do about several packages with MLX's compute library; None for one."""
     if len(installed) < 2:
         return None
     return (

@@ -84,7 +84,6 @@ class Waiting:
 
 
 async def show_prompts(session: Session, line: ProgressLine) -> None:
-    """Shows how far long prompts are, until it is cancelled or the engine has ended."""
     progress = PromptProgress()
     for handler in logging.getLogger().handlers:
         handler.addFilter(line)

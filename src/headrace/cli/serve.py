@@ -69,7 +69,6 @@ def _gaps(config: Config, session: Session) -> Iterator[str]:
 
 
 def ready_text(config: Config, url: str, session: Session) -> str:
-    """Where the server listens, and a line that can be pasted into a shell to try it."""
     name = (*config.server.served_model_name, session.model.name)[0]
     if session.takes_chats:
         route = "chat/completions"
