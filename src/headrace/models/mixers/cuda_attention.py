@@ -209,7 +209,7 @@ class CudaAttentionMixer(nn.Module):
         return queries if factor is None else queries * factor[..., None]
 
     def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, inputs: LayerInputs) -> mx.array:
-        """Attention of rows of few tokens, `[1, T, num_heads · head_dim]`, NaN or old numbers elsewhere."""
+        """Attention of rows of few tokens, `[1, T, num_heads · head_dim]`, undefined elsewhere."""
         (most,) = inputs.constants
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
