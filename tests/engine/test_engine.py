@@ -339,10 +339,10 @@ async def test_a_device_that_fails_at_every_call_ends_the_engine(llama: Path, mo
         raise RuntimeError("CUDA error: misaligned address")
 
     monkeypatch.setattr("mlx.core.eval", fail)
-    with pytest.raises(EngineDead, match="the device fails at every call since a step failed$"):
+    with pytest.raises(EngineDead, match="the device has failed at every call since a step failed$"):
         async for _ in stream:
             pass
-    assert engine.health() == "the device fails at every call since a step failed"
+    assert engine.health() == "the device has failed at every call since a step failed"
 
 
 async def test_stopping_ends_what_still_runs(llama: Path) -> None:

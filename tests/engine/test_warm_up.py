@@ -205,9 +205,9 @@ async def test_a_lost_device_ends_the_engine(qwen3: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(WarmUp, "advance", lose_the_device)
     engine = launch(qwen3)
-    with pytest.raises(EngineDead, match="the device fails at every call since a step failed$"):
+    with pytest.raises(EngineDead, match="the device has failed at every call since a step failed$"):
         await answer(engine, request(1, 12, 500))
-    assert engine.health() == "the device fails at every call since a step failed"
+    assert engine.health() == "the device has failed at every call since a step failed"
 
 
 @tiny_fused.only_operations

@@ -37,13 +37,13 @@ Answer = TypeVar("Answer")
 
 
 def _call(event_loop: asyncio.AbstractEventLoop, take: Callable[[Answer], None], value: Answer) -> None:
-    """Let an event loop take a value that another thread has; nothing happens if that loop is closed."""
+    """Call `take` with a value in the event loop's thread; does nothing if that loop is closed."""
     with suppress(RuntimeError):
         event_loop.call_soon_threadsafe(take, value)
 
 
 class OutputStream:
-    """Outputs of one request, to be iterated once. Closing it, or losing its task, aborts the request in one step.
+    """Outputs of one request, to be iterated once. Closing it aborts the request within one step.
 
     It ends after the last choice's finish. Raises GenerationFailed, RequestCancelled and EngineDead.
     """
@@ -61,7 +61,7 @@ class OutputStream:
         return OutputQueue(self._event_loop, self._items.put_nowait, self._request_id)
 
     async def accepted(self) -> None:
-        """Wait until the request is queued, or raise why it is not."""
+        """Wait until the request is queued. Raises the error for which it was refused."""
         item = await self._items.get()
         if isinstance(item, HeadraceError):
             self._is_over = True
@@ -79,11 +79,11 @@ class OutputStream:
             self._is_over = self._num_open == 0
             return item
         self._is_over = True
-        assert isinstance(item, HeadraceError), "a request is accepted once"
+        assert isinstance(item, HeadraceError), "a request is accepted once, before its outputs"
         raise item
 
     def finish(self, reason: FinishReason) -> None:
-        """End the request for a reason that only its reader sees, as a stop string; it is counted under that."""
+        """End the request for a reason that only its reader sees, such as a stop string; metrics count that reason."""
         if not self._is_over:
             self._is_over = True
             self._send(Abort(self._request_id, reason=reason))
@@ -113,8 +113,8 @@ class Engine:
     def launch(cls, config: Config, constraints: ConstraintFactory | None = None) -> Engine:
         """Load the model and start the thread. Raises ModelError and ConfigError.
 
-        constraints: makes those of requests, by the model's own tokenizer, whose tokens are then the only ones that may
-        come; None if no request may have one.
+        constraints: makes the requests' constraints; then only tokens of its tokenizer are sampled. None: requests with
+        a constraint are refused.
         """
         engine = cls(config, constraints)
         engine._thread.start()
@@ -138,10 +138,10 @@ class Engine:
         return self._warm_up.status
 
     async def submit(self, request: GenerationRequest) -> OutputStream:
-        """Queue a request; its outputs come from the stream that this gives.
+        """Queue a request, and return the stream of its outputs.
 
-        Raises what the scheduler refuses (InvalidRequest, ContextTooLong, Overloaded), InvalidRequest for a constraint
-        that the engine was not launched for, and EngineDead.
+        Raises InvalidRequest, ContextTooLong and Overloaded if the scheduler refuses it, InvalidRequest for a
+        constraint if the engine was launched without, and EngineDead.
         """
         if request.constraint is not None and self._constraints is None:
             raise InvalidRequest("the engine was launched without constraints", param="constraint")
@@ -165,7 +165,7 @@ class Engine:
         return await self._ask(Inspect)
 
     async def clear_cache(self) -> int:
-        """Drop what the prefix cache holds and isn't in use; gives the bytes freed. Raises EngineDead."""
+        """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
         return await self._ask(ClearCache)
 
     async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
@@ -227,5 +227,5 @@ class Engine:
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:
-    """What prepares pictures for a model that runs whole, in any thread. Raises ModelError."""
+    """The processor of pictures for a model that runs as a whole; works in any thread. Raises ModelError."""
     return load_picture_processor(model.directory, model.config)

@@ -57,11 +57,11 @@ class Runner:
 
         speculator: None without drafting.
         features: None for a text model.
-        pool: where states are, if made elsewhere.
+        pool: where states are kept; None for a new one.
         records_queries: see `recorded`.
         ahead: launch steps ahead where possible (async scheduling), see `launch_next`.
         """
-        assert not (ahead and records_queries), "recorded queries wait for their tokens"
+        assert not (ahead and records_queries), "steps launched ahead can't record queries"
 
         self._model = model
         self._vocab_size = vocab_size
@@ -106,9 +106,9 @@ class Runner:
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         """Compute every chunk of the plan. `requests` has its requests by id.
 
-        An error in one row's own work fails that row; an error in the step fails its rows. Either way there is an
-        answer for every chunk and fork, and the caller frees the failed rows. Raises EngineDead if the device can't
-        compute any more.
+        An error in one row's own work fails that row; an error in the step fails all its rows. Either way every chunk
+        and fork gets a result or a failure, and the caller frees the failed rows. Raises EngineDead if the device
+        can't compute any more.
         """
         self._gained = []
         if plan.preempted:
@@ -123,10 +123,10 @@ class Runner:
         except Exception as error:  # the step's exception boundary: its rows fail, the engine goes on
             logger.exception("a step of %d rows failed", len(windows))
             if device.is_lost():
-                raise EngineDead("the device fails at every call since a step failed") from error
+                raise EngineDead("the device has failed at every call since a step failed") from error
             for one in windows:
                 one.live.is_sound = False
-            # it may hold copies that were launched before and have failed with the step
+            # the prefix cache may hold copies that were launched before and have failed with the step
             self._prefixes.evict(sys.maxsize)
             failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
             return StepResult((), tuple(failures))
@@ -138,7 +138,7 @@ class Runner:
             failures.extend(failures_of(window.chunk, error))
             return []
 
-        by_row = isolate(windows, partial(self._take_over, failures), fail)
+        by_row = isolate(windows, partial(self._close, failures), fail)
         results = [result for of_row in by_row for result in of_row]
         self._gained = [result.sequence_id for result in results if result.token_ids]
         return StepResult(tuple(results), tuple(failures))
@@ -154,13 +154,13 @@ class Runner:
                 live.state.release()
 
         def fail(sequence_id: str, error: Exception) -> None:
-            logger.error("the state of %s could not be kept", sequence_id, exc_info=error)
+            logger.error("the state of preempted sequence %s could not be kept", sequence_id, exc_info=error)
             self._live[sequence_id].is_sound = False
 
         isolate(sequence_ids, keep, fail)
 
     def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
-        """Make a state from a checkpoint; each of its layers is freed once the step has copied it."""
+        """Make a state from a checkpoint; the step frees each layer of the checkpoint once it has copied it."""
         live.state = SequenceState(self._pool, record.length + 1)
         live.state.restore(record)
         live.record = None
@@ -185,14 +185,15 @@ class Runner:
             if chunk.start:
                 self._prefixes.restore(request.request_id, live.state)
         if not live.is_sound:
-            raise GenerationFailed("its state was lost in a preemption")
+            raise GenerationFailed("its state was lost when it was preempted")
         if live.record is not None:
             self._resume(live, live.record)
         ahead, live.ahead = live.ahead, None
         window = open_window(chunk, live)
         num_ahead = int(ahead is not None)
         if live.state.length - num_ahead != chunk.start or (num_ahead and window.num_tokens != 1):
-            raise GenerationFailed(f"the state stands at {live.state.length} tokens, the chunk at {chunk.start}")
+            message = f"the state holds {live.state.length} tokens, but the chunk starts at token {chunk.start}"
+            raise GenerationFailed(message)
         if ahead is not None:
             window.ahead, window.is_committed = ahead, True
             return window
@@ -237,7 +238,7 @@ class Runner:
         rows = [one.row for one in windows if one.ahead is None]
         logits = logits_of(self._model, windows, rows)
         if any(one.is_limited for one in windows):
-            # The device computes while masks are made for it.
+            # The device computes while the host makes the masks.
             mx.async_eval(logits)
         positions = isolate(windows, Window.positions, Window.fail)
         draws = Draws(logits, [position for of_one in positions for position in of_one])
@@ -246,7 +247,7 @@ class Runner:
         if prompts:
             mx.async_eval(logits, states)  # copies of the states are launched after them
             self._close_prompts(prompts)
-        if self._goes_ahead(windows):
+        if self._may_launch_next(windows):
             launch_next(self._model, windows, draws, states)
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
@@ -263,7 +264,7 @@ class Runner:
                 one.take(own)
                 one.prompt_logprobs = scores[one.lo].read() if one.following else ()
 
-    def _goes_ahead(self, windows: Sequence[Window]) -> bool:
+    def _may_launch_next(self, windows: Sequence[Window]) -> bool:
         """Whether the rows' next step can be launched before this one's tokens are known: it will have no drafts."""
         if not self._runs_ahead or not all(one.is_plain and one.error is None for one in windows):
             return False
@@ -271,8 +272,8 @@ class Runner:
             [one.live.row for one in windows if one.num_draws]
         )
 
-    def _take_over(self, failures: list[ChunkFailure], window: Window) -> list[ChunkResult]:
-        """Close the window, keep what later prompts may use, and begin its forks. Rows without a token fail."""
+    def _close(self, failures: list[ChunkFailure], window: Window) -> list[ChunkResult]:
+        """Commit a window, store a finished prompt in the prefix cache, and begin forks. Rows without a token fail."""
         if window.error is not None:
             raise window.error
         chunk, live = window.chunk, window.live
@@ -300,7 +301,7 @@ class Runner:
         return results
 
     def _close_prompts(self, prompts: Sequence[Window]) -> None:
-        """Commit chunks of prompts, whose tokens are all certain, and copy what later prompts may use.
+        """Commit chunks of prompts, whose tokens are all certain, and copy their states for later prompts.
 
         The prediction head processes them together.
         """
@@ -312,7 +313,7 @@ class Runner:
             isolate(prompts, self._keep_prompt, Window.fail)
 
     def _keep_prompt(self, window: Window) -> None:
-        """Hand over copies of what a chunk of a prompt has computed; they are stored once a token is drawn."""
+        """Give the prefix cache copies of the states after a prompt's chunk; it stores them once a token is drawn."""
         chunk, live = window.chunk, window.live
         snapshots = live.state.take_snapshots()
         if live.state.length in self._snapshot_points(chunk):
@@ -354,7 +355,7 @@ class Runner:
         return {each: live.row.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
 
     def free(self, sequence_ids: Iterable[str]) -> None:
-        """Drop the states of ended sequences; what they computed stays in the prefix cache."""
+        """Drop the states of ended sequences, once the prefix cache has stored them."""
         found = [self._live.pop(each, None) for each in sequence_ids]
         ended = [live for live in found if live is not None and live.record is None]
         if not ended:
@@ -371,12 +372,12 @@ class Runner:
             self._prefixes.store(live.request.request_id, live.token_ids, live.state, was_drawn_from=was_drawn_from)
 
     def _forget_answers(self, ended: Sequence[LiveSequence], error: Exception) -> None:
-        # the answers are complete, but copies that were launched together have failed together
-        logger.error("what %d sequences have computed is not kept", len(ended), exc_info=error)
+        # the answers are complete, but the copies of their states failed together, as they were launched together
+        logger.error("the states of %d ended sequences are not stored in the prefix cache", len(ended), exc_info=error)
         self._prefixes.evict(sys.maxsize)
 
     def drop(self) -> None:
-        """Free all states and keep nothing of them."""
+        """Free all states without storing them."""
         for live in self._live.values():
             if live.record is None:
                 live.state.release()
@@ -384,8 +385,8 @@ class Runner:
 
 
 def _log_failure(chunk: Chunk, error: Exception) -> None:
-    logger.error("the row of %s failed", chunk.sequence_id, exc_info=error)
+    logger.error("sequence %s failed", chunk.sequence_id, exc_info=error)
 
 
 def _forget_answer(live: LiveSequence, error: Exception) -> None:
-    logger.error("what %s has computed is not kept", live.request.request_id, exc_info=error)
+    logger.error("the state of %s is not stored in the prefix cache", live.request.request_id, exc_info=error)

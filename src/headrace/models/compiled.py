@@ -28,21 +28,20 @@ FusedLayers = AttentionLayers | DeltaLayers
 """Layers of a model whose mixers have the same tables. They start and continue in the same steps."""
 
 MOST_VARIANTS = 512
-"""Compiled functions kept, the last used ones."""
+"""Compiled functions kept; the least recently used are dropped."""
 
 MOST_TOKENS = 2048
-"""Of a compiled step: longer ones keep the device busy while the host builds them."""
+"""At most in a compiled step: longer ones keep the device busy while the host builds their graphs."""
 
 Body = Callable[[PackedStep, mx.array, mx.array | None, Sequence[mx.array]], list[mx.array]]
-"""What a step computes: from the step, its ids `[T]`, the tokens picked if not all are, and further arrays of the
-same length."""
+"""Computes a step from the step, its ids `[T]`, the picked tokens or None for all, and further arrays of T tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Padded sizes of a compiled variant: packed tokens, picks, or none if all tokens are picked.
+    """Padded sizes of a compiled variant.
 
-    num_axes: of the array of positions. given_ids: whether the ids are on the device.
+    num_picks: 0 if all tokens are picked. num_axes: of the array of positions. given_ids: the ids are on the device.
     """
 
     num_tokens: int
@@ -53,8 +52,8 @@ class _Sizes:
 
 _KindLayout = tuple[tuple[tuple[int, int, int], ...], int, tuple[int, ...]]
 _Layout = tuple[_KindLayout, ...]
-"""Per kind of layers: which tables they read, with the rows of each and the numbers in a row; how many arrays all of
-them have; and their constants."""
+"""Per kind of layers: the tables they read, each as (index, rows, numbers in a row); the number of arrays of all these
+layers; and their constants."""
 
 
 class CompiledSteps:
@@ -68,7 +67,7 @@ class CompiledSteps:
         self.num_new_variants = 0
         """Steps so far whose variant was new, or had been evicted."""
         self._variants: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
-        """By what a step's operations depend on."""
+        """By all that a step's operations depend on, in order of last use."""
 
     def run(
         self,
@@ -80,7 +79,7 @@ class CompiledSteps:
     ) -> list[mx.array] | None:
         """The body's results, with the rows' states advanced; None for a step that can't be compiled.
 
-        They are longer than the step by the padded picks and tokens, see `padded_size`.
+        They are padded to the variant's sizes, see `padded_size`.
 
         ids: the tokens; on the device if the host doesn't know them yet.
         picks: ascending, each once.
@@ -98,8 +97,8 @@ class CompiledSteps:
             by_kind.append(inputs)
         # the same object where a kind reads a table twice
         tables = {id(table): table for inputs in by_kind for table in inputs.tables}
-        places = {name: place for place, name in enumerate(tables)}
-        layout = tuple([_layout_of(inputs, places) for inputs in by_kind])
+        index_of = {identity: index for index, identity in enumerate(tables)}
+        layout = tuple([_layout_of(inputs, index_of) for inputs in by_kind])
         num_tokens = size.num_tokens
         assert not isinstance(step.placed, mx.array)
         num_missing = num_tokens - step.num_tokens
@@ -125,16 +124,16 @@ class CompiledSteps:
         return results
 
     def _variant(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
-        form = self._variants.pop(key, None)
-        if form is None:
+        variant = self._variants.pop(key, None)
+        if variant is None:
             self.num_new_variants += 1
             run = partial(self._trace, *key[:2])
             # without CUDA the kernels' in-place writes change array objects, which a trace would lose
-            form = mx.compile(run) if mx.cuda.is_available() else run
-        self._variants[key] = form
+            variant = mx.compile(run) if mx.cuda.is_available() else run
+        self._variants[key] = variant
         if len(self._variants) > MOST_VARIANTS:
             self._variants.popitem(last=False)
-        return form
+        return variant
 
     def _trace(
         self,
@@ -145,14 +144,14 @@ class CompiledSteps:
         given_ids: Sequence[mx.array],
         others: Sequence[mx.array],
     ) -> tuple[list[mx.array], list[list[list[mx.array]]]]:
-        """The step with placeholders for everything that changes: the body's results, and each layer's arrays by kind.
+        """The step with placeholders for everything that changes. Returns the body's results, and each layer's by kind.
 
-        numbers: how many tokens are real, the picks, the positions, the ids if they are not given, the tables.
+        numbers: the number of real tokens, picks, positions, the ids if the host knows them, and the tables.
         """
-        lengths = {at: num_rows * width for read, *_ in layout for at, num_rows, width in read}
+        lengths = {index: num_rows * width for read, *_ in layout for index, num_rows, width in read}
         num_positions = sizes.num_tokens * (3 if sizes.num_axes > 1 else 1)
         widths = [1, sizes.num_picks, num_positions, *[sizes.num_tokens] * (not sizes.given_ids)]
-        widths += [lengths[at] for at in range(len(lengths))]
+        widths += [lengths[index] for index in range(len(lengths))]
         ends = list(accumulate(widths))
         num_real, picks, positions, *rest = [
             numbers[end - width : end] for end, width in zip(ends, widths, strict=True)
@@ -162,7 +161,7 @@ class CompiledSteps:
             positions = positions.reshape(3, -1)
         inputs, start = {}, 0
         for kind, (read, num_arrays, constants) in zip(self._kinds, layout, strict=True):
-            plans = [tables[at].reshape(-1, width) for at, _, width in read]
+            plans = [tables[index].reshape(-1, width) for index, _, width in read]
             num_own = num_arrays // len(kind)
             for layer in kind:
                 inputs[layer] = LayerInputs(plans, arrays[start : start + num_own], constants)
@@ -173,9 +172,9 @@ class CompiledSteps:
         return outputs, [[list(layer_io.outputs[layer]) for layer in kind] for kind in self._kinds]
 
 
-def _layout_of(inputs: KindInputs, places: Mapping[int, int]) -> _KindLayout:
-    """A kind's part of a `_Layout`. places: of tables, by object."""
-    read = tuple([(places[id(table)], len(table), len(table[0])) for table in inputs.tables])
+def _layout_of(inputs: KindInputs, index_of: Mapping[int, int]) -> _KindLayout:
+    """A kind's part of a `_Layout`. index_of: of tables, by their object's id."""
+    read = tuple([(index_of[id(table)], len(table), len(table[0])) for table in inputs.tables])
     return read, len(inputs.arrays), inputs.constants
 
 

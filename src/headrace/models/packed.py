@@ -32,7 +32,7 @@ from headrace.state.sequence import SequenceState
 from headrace.types.model import TokenIds
 
 
-@dataclass(slots=True)  # not frozen: that costs five times as much, for each row in each step
+@dataclass(slots=True)  # not frozen: that takes five times as long to make, for each row of each step
 class Row:
     """One sequence's tokens in a step; the state's window is open and as long as they are.
 
@@ -51,9 +51,9 @@ class Row:
 
 
 class PackedModel:
-    """One forward for rows of any lengths.
+    """Runs one forward for rows of any lengths.
 
-    `levels` says how each class of mixers takes part; `restore` gives the untouched model back.
+    levels: how each class of mixers takes part.
     """
 
     def __init__(self, model: Any, levels: Levels, kernels: Kernels) -> None:
@@ -75,7 +75,9 @@ class PackedModel:
     def layer_lines(self) -> tuple[str, ...]:
         """How each class of mixers takes part, and how many of them our kernels replace."""
         replaced = self._adapters.replaced
-        levels = (f"{one.__name__}: {'kernels' if one in replaced else way.value}" for one, way in self.levels.items())
+        levels = (
+            f"{one.__name__}: {'kernels' if one in replaced else level.value}" for one, level in self.levels.items()
+        )
         line = f"layers: {', '.join(levels)}"
         if not replaced:
             return (line,)
@@ -88,16 +90,16 @@ class PackedModel:
 
         picks: indices into the packed tokens whose logits are wanted, ascending, at least one.
         ids: the tokens `[T]` where some are on the device only; then only the number of the rows' `token_ids` counts.
-        Gives logits `[len(picks), num_ids]`, not evaluated, and leaves the states' windows written.
+        Returns logits `[len(picks), num_ids]`, not evaluated; the states' windows are then written.
         """
         logits = self.graph(rows, picks, ids)
         if self._adapters.writes_in_place:
-            # even if no logits are wanted: only they depend on what the last layers have written
+            # even if the caller needs no logits: only they depend on what the last layers write
             mx.async_eval(logits)
         return logits
 
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
-        """What `forward` gives, not launched as a whole: evaluate it before anything else is done with the rows."""
+        """As `forward`, but not launched as a whole: evaluate the logits before anything else is done with the rows."""
         if self._compiled is not None:
             are_windows = [_is_window(row) for row in rows]
             if any(are_windows) and not all(are_windows):
@@ -107,20 +109,20 @@ class PackedModel:
     def _in_two(
         self, rows: Sequence[Row], are_windows: Sequence[bool], picks: Sequence[int], ids: mx.array | None
     ) -> mx.array:
-        """The step of windows, then that of the prompts' chunks beside them."""
+        """Run the windows as one step, then the prompt chunks beside them as another."""
         starts = [0, *accumulate([len(row.token_ids) for row in rows])]
         parts: list[mx.array] = []
         order: list[int] = []
         for is_window in (True, False):
             own = [number for number, each in enumerate(are_windows) if each is is_window]
             tokens = [token for number in own for token in range(starts[number], starts[number + 1])]
-            places = {token: place for place, token in enumerate(tokens)}
-            wanted = [pick for pick in picks if pick in places]
-            own_rows, own_picks = [rows[number] for number in own], [places[pick] for pick in wanted]
-            # chunks beside drafts share the variant that they have alone
+            index_of = {token: index for index, token in enumerate(tokens)}
+            wanted = [pick for pick in picks if pick in index_of]
+            own_rows, own_picks = [rows[number] for number in own], [index_of[pick] for pick in wanted]
+            # chunks beside drafts use the same compiled variant as chunks alone
             are_known = ids is None or all(row.has_known_ids for row in own_rows)
             own_ids = None if ids is None or are_known else mx.take(ids, to_device(tokens, mx.int32))
-            if not wanted:  # logits of some token, so that the step can be launched
+            if not wanted:  # any token's logits, so that there is something to launch
                 own_rows, own_picks = [replace(row, recorder=None) for row in own_rows], [len(tokens) - 1]
             found = self._graph(own_rows, own_picks, own_ids)
             mx.async_eval(found)
@@ -150,13 +152,13 @@ class PackedModel:
         return self._of_tokens(logits)
 
     def _of_tokens(self, logits: mx.array) -> mx.array:
-        """Logits without those of unused ids. The cut is a view; only gaps between ids take an operation."""
+        """Logits without those of unused ids. The cut at the end is a view; only gaps take an operation."""
         if self._num_ids is not None and logits.shape[-1] > self._num_ids:
             logits = logits[:, : self._num_ids]
         return logits if self._is_token is None else mx.where(self._is_token, logits, -mx.inf)
 
     def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
-        """Arrays that the rows' next steps start from and that evaluating the last logits doesn't compute."""
+        """Arrays that the rows' next steps start from and that are not computed with the last logits."""
         if self._compiled is None:
             # rows may share arrays
             return list({id(array): array for row in rows for array in row.state.arrays()}.values())
@@ -182,7 +184,7 @@ class PackedModel:
         if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
             return None
         tap = self._adapters.tap
-        # of windows the logits of all tokens are computed: steps that need fewer would be other variants
+        # logits of all tokens of windows: steps with fewer would be further variants
         takes_all = all(map(_is_window, rows))
         taken = range(step.num_tokens) if takes_all else picks
         found = self._compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
@@ -246,13 +248,13 @@ class PackedModel:
 
     @property
     def most_drafts(self) -> int:
-        """The most draft tokens of a row: running states keep so many until they are verified."""
+        """The most draft tokens of a row: tables of running states keep that many unverified tokens."""
         has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._adapters.fused.values())
         return LONGEST_WINDOW - 1 if has_tables else sys.maxsize
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps of a few tokens run as compiled functions; the host is then what limits them."""
+        """Whether steps of a few tokens run as compiled functions, as where the host limits their speed."""
         return self._compiled is not None
 
     @property
@@ -270,7 +272,7 @@ class PackedModel:
         return self._adapters.has_axes
 
     def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
-        """Put the rows' hidden rows into their states, for a prediction head to read."""
+        """Put the hidden states of the rows into their states, for the prediction head to process."""
         for span in step.spans:
             rows = span.state.layer(self.hidden_key, HiddenState)
             rows.write(span.start, hidden, span.state.snapshot_points, span.lo, span.hi)
@@ -284,7 +286,7 @@ class PackedModel:
 
     @property
     def hidden_key(self) -> LayerKey:
-        """The key of the hidden rows that a prediction head has not processed."""
+        """The key of the hidden states that a prediction head has not processed."""
         return (len(self._windows) + 1,)
 
     def keep_tokens(self, tokens: TokenIds) -> None:
@@ -296,7 +298,7 @@ class PackedModel:
     def keep_hidden(self, is_wanted: bool, is_normed: bool = True) -> None:
         """Whether states keep hidden rows for a prediction head. Raises ModelError if the model can't hand them on.
 
-        is_normed: after the model's last norm, where the heads of the families here read them.
+        is_normed: after the model's last norm, as the heads of these families need them.
         """
         if is_wanted and not self._adapters.is_tapped:
             raise ModelError("the model runs as a whole, a row at a time: its hidden rows can't be read")
@@ -305,16 +307,16 @@ class PackedModel:
 
     @property
     def text_model(self) -> Any:
-        """The module that holds the trunk as `model`, and the output matrix; wrappers have it as language model."""
+        """The module with the trunk as `model`, and the output matrix: the `language_model` of wrappers."""
         return self.model.get("language_model", self.model)
 
     def embed(self, ids: mx.array) -> mx.array:
-        """Token ids `[1, T]` to embeddings `[1, T, hidden]`, for models with one table of them and no more to it."""
+        """Token ids `[1, T]` to embeddings `[1, T, hidden]`, for models that only look them up in one table."""
         embeddings: mx.array = self.text_model.model.embed_tokens(ids)
         return embeddings
 
     def project(self, hidden: mx.array) -> mx.array:
-        """Normed hidden rows `[1, n, hidden]` to logits `[n, num_ids]`, as the model's last line does."""
+        """Normed hidden rows `[1, n, hidden]` to logits `[n, num_ids]`, as at the end of the model's forward."""
         text = self.text_model
         logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
         return self._of_tokens(logits.squeeze(0))
@@ -331,7 +333,7 @@ def _is_window(row: Row) -> bool:
 
 
 def _placed(row: Row) -> RowMedia | None:
-    """The positions of a row's tokens, if they don't follow from the state's length."""
+    """The positions of a row's tokens; None if they follow from the state's length."""
     if row.positions is None:
         return row.media
     if row.media is not None:

@@ -1,4 +1,4 @@
-"""Draws one token per row by inverting the cumulative distribution, at a number of its request's seed and position."""
+"""Draws one token per row: inverts its cumulative distribution at a random number keyed by seed and output index."""
 
 from __future__ import annotations
 

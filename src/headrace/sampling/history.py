@@ -82,7 +82,7 @@ class History:
         return tail == tuple(token_ids)
 
     def followed_by(self, token_ids: Sequence[int]) -> Text:
-        """This text with tokens behind it that may never be part of it. Valid until the next `append`."""
+        """This text followed by tokens that may be rejected later, such as drafts. Valid until the next `append`."""
         return Continuation(self, token_ids) if token_ids else self
 
     def index_of(self, token_id: int) -> int | None:

@@ -30,7 +30,7 @@ def in_order(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
 
 
 def in_blocks(values: mx.array, padding: float) -> mx.array:
-    """[R, V] as [R, B, N]: blocks of N tokens, at most BLOCK; the last one is filled with `padding`."""
+    """[R, V] as [R, B, N]: B blocks of N tokens, N at most BLOCK; the last one is filled with `padding`."""
     num_rows, num_tokens = values.shape
     block = min(BLOCK, num_tokens)
     num_blocks = -(-num_tokens // block)

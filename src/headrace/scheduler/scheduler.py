@@ -45,13 +45,13 @@ class Scheduler:
     """Decides what each step computes.
 
     Every step carries one token of each decoding sequence and prompt tokens within a budget: `chunk_tokens`, or less
-    beside decoding sequences (see StepTimeModel). Requests start in the order of WaitingQueue when there are rows and
-    bytes (see Admission). A decoding sequence is preempted if there are no bytes for its next token or an older one's,
-    or for another's turn (see Rows).
+    beside decoding sequences (see StepTimeModel). Requests start in the order of WaitingQueue when there are free rows
+    and memory (see Admission). A decoding sequence is preempted if memory is short for its next token or an older
+    sequence's, or when it is another session's turn (see Rows).
 
     Call `schedule`, then, unless the plan is empty, `update` with that plan's result; all other calls may come at any
-    time. The plan is empty only if there is nothing to do. Rows named by `released` are freed before the next plan is
-    executed. All times are monotonic seconds of the caller's clock.
+    time. The plan is empty only if there is nothing to do. The caller frees the rows named by `released` before it
+    executes the next plan. All times are monotonic seconds of the caller's clock.
     """
 
     def __init__(
@@ -124,8 +124,9 @@ class Scheduler:
 
     def status(self, now: float) -> tuple[RequestStatus, ...]:
         """Every request in progress, in order of arrival."""
-        going = [live for live in self._live.values() if not live.is_aborted]
-        return tuple(live.status(now, self._rows.waits_for(live)) for live in going)
+        return tuple(
+            live.status(now, self._rows.waits_for(live)) for live in self._live.values() if not live.is_aborted
+        )
 
     def add(self, request: GenerationRequest, now: float) -> None:
         """Queue a request that was submitted at `now`.
@@ -196,16 +197,16 @@ class Scheduler:
         if not result.failures:
             prompts = [chunk for chunk in chunks if chunk.output_index == 0]
             num_prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
-            num_before = sum(len(chunk.token_ids) * chunk.start for chunk in prompts)
-            depth = num_before // max(1, num_prompt_tokens)
+            # where the prompts' tokens start on average: their cost grows with it
+            depth = sum(len(chunk.token_ids) * chunk.start for chunk in prompts) // max(1, num_prompt_tokens)
             self._step_times.observe(len(chunks) - len(prompts), num_prompt_tokens, duration_s, depth)
-        answers = {answer.sequence_id: answer for answer in result.results}
+        results = {each.sequence_id: each for each in result.results}
         errors = self._errors(result)
         outputs: list[TokenOutput] = []
         finished: list[str] = []
         for live in stepped.values():
             if not live.is_aborted and live.id not in errors:
-                outputs += self._take_over(live, answers, now)
+                outputs += self._apply(live, results, now)
                 if not live.has_ended:
                     continue
                 finished.append(live.id)
@@ -264,16 +265,16 @@ class Scheduler:
             errors.setdefault(self._sequences[failure.sequence_id].request.request_id, failure.error)
         return errors
 
-    def _take_over(self, live: LiveRequest, answers: Mapping[str, ChunkResult], now: float) -> list[TokenOutput]:
+    def _apply(self, live: LiveRequest, results: Mapping[str, ChunkResult], now: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         for sequence in live.sequences:
-            answer = answers.get(sequence.id)
-            if answer is None:
+            result = results.get(sequence.id)
+            if result is None:
                 continue
-            live.prompt_logprobs += answer.prompt_logprobs
-            token_ids = sequence.accept(answer.num_committed, answer.token_ids)
-            if answer.token_ids:
-                outputs.append(_output(live, sequence, token_ids, answer))
+            live.prompt_logprobs += result.prompt_logprobs
+            token_ids = sequence.accept(result.num_committed, result.token_ids)
+            if result.token_ids:
+                outputs.append(_output(live, sequence, token_ids, result))
                 self._shares.serve(live.request.session, len(token_ids))
             if sequence.finish_reason is not None:
                 self._stop(sequence)
@@ -298,9 +299,9 @@ class Scheduler:
         self._shares.leave(live.request.session)
 
 
-def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], answer: ChunkResult) -> TokenOutput:
+def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], result: ChunkResult) -> TokenOutput:
     is_first = live.first_output_s is None and sequence.choice == 0
-    wants_prompt = live.request.num_prompt_logprobs is not None
+    wants_prompt_logprobs = live.request.num_prompt_logprobs is not None
     return TokenOutput(
         request_id=live.id,
         token_ids=token_ids,
@@ -310,10 +311,10 @@ def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], a
         reuse=(live.reuse or None) if is_first else None,
         sparse=live.sparse if is_first else None,
         choice=sequence.choice,
-        logprobs=answer.logprobs[: len(token_ids) + (sequence.stop_token_id is not None)],
-        num_drafted=answer.num_verified,
-        num_accepted=len(answer.token_ids) - 1,
-        prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt else None,
+        logprobs=result.logprobs[: len(token_ids) + (sequence.stop_token_id is not None)],
+        num_drafted=result.num_verified,
+        num_accepted=len(result.token_ids) - 1,
+        prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt_logprobs else None,
     )
 
 

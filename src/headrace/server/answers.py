@@ -38,7 +38,7 @@ Asked = TypeVar("Asked", bound=ChatRequest | CompletionRequest)
 # Headers that name a client's session; the first one present counts.
 _SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
 
-# A session name may be any text; requests whose names differ only beyond this length share their turn.
+# Session names may be any text; names with the same first characters, up to this length, are one session.
 _MAX_SESSION_LENGTH = 256
 
 
@@ -48,11 +48,11 @@ class Dialect(Generic[Asked]):
 
     read: Callable[[bytes], Call[Asked]]
     events: Callable[[Asked], AsyncGenerator[Event, None]]
-    form: Callable[[Call[Asked], AnswerHeading], AnswerEncoder]
+    encoder: Callable[[Call[Asked], AnswerHeading], AnswerEncoder]
 
 
 def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]:
-    def form(call: Call[ChatRequest], heading: AnswerHeading) -> ChatAnswer:
+    def encoder(call: Call[ChatRequest], heading: AnswerHeading) -> ChatAnswer:
         options = call.request.options
         return ChatAnswer(
             heading,
@@ -63,7 +63,7 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
             reasoning_field=config.reasoning_field,
         )
 
-    return Dialect(partial(read_chat_completion, model=session.traits), session.chat, form)
+    return Dialect(partial(read_chat_completion, model=session.traits), session.chat, encoder)
 
 
 def messages_dialect(session: Session) -> Dialect[ChatRequest]:
@@ -72,7 +72,7 @@ def messages_dialect(session: Session) -> Dialect[ChatRequest]:
 
 
 def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
-    def form(call: Call[CompletionRequest], heading: AnswerHeading) -> CompletionAnswer:
+    def encoder(call: Call[CompletionRequest], heading: AnswerHeading) -> CompletionAnswer:
         options = call.request.options
         return CompletionAnswer(
             heading,
@@ -83,14 +83,14 @@ def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
             choices_per_prompt=options.num_choices,
         )
 
-    return Dialect(partial(read_completion, model=session.traits), session.complete, form)
+    return Dialect(partial(read_completion, model=session.traits), session.complete, encoder)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """An answer in progress."""
 
-    form: AnswerEncoder
+    encoder: AnswerEncoder
     events: AsyncGenerator[Event, None]
     record: RequestRecord
     headers: dict[str, str]
@@ -143,10 +143,9 @@ class AnswerRoute(Generic[Asked]):
         heading = AnswerHeading(asked.request_id, name)
         record.begin_answer(asked.request_id, name)
         num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
-        work = generation_ids(asked.request_id, num_prompts)
-        self._live.attach(record.request_id, asked.request_id, work)
+        self._live.attach(record.request_id, asked.request_id, generation_ids(asked.request_id, num_prompts))
         return _Answer(
-            form=self._dialect.form(call, heading),
+            encoder=self._dialect.encoder(call, heading),
             events=self._dialect.events(asked),
             record=record,
             headers=ignored_headers(call.ignored),
@@ -154,7 +153,7 @@ class AnswerRoute(Generic[Asked]):
 
     async def _whole(self, request: Request, answer: _Answer) -> Response:
         collected = await while_connected(request.receive, _collect(answer))
-        return JSONResponse(answer.form.whole(collected), headers=answer.headers)
+        return JSONResponse(answer.encoder.whole(collected), headers=answer.headers)
 
     async def _stream(self, request: Request, answer: _Answer) -> Response:
         # Until the first event a request can still be refused with an error status.
@@ -163,7 +162,7 @@ class AnswerRoute(Generic[Asked]):
             _pieces(answer, started),
             answer.events,
             headers=answer.headers,
-            ping=answer.form.ping,
+            ping=answer.encoder.ping,
             ping_interval_s=self._config.ping_interval_s,
             on_disconnect=lambda: answer.record.end_answer("abort"),
             final_chunk=lambda: _final_chunk(answer),
@@ -172,31 +171,31 @@ class AnswerRoute(Generic[Asked]):
 
 async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None]:
     """The stream's bytes. The caller closes the events, which aborts an unfinished request."""
-    form = answer.form
+    encoder = answer.encoder
     try:
-        for piece in form.pieces(started):
+        for piece in encoder.pieces(started):
             yield piece
         async for event in answer.events:
             answer.record.take(event)
-            for piece in form.pieces(event):
+            for piece in encoder.pieces(event):
                 yield piece
-        yield form.end()
+        yield encoder.end()
     except HeadraceError as error:
         answer.record.end_answer(_end_of(error))
-        yield form.failure(error)
+        yield encoder.failure(error)
     except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException:  # a panic of a library in Rust is no Exception
-        # An exception boundary: the status is sent already, so only an event can report the error.
+    except BaseException:  # a panic of a library in Rust is not an Exception
+        # An exception boundary: the status has been sent, so only an event can report the error.
         log.exception("%s failed", answer.record.request_id)
         answer.record.end_answer("error")
         message = f"the server failed; its log has the reason: {answer.record.request_id}"
-        yield form.failure(GenerationFailed(message))
+        yield encoder.failure(GenerationFailed(message))
 
 
 def _final_chunk(answer: _Answer) -> bytes:
     answer.record.end_answer("error")
-    return answer.form.failure(closing_error())
+    return answer.encoder.failure(closing_error())
 
 
 async def _collect(answer: _Answer) -> list[Event]:
@@ -215,7 +214,7 @@ async def _first(answer: _Answer) -> Event:
 
 
 def _end_of(error: HeadraceError) -> str:
-    """The log's word for an end without a finish reason."""
+    """The end that the log shows for an answer without a finish reason."""
     if isinstance(error, RequestCancelled):
         return "abort"
     return "refused" if isinstance(error, RequestError) else "error"

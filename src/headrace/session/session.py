@@ -60,7 +60,7 @@ class Session:
     """Serves requests with one engine.
 
     prepares_turns: whether finished chats are prepared for their next turn while idle, see IdleTurns.
-    constraints: the engine's; None to make others of the same tokenizer, for an engine that refuses them.
+    constraints: the factory that the engine was launched with; None to make one, for an engine without constraints.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Session:
         return self.takes_chats and self._family.tool_format is not None
 
     def warm(self) -> None:
-        """Start in the background what the first requests would wait for."""
+        """Start the media helper process in the background, so that the first requests do not wait for it."""
         if self._media is not None:
             self._media.warm()
 
@@ -184,20 +184,20 @@ class Session:
         )
 
     async def clear_cache(self) -> int:
-        """Drop what the prefix cache holds and isn't in use. Returns the bytes freed. Raises EngineDead."""
+        """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
         self._refuse_if_dead()
         return await self._engine.clear_cache()
 
     async def abort(self, request_id: str) -> bool:
-        """Abort one prompt by its id (see `generation_ids`). Returns False if there is no such work."""
+        """Abort one prompt by its id (see `generation_ids`). Returns False if it is not in progress."""
         return await self._engine.abort(request_id)
 
     def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
         """Events of a chat's answers.
 
-        Started comes once the engine has queued the request, then text and reasoning of every choice as they are
-        generated, and a Finished for each choice. Closing the generator aborts the request in the engine. Raises
-        RequestError before Started when the request can't be served, EngineDead, GenerationFailed, and
+        The first is Started, once the engine has queued the request; then come text and reasoning of every choice as
+        they are generated, and a Finished for each choice. Closing the generator aborts the request in the engine.
+        Raises RequestError before Started when the request can't be served, EngineDead, GenerationFailed, and
         RequestCancelled.
         """
         return self._answer(request, partial(self._chats.make, request), partial(self._on_chat_answered, request))
@@ -234,7 +234,7 @@ class Session:
         prepare: Callable[[], Awaitable[Sequence[PromptOutputProcessor]]],
         on_answered: Callable[[Sequence[PromptOutputProcessor]], None] = lambda prompts: None,
     ) -> AsyncGenerator[Event, None]:
-        """Events of all prompts. on_answered: receives them after the last event."""
+        """Events of all prompts. on_answered: called with the prompts after the last event."""
         self._refuse_if_dead()
         async with AsyncExitStack() as open_streams:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
@@ -245,7 +245,7 @@ class Session:
             yield Started(usage.num_prompt_tokens, usage.route, partial(usage_of, prompts))
             async with aclosing(interleaved(streams)) as events:
                 async for event in events:
-                    # Events of several prompts are interleaved: counts go up to the event being sent.
+                    # Prompts run concurrently: their usage is counted up to the event being sent.
                     if isinstance(event, Finished):
                         event = replace(event, usage=usage_of(prompts))
                     elif request.options.counts_progress:
@@ -262,15 +262,15 @@ class Session:
         """Remember an answered chat for IdleTurns. With several choices, the one that continues is unknown."""
         (prompt,) = prompts
         choice = prompt.choices[0]
-        if prompt.request.media is not None:  # the next prompt would have to read its media again
+        if prompt.request.media is not None:  # its next prompt would have to read the media again
             return
-        if prompt.sparse is not None and prompt.sparse.num_dropped:  # everything left out would have to be computed
+        if prompt.sparse is not None and prompt.sparse.num_dropped:  # all dropped tokens would have to be computed
             return
         if self._idle is None or len(prompt.choices) > 1 or request.continue_final_message or not choice.text:
             return
         if choice.num_calls:  # the next message is a tool result, not a question
             return
-        # A client that sends thinking back has done so before; at a first turn most don't.
+        # Thinking is expected back only from a client that has sent some: most clients don't.
         echoes = any(with_thinking_apart(message, self._family).reasoning for message in request.messages)
         reasoning = (choice.reasoning or None) if echoes else None
         answer = ChatMessage("assistant", (TextPart(choice.text),), reasoning)
@@ -279,9 +279,9 @@ class Session:
     async def _submit(
         self, prompts: Sequence[PromptOutputProcessor], open_streams: AsyncExitStack
     ) -> list[TokenStream]:
-        """Queue all prompts together: the engine answers between two steps, once for all of them.
+        """Submit all prompts at once, so that the engine accepts them together between two steps.
 
-        Queued ones are closed with `open_streams`, whatever happens to the others.
+        Accepted ones are closed with `open_streams`, even if others are refused.
         """
         submitting = [asyncio.ensure_future(self._engine.submit(prompt.request)) for prompt in prompts]
         try:
@@ -308,7 +308,7 @@ class Session:
                 yield event
             if prompt.is_over:
                 return
-        raise GenerationFailed("the engine ended the answer without a reason")
+        raise GenerationFailed("the engine ended the answer without a finish reason")
 
     def _log_call_faults(self, output: TokenOutput, prompt: PromptOutputProcessor) -> None:
         """Count and log faults of calls, without the model's text."""
@@ -316,11 +316,9 @@ class Session:
         for fault in choice.take_call_faults():
             self._num_malformed_calls += fault.is_broken
             self._num_call_violations += fault.breaks_schema
-            kind = (
-                "a malformed call was returned as text" if fault.is_broken else "a call does not fit its tool's schema"
-            )
+            kind = "a malformed call was returned as text" if fault.is_broken else "a call violates its tool's schema"
             log.info(
-                "%s: %s: %s; since the start %d broken calls, %d values of a wrong type",
+                "%s: %s: %s; since the start %d malformed calls, %d schema violations",
                 output.request_id, kind, fault.reason, self._num_malformed_calls, self._num_call_violations,
             )  # fmt: skip
 

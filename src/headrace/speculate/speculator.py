@@ -1,4 +1,4 @@
-"""The engine's interface to drafting: what to draft, how much, and with what result."""
+"""The engine's interface to drafting: proposes drafts, and learns from their verification."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from headrace.state.sequence import SequenceState
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 64
-"""Hidden states of a sequence that may be pending for the head: without drafts it processes them together."""
+"""Hidden states of a sequence without drafts that may be pending before the head processes them, all at once."""
 
 
 @dataclass(slots=True, eq=False)
 class DraftState:
     """The drafting state of a sequence.
 
-    max_drafts: at once, as its request and the server allow. drafts: for its next window; forecast: what they were
-    chosen from.
+    max_drafts: at once, as its request and the server allow. drafts: for its next window.
+    forecast: the one that their number was chosen by.
     has_failed: drafting has failed; the sequence continues without drafts.
     """
 
@@ -105,9 +105,9 @@ class Speculator:
         self._ranking = ranking
         self._planner = planner
         self._has_attempted = False
-        """Whether drafts were looked for before the step that is under way."""
+        """Whether drafting was attempted before the current step."""
         self._num_new_variants = 0
-        """The head's, when the last step was reported."""
+        """Of the head, at the last report."""
         self.max_drafts = max_drafts
         self.num_failures = 0
 
@@ -121,9 +121,9 @@ class Speculator:
         return not (any(row.may_draft for row in rows) and self._planner.is_due([row.forecast for row in rows]))
 
     def draft(self, decoding: Sequence[Drafting]) -> None:
-        """Propose drafts for each row's next step: for the rows that may have some, as deep as pays off, if any does.
+        """Propose drafts for the rows' next step, for each as many as pay off.
 
-        None while the next step of any row is under way.
+        Proposes none if the next step of any row is launched already.
         """
         for one in decoding:
             one.row.begin_step(len(one.token_ids))
@@ -140,7 +140,7 @@ class Speculator:
         self._catch_up_pending([one for one in decoding if not (one.row.has_failed or one.row.drafts.num_drafts)])
 
     def _candidates(self, rows: Iterable[Drafting]) -> list[tuple[Drafting, Candidate]]:
-        """What may be drafted for each row; a row that fails is left out."""
+        """The candidate drafts of each row; a row that fails is left out."""
         candidates: list[tuple[Drafting, Candidate]] = []
         for one in rows:
             with self._isolated([one.row]):
@@ -180,14 +180,14 @@ class Speculator:
             one.row.drafts = Drafts(candidate, batch=batch, row=number)
 
     def _catch_up_pending(self, rows: Sequence[Drafting]) -> None:
-        """Let the head catch up for rows without drafts: once one is due, all that soon will be."""
+        """Let the head catch up for rows without drafts: once one row needs it, also for those that soon will."""
         with self._isolated([one.row for one in rows]):
             pending = [self._head.num_pending(one.state) for one in rows]
             if max(pending, default=0) > MAX_PENDING:
                 self.catch_up([one for one, number in zip(rows, pending, strict=True) if number > MAX_PENDING // 2])
 
     def catch_up(self, rows: Sequence[Drafting]) -> None:
-        """Let the head process the pending hidden states, as for sequences whose states are to be kept."""
+        """Let the head process all pending hidden states, as before states are stored."""
         sound = [one for one in rows if not one.row.has_failed]
         with self._isolated([one.row for one in sound]):
             self._head.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in sound])
@@ -203,9 +203,9 @@ class Speculator:
     ) -> None:
         """Learn from a step: its decoding rows' windows, and its time including the preceding `draft`.
 
-        is_mixed: the time includes other work, such as prompts. The time of a step that had to be compiled is ignored,
-        too. was_ahead, goes_ahead: this step was launched before the last one's tokens were known, and the next one
-        before its own. The first and the last step of such a run are not representative.
+        is_mixed: the time includes other work, such as prompts, and is ignored, as is that of a step that was compiled.
+        was_ahead: this step was launched before the last one's tokens were known. goes_ahead: the next one was launched
+        before this one's. The first and the last step of such a run are not representative.
         """
         num_new_variants = self._head.num_new_variants
         is_compiled, self._num_new_variants = num_new_variants > self._num_new_variants, num_new_variants
@@ -233,11 +233,11 @@ class Speculator:
 
     @contextmanager
     def _isolated(self, rows: Sequence[DraftState]) -> Iterator[None]:
-        """An exception boundary: a failure inside ends the drafts of these rows, which go on without."""
+        """An exception boundary: after a failure inside, these rows continue without drafts."""
         try:
             yield
         except Exception:
-            logger.exception("drafting failed for %d sequences, which go on without", len(rows))
+            logger.exception("drafting failed for %d sequences, which continue without drafts", len(rows))
             self.num_failures += len(rows)
             for row in rows:
                 row.fail()
