@@ -363,14 +363,15 @@ def test_attempts_that_find_nothing_take_a_quarter_of_what_flows_in() -> None:
     """Each takes a quarter of a step: at 1.5 % of a step a piece there is one in 67 steps, one of which it is."""
     planner, rows = DepthPlanner(), [forecast()]
     attempts = []
-    for step in range(400):
+    for step in range(450):
         is_due = planner.is_due(rows)
         attempts += [step] * is_due
         assert planner.plan(rows) == (0,)
         planner.observe(
             rows, (0,), 1, 0.0125 if is_due else 0.01, is_timed=True, is_usual=not is_due, has_attempted=is_due
         )
-    assert {later - earlier for earlier, later in itertools.pairwise(attempts[4:8])} <= {66, 67, 68}
+    # the first are free as long as their cost is not known, and the last are as the budget is nearly full
+    assert {later - earlier for earlier, later in itertools.pairwise(attempts[2:7])} <= {66, 67, 68}
 
 
 def test_attempts_go_on_where_the_budget_is_full() -> None:
@@ -404,6 +405,15 @@ def test_attempts_go_on_beside_prompts() -> None:
         planner.observe(rows, (0,), 1, 3.0, is_timed=False, is_usual=False, has_attempted=is_due)
     assert {later - earlier for earlier, later in itertools.pairwise(attempts)} <= {66, 67, 68}
     assert len(attempts) > 3
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.9])
+def test_disturbed_steps_do_not_keep_good_drafts_from_being_made(chance: float) -> None:
+    """Half of all steps take three times as long, with drafts or without, as on a busy machine."""
+    dice = np.random.default_rng(5)
+    run = Run(gpu, 1, disturbed=lambda shape: 2 * gpu(shape) * (dice.random() < 0.5))
+    run.steps(100, chance)
+    assert run.steps(400, chance) > (2 if chance else 0.97)
 
 
 def test_rows_without_drafts_are_planned_none() -> None:

@@ -95,7 +95,7 @@ def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: i
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize(("chance", "least"), [(0.0, 0.94), (0.2, 0.93), (0.8, 1.15), (0.9, 1.4)])
+@pytest.mark.parametrize(("chance", "least"), [(0.0, 0.935), (0.2, 0.93), (0.8, 1.15), (0.9, 1.4)])
 def test_drafts_cost_hardly_anything_where_they_are_wrong_and_are_made_where_they_are_right(
     seed: int, num_rows: int, chance: float, least: float
 ) -> None:

@@ -152,11 +152,11 @@ class DepthPlanner:
             return
         # in steps without drafts, that would have gained as many tokens
         gained, taken = num_gained / len(rows), times.ratio(num_drafts, head_depth) if has_attempted else 1.0
-        self._budget += _BUDGET_SHARE * gained
-        if is_timed and not is_usual:
-            # a disturbance would have affected a step without drafts as well
+        if is_timed and num_drafts and not times.is_measured(num_drafts, head_depth):
+            # measured ones are charged what they usually take: this step may have been disturbed, as others are
             taken = min(seconds / undrafted_s, 2 * taken)
-        self._budget = min(self._budget + gained - taken, _FULL_BUDGET)
+        # losses beyond what the budget was to cover were disturbances
+        self._budget = min(max(self._budget + _BUDGET_SHARE * gained + gained - taken, 0.0), _FULL_BUDGET)
         if has_attempted:
             again_at = self._budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
             self._due_at = 0.0 if num_gained > len(rows) else min(self._useful_at, again_at, _FULL_BUDGET)

@@ -73,6 +73,9 @@ class StepTimes:
                     return seconds
         return None
 
+    def is_measured(self, num_drafts: int, head_depth: int) -> bool:
+        return (bucket(num_drafts), head_depth) in self._known()
+
     def ratio(self, num_drafts: int, head_depth: int) -> float:
         """The expected time with these drafts, at least one, over that without.
 
