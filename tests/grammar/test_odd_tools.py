@@ -235,6 +235,6 @@ def test_a_tool_may_have_dots_dashes_and_letters_of_any_script_in_its_name(name:
     [*(("qwen_xml", name) for name in ("a b", 'a"b', "a>b", "a\nb")), ("pythonic", "a/b"), ("kimi_k2", "a\\b")],
 )
 def test_a_name_that_a_call_cannot_be_written_with_is_refused(syntax: str, name: str) -> None:
-    with pytest.raises(InvalidRequest, match="can't have this name") as refused:
+    with pytest.raises(InvalidRequest, match="can't express this name") as refused:
         compile_output(form_of(name, A, syntax, strict=False), made(()).vocabulary)
     assert refused.value.param == "tools"

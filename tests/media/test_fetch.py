@@ -106,7 +106,7 @@ def test_inline_data_over_the_limit_is_refused() -> None:
     text = base64.b64encode(PNG).decode()
     small = MediaPolicy(max_bytes=len(PNG) - 1)
     for source in (f"data:;base64,{text}", text, "data:," + "a" * len(PNG)):
-        assert f"{len(PNG) - 1} is the maximum" in refusal(lambda source=source: read(source, small))
+        assert f"the maximum of {len(PNG) - 1}" in refusal(lambda source=source: read(source, small))
     assert read(text, MediaPolicy(max_bytes=len(PNG))) == PNG
 
 
@@ -155,7 +155,9 @@ def test_files_are_read_below_the_root_only(tmp_path: Path) -> None:
         )
     }
     assert messages == {f"{PARAM}: there is no such file in the media folder"}
-    assert "holds more than 9 bytes" in refusal(lambda: read("link.png", MediaPolicy(root=root, max_bytes=9)))
+    assert "holds more than the maximum of 9 bytes" in refusal(
+        lambda: read("link.png", MediaPolicy(root=root, max_bytes=9))
+    )
 
 
 def test_without_a_root_and_hosts_nothing_but_the_request_itself_is_read(tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_an_answer_over_the_limit_is_cut_off_whether_it_says_so_or_not() -> None
     honest = Net({"a.example": lambda _: httpx.Response(200, content=bytes(5001))})
     silent = Net({"a.example": lambda _: httpx.Response(200, content=endless())})
     for net in (honest, silent):
-        assert "more than 5000 bytes" in refusal(
+        assert "more than the maximum of 5000 bytes" in refusal(
             lambda net=net: net.read("http://a.example/", "a.example", max_bytes=5000)
         )
     assert sent == 6000
@@ -329,7 +331,7 @@ def test_a_host_that_fails_is_named_as_such() -> None:
     for answer, words in (
         (lambda _: httpx.Response(404), "status 404"),
         (lambda _: httpx.Response(206, content=PNG), "status 206"),
-        (breaks, "can't be read from (ConnectError)"),
+        (breaks, "reading from the host failed (ConnectError)"),
         (lambda _: zipped, "compressed"),
     ):
         net = Net({"a.example": answer})
@@ -346,6 +348,6 @@ def test_percent_encoded_bytes_are_those_of_the_standard_library(monkeypatch: py
 
 
 def test_more_frames_than_are_looked_at_are_refused_unseen() -> None:
-    with pytest.raises(InvalidRequest, match="video holds 1000001 frames, it must be 1 to 768"):
+    with pytest.raises(InvalidRequest, match="video holds 1000001 frames, but must hold 1 to 768"):
         split_frames("data:video/jpeg;base64," + 1_000_000 * ",", 768, "video")
     assert split_frames("data:video/jpeg;base64,a,b", 2, "video") == ("data:;base64,a", "data:;base64,b")

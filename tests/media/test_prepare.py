@@ -84,7 +84,7 @@ def test_frames_that_come_as_images_are_all_looked_at() -> None:
     frames = video.patches.reshape(3, 16, 3, 2, 16, 16).transpose(0, 3, 1, 2, 4, 5).reshape(6, -1)
     assert np.array_equal(frames.mean(axis=1), [shade(index) for index in (0, 1, 2, 3, 4, 4)])
     for wrong in ([], files * 2):
-        with pytest.raises(InvalidRequest, match=f"holds {len(wrong)} frames, it must be 1 to 9"):
+        with pytest.raises(InvalidRequest, match=f"holds {len(wrong)} frames, but must hold 1 to 9"):
             prepare_frames(wrong, 2.0, QWEN3_VISION, replace(LIMITS, sampled_frames=9), PARAM)
 
 

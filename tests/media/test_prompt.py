@@ -139,7 +139,7 @@ def test_media_and_placeholders_that_do_not_match_are_an_error() -> None:
     profile = profile_of({"family": "qwen3"})
     image = PreparedImage(np.zeros((4, 3), np.uint8), (1, 2, 2))
     for token_ids, media in (([1, 2], [image]), ([1, IMAGE, 2], []), ([VIDEO], [image])):
-        with pytest.raises(ValueError, match="places for media"):
+        with pytest.raises(ValueError, match="media placeholders"):
             expand(token_ids, media, profile, encode)
 
 

@@ -83,9 +83,9 @@ def refusal(data: bytes, limits: MediaLimits = LIMITS) -> str:
 
 def test_a_video_over_a_limit_is_refused() -> None:
     data = video_file(16, 8)
-    assert "2.0 s, 1.5 s are the maximum" in refusal(data, MediaLimits(video_s=1.5))
+    assert "2.0 s, more than the maximum of 1.5 s" in refusal(data, MediaLimits(video_s=1.5))
     assert "more than 15 frames" in refusal(data, MediaLimits(video_frames=15))
-    assert "96 x 64 pixels, 6000" in refusal(data, MediaLimits(image_pixels=6000))
+    assert "96 x 64 pixels, more than the maximum of 6000" in refusal(data, MediaLimits(image_pixels=6000))
 
 
 def test_a_file_cut_short_or_without_a_video_is_refused() -> None:

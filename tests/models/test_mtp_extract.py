@@ -100,7 +100,7 @@ def test_a_quantised_head_is_refused_with_the_reason(tmp_path: Path) -> None:
         source = tiny_head.save_with_head(
             DENSE, tmp_path / str(number), {f"mtp.{name}": array for name, array in tensors.items()}
         )
-        with pytest.raises(ModelError, match=r"is quantised \(mtp\.fc\..*can't be got back"):
+        with pytest.raises(ModelError, match=r"is quantised \(mtp\.fc\..*can't be recovered"):
             extract_head(str(source), tmp_path / "out")
 
 
@@ -108,7 +108,10 @@ def test_a_quantised_head_is_refused_with_the_reason(tmp_path: Path) -> None:
     ("tensors", "said"),
     [
         ({"eh_proj.weight": np.ones((64, 128), np.float32)}, r"no mtp\.fc\.weight"),
-        ({**HEAD, "norm.weight": np.full(64, np.nan, np.float32)}, r"mtp\.norm\.weight holds what is no finite number"),
+        (
+            {**HEAD, "norm.weight": np.full(64, np.nan, np.float32)},
+            r"mtp\.norm\.weight holds values that are not finite",
+        ),
     ],
 )
 def test_a_head_that_nobody_could_use_is_not_written(tensors: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
@@ -169,7 +172,7 @@ def test_an_index_without_a_head_costs_no_shard(tmp_path: Path, monkeypatch: pyt
 def test_an_index_that_is_none_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = Hub(checkpoint(tmp_path / "hub"), monkeypatch)
     (remote.folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is no list"):
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is not a valid index"):
         extract_head("owner/name", tmp_path / "out")
 
 

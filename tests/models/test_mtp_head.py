@@ -348,7 +348,7 @@ def with_scales(
         (without("layers.0.mlp.up_proj.weight"), r"lacks layers\.0\.mlp\.up_proj\.weight"),
         (lambda head: {**head, "eh_proj.weight": head["fc.weight"]}, r"also has eh_proj\.weight"),
         (lambda head: {**head, "norm.weight": np.ones(65, np.float32)}, r"norm\.weight"),
-        (without("fc.weight"), "no prediction head for this model"),
+        (without("fc.weight"), "not a prediction head for this model"),
         (with_scales("layers.0.mlp.up_proj", (96, 1), has_weight=False), r"up_proj\.scales has the shape \(96, 1\)"),
         (with_scales("fc", (4, 0)), r"fc\.scales has the shape \(4, 0\)"),
         (with_scales("fc", ()), r"fc\.scales has the shape \(\)"),
@@ -372,5 +372,5 @@ def test_an_expert_that_is_missing_is_no_head_of_fewer_experts(tmp_path: Path) -
 
 
 def test_a_head_beside_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no prediction head for this model"):
+    with pytest.raises(ModelError, match="not a prediction head for this model"):
         load(trunk_of("llama"), "llama", tmp_path, tiny_head.draw("qwen3_5"))

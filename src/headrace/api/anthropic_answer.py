@@ -89,7 +89,7 @@ class MessagesAnswer:
                 yield from self._close()
                 yield {"type": "message_delta", "delta": _end(event), "usage": _usage(event.usage)}
             case _:
-                raise TypeError(f"a message has no form for {type(event).__name__}")
+                raise TypeError(f"a message can't hold {type(event).__name__}")
 
     def _message(self, usage: Usage) -> dict[str, Any]:
         return {

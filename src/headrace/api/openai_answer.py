@@ -171,7 +171,7 @@ class ChatAnswer(ChunkedAnswer):
             case Finished(reason, _, choice, scores):
                 yield self._piece(choice, {}, scores, reason.value)
             case _:
-                raise TypeError(f"a chat's answer has no form for {type(event).__name__}")
+                raise TypeError(f"a chat's answer can't hold {type(event).__name__}")
 
     def _piece(
         self,
@@ -244,7 +244,7 @@ class CompletionAnswer(ChunkedAnswer):
             case Finished(reason, _, choice, scores):
                 yield self._piece(choice, "", scores, reason.value)
             case _:
-                raise TypeError(f"a completion's answer has no form for {type(event).__name__}")
+                raise TypeError(f"a completion's answer can't hold {type(event).__name__}")
 
     def _piece(
         self, index: int, text: str = "", scores: Sequence[TokenScore] = (), finish_reason: str | None = None

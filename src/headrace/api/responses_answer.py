@@ -163,7 +163,7 @@ class ResponsesAnswer:
             case Finished(reason, usage, _, scores):
                 yield from self._finish(reason, usage, scores)
             case _:
-                raise TypeError(f"a response has no form for {type(event).__name__}")
+                raise TypeError(f"a response can't hold {type(event).__name__}")
 
     def _called(self, call_id: str, name: str) -> OutputItem:
         tool = self._call.tools.by_name[name]

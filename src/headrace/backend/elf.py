@@ -112,7 +112,7 @@ class _Image:
         self._base = base
         machine = platform.machine()
         if machine not in _SLOT_RELOCATIONS:
-            raise UnexpectedLayout(f"no knowledge of {machine} relocations")
+            raise UnexpectedLayout(f"relocations of {machine} are not supported")
         self._relocation_kinds = _SLOT_RELOCATIONS[machine]
         header = ctypes.string_at(base, 64)
         if header[:6] != b"\x7fELF\x02\x01" or struct.unpack_from("<H", header, 18)[0] != _MACHINE_CODES[machine]:

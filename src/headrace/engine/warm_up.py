@@ -300,7 +300,7 @@ class _MadeUpRequests:
         finally:
             self._runner.drop()
         if self._speculator is not None and self._speculator.num_failures:
-            raise RuntimeError("drafts could not be made")
+            raise RuntimeError("drafting failed in the warm-up")
 
     def _add(self, num_tokens: int) -> None:
         number = self._num_requests

@@ -49,7 +49,7 @@ class Parameter:
 class Arguments:
     """Arguments of one tool. A tool that isn't strict is held to its schema as far as possible, else to any JSON.
 
-    Raises InvalidRequest if they can be no object, or if a strict tool can't be enforced; its methods raise likewise.
+    Raises InvalidRequest if they allow no object, or if a strict tool can't be enforced; its methods raise likewise.
     """
 
     def __init__(self, tool: ToolDefinition) -> None:
@@ -59,7 +59,7 @@ class Arguments:
         self._alternatives: dict[Callable[[str], bool], tuple[tuple[Parameter, ...], ...]] = {}
         self._shapes = object_shapes(self._root, self._root)
         if not self._shapes:
-            raise self._refused("its parameters can be no object")
+            raise self._refused("its parameters allow no object")
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Arguments:
         found = [self._parameters(shape, can_be_key) for shape in self._shapes]
         possible = [each for each in found if each is not None]
         if not possible:
-            raise self._refused("no arguments that fit can be written in the syntax of the model's calls")
+            raise self._refused("no valid arguments can be written in the model's call syntax")
         # One may be free text in one alternative and JSON in another: where a value ends must not depend on that.
         json_names = {each.name for option in possible for each in option if each.has_brackets}
         return tuple(

@@ -88,7 +88,7 @@ def _element(rules: Rules, tags: TagSyntax, parameter: Parameter) -> str:
     if parameter.rest is not None:
         values.append(f"{_framed(rules, tags, json_value(parameter.rest))} {rules.marker(tags.value_close)}")
     if not values:
-        raise InvalidRequest(f"the argument {parameter.name}: no value of it can be written", param="tools")
+        raise InvalidRequest(f"the argument {parameter.name}: no valid value of it can be written", param="tools")
     return f"{head} ({' | '.join(values)}) {rules.marker(tags.newline)}"
 
 
@@ -147,7 +147,7 @@ def _can_be_key(name: str) -> bool:
 
 def _check_name(name: str, form: re.Pattern[str]) -> None:
     if form.fullmatch(name) is None:
-        raise InvalidRequest(f"the tool {name!r}: calls of the model's syntax can't have this name", param="tools")
+        raise InvalidRequest(f"the tool {name!r}: the model's call syntax can't express this name", param="tools")
 
 
 def _listed(rules: Rules, elements: Sequence[str], is_required: Sequence[bool]) -> str:

@@ -107,7 +107,7 @@ class Compiler:
         try:
             return self._in_process(compile_on_trial, form)
         except LimitExceeded as error:
-            what = "the form of the answer" if form.structure is not None else "a tool's schema"
+            what = "the answer's format" if form.structure is not None else "a tool's schema"
             raise InvalidRequest(f"{what} can't be compiled: {_LIMITS[error.reason]}", param=form.path) from error
         except (HeadraceError, WorkCancelled, OSError):  # the last where no process can be started
             raise
@@ -117,7 +117,7 @@ class Compiler:
             raise InvalidRequest("a lone surrogate is not text", param=form.path) from error
         except Exception as error:
             log.warning("a grammar could not be compiled: %s", type(error).__name__)
-            raise InvalidRequest("the form of the answer can't be compiled", param=form.path) from error
+            raise InvalidRequest("the answer's format can't be compiled", param=form.path) from error
 
     def schema_violation(self, schema: Any, text: str) -> str | None:
         """Why a text is no JSON value that matches the schema; None if it is one or if that is unknown."""

@@ -97,7 +97,7 @@ def _key(form: OutputForm) -> str:
     values = [] if form.structure is None else [form.structure.value]
     values += [] if form.calls is None else [tool.parameters for tool in form.calls.tools]
     if _is_larger(values, MAX_CHARACTERS):
-        message = f"schemas and grammars may have {MAX_CHARACTERS:,} characters and values in all"
+        message = f"schemas and grammars may have at most {MAX_CHARACTERS:,} characters and values in total"
         raise InvalidRequest(message, param=form.path)
     try:
         return sha256(repr(form).encode("utf-8", "surrogatepass")).hexdigest()

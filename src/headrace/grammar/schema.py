@@ -128,7 +128,9 @@ def check_schema(schema: Any, param: str) -> None:
         if len(rule) > 100:
             rule = str(error.validator)
         where = _pointer(error.absolute_path)
-        raise InvalidRequest(f"not a JSON schema: at {where}: it breaks the language's rule `{rule}`", param=param)
+        raise InvalidRequest(
+            f"not a JSON schema: at {where}: it violates the rule `{rule}` of JSON Schema", param=param
+        )
 
 
 def _normalised(schema: Any) -> Any:

@@ -81,7 +81,7 @@ class ThinkingBudget:
         """See Constraint. Raises GenerationFailed for a forbidden token."""
         for token_id in token_ids:
             if self._wanted(self._place) not in (None, token_id):
-                raise GenerationFailed("thinking went on where it had to end")
+                raise GenerationFailed("thinking continued where it had to end")
             self._place = self._after(self._place, token_id)
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:

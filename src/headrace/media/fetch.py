@@ -97,7 +97,7 @@ def split_frames(source: str, max_frames: int, param: str) -> tuple[str, ...] | 
     if not _FRAMES.fullmatch(header):
         return None
     if (num_frames := data.count(",") + 1) > max_frames:
-        raise InvalidRequest(f"{param} holds {num_frames} frames, it must be 1 to {max_frames}", param=param)
+        raise InvalidRequest(f"{param} holds {num_frames} frames, but must hold 1 to {max_frames}", param=param)
     return tuple(f"data:;base64,{frame}" for frame in data.split(","))
 
 
@@ -139,7 +139,7 @@ def _slices(data: str) -> Iterator[str]:
 
 def _check_length(num_bytes: int, max_bytes: int, param: str) -> None:
     if num_bytes > max_bytes:
-        raise InvalidRequest(f"{param} holds {num_bytes} bytes, {max_bytes} is the maximum", param=param)
+        raise InvalidRequest(f"{param} holds {num_bytes} bytes, more than the maximum of {max_bytes}", param=param)
 
 
 def read_file(source: str, root: Path | None, max_bytes: int, param: str) -> bytes:
@@ -183,5 +183,5 @@ def _read(path: Path, max_bytes: int, param: str) -> bytes:
             raise InvalidRequest(f"{param}: there is no such file in the media folder", param=param)
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise InvalidRequest(f"{param} holds more than {max_bytes} bytes, which is the maximum", param=param)
+        raise InvalidRequest(f"{param} holds more than the maximum of {max_bytes} bytes", param=param)
     return data

@@ -57,7 +57,7 @@ def decoder_errors_as(refusal: InvalidRequest) -> Iterator[None]:
 def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
     width, height = size
     if width * height > max_pixels:
-        message = f"{param}: the image has {width} x {height} pixels, {max_pixels} in all are the maximum"
+        message = f"{param}: the image has {width} x {height} pixels, more than the maximum of {max_pixels}"
         raise InvalidRequest(message, param=param)
 
 

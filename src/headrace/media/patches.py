@@ -128,7 +128,9 @@ def _video_pixels(num_frames: int, vision: PatchVision) -> PixelRange:
 def _check_ratio(size: Size) -> None:
     ratio = max(size) / min(size)
     if ratio > MAX_ASPECT_RATIO:
-        raise ValueError(f"the longer side is {ratio:.4g} times the shorter one, {MAX_ASPECT_RATIO} is the maximum")
+        raise ValueError(
+            f"the longer side is {ratio:.4g} times the shorter one, but must be at most {MAX_ASPECT_RATIO} times"
+        )
 
 
 def _rounded(size: Size, factor: int) -> Size:

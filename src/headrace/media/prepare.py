@@ -85,7 +85,7 @@ def choose_frames(
 
 def _check_frames(item: MediaFiles, limits: MediaLimits) -> None:
     if not 0 < len(item.files) <= limits.sampled_frames:
-        message = f"{item.param} holds {len(item.files)} frames, it must be 1 to {limits.sampled_frames}"
+        message = f"{item.param} holds {len(item.files)} frames, but must hold 1 to {limits.sampled_frames}"
         raise InvalidRequest(message, param=item.param)
 
 
@@ -148,7 +148,7 @@ class _Preparation:
         vision, options, param = self.vision, self.item.options, self.item.param
         is_fixed = vision.side is not None or vision.max_tokens is not None
         if is_fixed and (options.min_pixels is not None or options.max_pixels is not None):
-            message = f"{param}: min_pixels and max_pixels: the model takes pictures of one size"
+            message = f"{param}: min_pixels and max_pixels are not supported: the model takes images of one size"
             raise UnsupportedField(message, param=param)
         if vision.side is not None:
             return vision.side, vision.side

@@ -50,7 +50,7 @@ def expand(
     kinds[tokens.image if tokens.mark is None else tokens.mark] = PreparedImage
     places = [index for index, token_id in enumerate(token_ids) if token_id in kinds]
     if [kinds[token_ids[place]] for place in places] != [type(item) for item in media]:
-        raise ValueError(f"the prompt has {len(places)} places for media, which don't fit its {len(media)} items")
+        raise ValueError(f"the prompt has {len(places)} media placeholders, which do not match its {len(media)} items")
     expanded = _Expansion(profile, encode)
     grown, done = [], 0
     for place, item in zip(places, media, strict=True):

@@ -79,7 +79,7 @@ class RemoteMedia:
             raise InvalidRequest(message, param=param) from error
         except httpx.HTTPError as error:
             raise InvalidRequest(
-                f"{param}: the host can't be read from ({type(error).__name__})", param=param
+                f"{param}: reading from the host failed ({type(error).__name__})", param=param
             ) from error
 
     def _client(self) -> httpx.AsyncClient:
@@ -141,7 +141,7 @@ class RemoteMedia:
             raise InvalidRequest(f"{param}: the host answers with status {response.status_code}", param=param)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise InvalidRequest(f"{param}: the host sends compressed data, which was not requested", param=param)
-        too_long = InvalidRequest(f"{param} holds more than {most} bytes, which is the maximum", param=param)
+        too_long = InvalidRequest(f"{param} holds more than the maximum of {most} bytes", param=param)
         declared = response.headers.get("Content-Length", "")
         if declared.isdecimal() and int(declared) > most:
             raise too_long

@@ -156,15 +156,13 @@ def _upright(frame: VideoFrame, param: str) -> Pixels:
 
 def _check_frame(width: int, height: int, limits: MediaLimits, param: str) -> None:
     if width * height > limits.image_pixels:
-        message = (
-            f"{param}: the video's frames have {width} x {height} pixels, {limits.image_pixels} in all are the maximum"
-        )
-        raise InvalidRequest(message, param=param)
+        size = f"{width} x {height} pixels, more than the maximum of {limits.image_pixels}"
+        raise InvalidRequest(f"{param}: the video's frames have {size}", param=param)
 
 
 def _check_length(frames: FrameTimes, limits: MediaLimits, param: str) -> None:
     if frames.duration_s > limits.video_s:
-        message = f"{param}: the video takes {frames.duration_s:.1f} s, {limits.video_s:g} s are the maximum"
+        message = f"{param}: the video lasts {frames.duration_s:.1f} s, more than the maximum of {limits.video_s:g} s"
         raise InvalidRequest(message, param=param)
 
 

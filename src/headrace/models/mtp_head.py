@@ -167,7 +167,7 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     """
     attention_layer = next((layer for layer in trunk.model.layers if "self_attn" in layer), None)
     if not isinstance(attention_layer, LAYERS) or "fc.weight" not in weights.tensors:
-        raise ModelError(f"the tensors in {weights.origin} are no prediction head for this model")
+        raise ModelError(f"the tensors in {weights.origin} are not a prediction head for this model")
     arguments = trunk.text_model.args
     # the trunk's own layer may have a subclass with another forward
     layer_class = next(one for one in LAYERS if isinstance(attention_layer, one))

@@ -276,7 +276,7 @@ def _named_in(index: Path) -> list[str]:
         shard_of: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({shard for name, shard in shard_of.items() if is_of_head(name)})
     except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} is no list of a checkpoint's tensors: {error}") from error
+        raise ModelError(f"{index} is not a valid index of a checkpoint's tensors: {error}") from error
 
 
 def _refuse_quantised(source: str, head: Mapping[str, mx.array]) -> None:
@@ -285,19 +285,17 @@ def _refuse_quantised(source: str, head: Mapping[str, mx.array]) -> None:
     ]
     if rounded:
         raise ModelError(
-            f"the prediction head of {source} is quantised ({min(rounded)}): what was rounded away can't be got back, "
+            f"the prediction head of {source} is quantised ({min(rounded)}): its full precision can't be recovered, "
             "and such a head's drafts are rarely right; name the checkpoint that it was made from"
         )
 
 
 def _refuse_useless(source: str, head: Mapping[str, mx.array]) -> None:
     if PREFIX + "fc.weight" not in head:
-        raise ModelError(
-            f"the prediction head of {source} is of no kind that is supported: it has no {PREFIX}fc.weight"
-        )
+        raise ModelError(f"the prediction head of {source} is not supported: it has no {PREFIX}fc.weight")
     broken = [name for name, array in head.items() if not mx.isfinite(array).all().item()]
     if broken:
-        raise ModelError(f"the prediction head of {source} is damaged: {min(broken)} holds what is no finite number")
+        raise ModelError(f"the prediction head of {source} is damaged: {min(broken)} holds values that are not finite")
 
 
 def _write(target: Path, tensors: Mapping[str, mx.array], is_centred: bool) -> None:

@@ -112,7 +112,7 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
             # none of our code runs at this level: the model disagrees with itself
             return Checked(packed, margin, (*note, "the model's own results depend on how its input is cut"))
         packed.restore()
-    raise ModelError("the model can't be run: see the log for what it raised")
+    raise ModelError("the model can't be run: see the log for its exception")
 
 
 def _candidates(chosen: Levels) -> Iterator[tuple[Levels, tuple[str, ...]]]:
@@ -183,7 +183,7 @@ def check_pictures(model: VlmWrapper, files: ModelFiles, precision: str) -> None
         apart, scale = _compare_pictures(model, processor(picture))
     if not apart <= TOLERANCE[precision] * max(1.0, scale):
         raise ModelError(
-            f"a prompt in parts is not what its model makes of it as a whole (logits up to {scale:.1f} differ by "
+            f"a prompt computed in parts differs from its computation as a whole (logits up to {scale:.1f} differ by "
             f"{apart:.1e}): its positions, its masks or its layers need more than embeddings"
         )
 

@@ -115,4 +115,4 @@ def _verify(source: Path) -> None:
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:
-        raise ModelError(f"{source.name} of {_PACKAGE} is not the file that is expected (SHA-256 {digest})")
+        raise ModelError(f"{source.name} of {_PACKAGE} is not the expected file (SHA-256 {digest})")

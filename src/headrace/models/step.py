@@ -195,7 +195,7 @@ class View:
     def __getitem__(self, index: int) -> View:
         """The part of an entry that holds several caches."""
         if not isinstance(self.window, tuple):
-            raise TypeError(f"layer {self.layer} reads its cache by index, which no packed mixer here does")
+            raise TypeError(f"layer {self.layer} reads its cache by index, which packed mixers do not support")
         return View(self.step, (*self.layer, index), self.window[index])
 
 

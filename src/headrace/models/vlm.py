@@ -64,7 +64,7 @@ def _own_cache(made: Any) -> Any:
         return KVCache()
     if kind == "RotatingKVCache":
         return RotatingKVCache(max_size=made.max_size, keep=made.keep)
-    raise ModelError(f"the model keeps a {kind}, which is not known here")
+    raise ModelError(f"the model has a cache of the unknown class {kind}")
 
 
 class WholeTower:

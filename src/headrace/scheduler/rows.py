@@ -165,7 +165,9 @@ class Rows:
         self._admission.withdraw(live, ())
         live.select(num_cached, kept)
         if self._admission.admit(live, ()) != ():
-            raise RuntimeError(f"{live.id}: less than what there was room for finds none")
+            raise RuntimeError(
+                f"{live.id}: there is no room for its selected tokens, though there was for the full prompt"
+            )
 
     def _preempt(self, preempted: tuple[Preempted, ...], *, lacks_bytes: bool) -> None:
         for each in preempted:

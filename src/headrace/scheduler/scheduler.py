@@ -148,7 +148,7 @@ class Scheduler:
         if self._is_queue_too_long():
             self._end(live)
             raise Overloaded(
-                f"{len(self._waiting)} requests are waiting, and no more may", retry_after_s=self._retry_after_s()
+                f"{len(self._waiting)} requests are waiting, and the queue is full", retry_after_s=self._retry_after_s()
             )
 
     def abort(self, request_id: str) -> bool:

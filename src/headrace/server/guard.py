@@ -160,7 +160,7 @@ class Guard:
         origin = headers.get("origin")
         allowed = self._allowed(origin)
         if origin is not None and allowed is None:
-            message = "requests from this browser origin are refused; --allowed-origin lets it in"
+            message = "requests from this browser origin are refused; --allowed-origin allows it"
             return _refusal(scope, headers, OriginRefused(message))
         if allowed and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             return _preflight(headers)

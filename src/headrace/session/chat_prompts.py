@@ -111,7 +111,7 @@ class ChatPrompts:
         self._generations.refuse_oversized(arguments, "messages")
         prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
-            raise InvalidRequest("the messages come to an empty prompt", param="messages")
+            raise InvalidRequest("the chat template makes an empty prompt of the messages", param="messages")
         return prompt
 
     async def _prompt(

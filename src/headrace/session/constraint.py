@@ -76,7 +76,7 @@ class ChatConstraints:
         if request.structure is None and calls is None:
             return None
         if request.options.ignore_eos:
-            message = "ignore_eos and a form of the answer exclude each other: an answer that is complete has to end"
+            message = "ignore_eos and a response format exclude each other: a complete answer has to end"
             raise InvalidRequest(message, param="ignore_eos")
         return OutputForm(request.structure, calls, self._family.tool_format, thinking)
 

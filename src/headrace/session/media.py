@@ -90,7 +90,9 @@ class WholeModelProcessor:
 
     def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ProcessedItem, ...]:
         if item.options.min_pixels is not None or item.options.max_pixels is not None:
-            message = f"{item.param}: min_pixels and max_pixels: the model's processor decides how large pictures are"
+            message = (
+                f"{item.param}: min_pixels and max_pixels are not supported: the model's processor decides the size"
+            )
             raise UnsupportedField(message, param=item.param)
         pictures = decoder.run(read_pictures, item, limits, param=item.param, is_video=item.kind == "video")
         return tuple(self._shown(picture, item.param) for picture in pictures)
@@ -111,7 +113,7 @@ class WholeModelProcessor:
     def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> ExpandedPrompt:
         places = [index for index, token_id in enumerate(token_ids) if token_id == self._mark_id]
         if len(places) != len(items):
-            raise ValueError(f"the prompt has {len(places)} places for its {len(items)} pictures")
+            raise ValueError(f"the prompt has {len(places)} placeholders for its {len(items)} images")
         expanded: list[int] = []
         inputs, grown, done = [], [], 0
         for place, item in zip(places, items, strict=True):

@@ -299,7 +299,7 @@ class DiskTier:
             pass
         self._reader.close(0.0)
         if not self._writer.close(FLUSH_S):
-            logger.warning("the disk is too slow: some of what was computed isn't kept")
+            logger.warning("the disk is too slow: some computed states are not stored")
 
     def _warn_once(self, about: str, message: str, *values: object) -> None:
         if about not in self._warned:

@@ -303,8 +303,8 @@ def entry_of(name: str, num_bytes: int, about: Mapping[str, Any]) -> Entry:
         before, marks, start = bytes.fromhex(about["before"]), bytes.fromhex(about["marks"]), about["start"]
         is_own = about["name"] == name and start % BLOCK_TOKENS == 0
     except (KeyError, TypeError, ValueError) as error:
-        raise BadFile(f"the header says nothing about its tokens: {error}") from error
+        raise BadFile(f"its header does not describe its tokens: {error}") from error
     if not is_own or len(before) != DIGEST_BYTES or len(marks) % MARK_BYTES:
-        raise BadFile("it is not what its name says")
+        raise BadFile("its content does not match its name")
     *_, sort, digest = name.removesuffix(".safetensors").split("-")
     return Entry(name, before, bytes.fromhex(digest), start, marks, sort == "tail", num_bytes)

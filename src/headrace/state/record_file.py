@@ -135,7 +135,7 @@ def _read_header(file: BinaryIO, key: bytes) -> tuple[dict[str, Any], dict[str, 
         header = json.loads(file.read(num_bytes))
         metadata = header.pop("__metadata__")
         if not hmac.compare_digest(metadata["signature"], _signature(metadata["headrace"], header, key)):
-            raise BadFile("the header is not what was written")
+            raise BadFile("the header does not match its checksum")
         about = json.loads(metadata["headrace"])
         places = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
         data_bytes = _check_places(places)
@@ -152,7 +152,7 @@ def _check_places(places: Mapping[str, _Place]) -> int:
     for dtype, shape, begin, end in sorted(places.values(), key=lambda place: place[2:]):
         is_shape = all(isinstance(length, int) and length >= 0 for length in shape)
         if not is_shape or begin != num_bytes or end - begin != math.prod(shape) * np.dtype(_CARRIERS[dtype]).itemsize:
-            raise ValueError("an array is not where it should be, or not as large")
+            raise ValueError("an array has another offset or size than expected")
         num_bytes = end
     return num_bytes
 
@@ -168,7 +168,7 @@ def read_file(file: BinaryIO, key: bytes) -> tuple[dict[str, Any], dict[str, Hos
             raise BadFile("the file ends too early")
         num_read += count
     if zlib.crc32(data.data) != about.get("data_sum"):
-        raise BadFile("the data is not what was written")
+        raise BadFile("the data does not match its checksum")
     arrays = {
         name: HostArray(dtype, data[begin:end].view(_CARRIERS[dtype]).reshape(shape))
         for name, (dtype, shape, begin, end) in places.items()

@@ -59,7 +59,7 @@ def describe(layers: Mapping[LayerKey, LayerRecord]) -> tuple[Description, dict[
             case ModuleRecord(cache):
                 stored = {"sort": "module", "caches": _describe_caches(cache, name, arrays)}
             case _:
-                raise NotStorable(f"layer {key} has a record of a sort that no file can hold: {type(record).__name__}")
+                raise NotStorable(f"layer {key} has a record that can't be stored in a file: {type(record).__name__}")
         description.append({"key": list(key), **stored})
     return description, arrays
 
@@ -90,7 +90,9 @@ def _describe_caches(cache: Any, name: str, arrays: dict[str, mx.array]) -> dict
     for each in caches:
         for one in (each, *(each.caches if type(each) is CacheList else ())):
             if type(one) is not MODULE_CACHES.get(type(one).__name__):
-                raise NotStorable(f"a module keeps its state in a {type(one).__name__}, which no file can hold")
+                raise NotStorable(
+                    f"a module keeps its state in a {type(one).__name__}, which can't be stored in a file"
+                )
     stored = [
         {"class": type(one).__name__, "state": _flatten(one.state, f"{name}.{index}", arrays)}
         for index, one in enumerate(caches)
@@ -104,7 +106,7 @@ def _flatten(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:
         try:
             safetensors_name(tree.dtype)
         except KeyError as error:
-            raise NotStorable(f"a state holds numbers of type {tree.dtype}, which no file can hold") from error
+            raise NotStorable(f"a state holds numbers of type {tree.dtype}, which can't be stored in a file") from error
         arrays[name] = tree
         return {"array": name}
     if isinstance(tree, list | tuple):
@@ -112,7 +114,7 @@ def _flatten(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:
         return {"tuple": parts} if isinstance(tree, tuple) else parts
     if tree is None or isinstance(tree, str | int | float | bool):
         return tree
-    raise NotStorable(f"a module's state holds a {type(tree).__name__}, which no file can hold")
+    raise NotStorable(f"a module's state holds a {type(tree).__name__}, which can't be stored in a file")
 
 
 def _unflatten(stored: Any, arrays: Mapping[str, mx.array]) -> Any:
@@ -173,7 +175,7 @@ class StateForm:
             raise BadFile(f"its description can't be read: {error}") from error
         names |= self.arrays.keys() if entry.is_tail else set()
         if found.keys() != names:
-            raise BadFile("it has other arrays than the model's states")
+            raise BadFile("its arrays differ from those of the model's states")
 
     def _check_span(self, entry: Entry, stored: Any, found: Mapping[str, Outline]) -> set[str]:
         """The names of a span's arrays."""
@@ -230,7 +232,7 @@ class _SnapshotCheck:
             # how many tokens it has seen, its settings, and where in its arrays the next one goes
             is_in_bounds = not numbers or (0 <= numbers[0] <= self.length and 0 <= numbers[-1] <= held)
             if len(numbers) != len(others) or numbers[1:-1] != others[1:-1] or not is_in_bounds:
-                raise BadFile("the cache of a module has other numbers than the model's")
+                raise BadFile("the cache of a module has other settings than the model's")
         elif isinstance(expected, dict) and "array" in expected:
             self._same(stored, expected)
         elif isinstance(expected, dict | list):

@@ -99,7 +99,7 @@ def _normal_content(message: ChatMessage) -> tuple[ContentPart, ...]:
         return _as_text_part(content_text(message))
     if message.role not in ("user", "tool"):
         param = media[0].param
-        raise UnsupportedField(f"{param}: only a user or a tool shows media", param=param)
+        raise UnsupportedField(f"{param}: only messages of a user or a tool may hold media", param=param)
     return tuple(part for part in message.content if isinstance(part, MediaPart) or part.text)
 
 

@@ -138,7 +138,7 @@ class _CallObject:
             elif key in _OTHER_KEYS:
                 yield from LiteralReader(reader, ignore).value(ANY)
             else:
-                raise NotACall(None if self._schema is None else "a member that no call has")
+                raise NotACall(None if self._schema is None else "an unknown field of a call")
             yield from reader.skip_space()
             if (yield from reader.take("}")):
                 return True
@@ -205,7 +205,7 @@ def read_arguments(reader: Reader, schema: Schema, write: Write, ends: Sequence[
     inner = Reader(text, ended=True)
     run_to_end(read_arguments(inner, schema, write))
     if run_to_end(inner.skip_space()):
-        raise NotACall("arguments with something behind them")
+        raise NotACall("text after the arguments")
 
 
 def take_null(reader: Reader) -> Reading[bool]:

@@ -219,7 +219,7 @@ class LiteralReader:
         elif json_text is None and self._spelling.bare and text:
             json_text = convert(text, schema)
         if json_text is None:
-            raise NotACall("a value is missing or none that can be read")
+            raise NotACall("a value is missing or unreadable")
         self._write(json_text)
 
     def _scalar_text(self) -> Reading[str]:

@@ -104,7 +104,7 @@ def _library() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuntimeError(f"CUDA's run-time compiler is not here: none of {', '.join(_LIBRARIES)} can be loaded")
+    raise RuntimeError(f"CUDA's run-time compiler (NVRTC) is missing: none of {', '.join(_LIBRARIES)} can be loaded")
 
 
 @cache

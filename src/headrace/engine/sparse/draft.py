@@ -225,7 +225,9 @@ def _token_ids(directory: Path) -> dict[str, int]:
             return {**vocabulary, **added}
         return {**{piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}, **added}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}, which a draft's is compared with, can't be read: {error}") from error
+        raise ModelError(
+            f"{path} can't be read, so the draft's vocabulary can't be compared with it: {error}"
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} holds no vocabulary that could be compared") from error
 

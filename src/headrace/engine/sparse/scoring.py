@@ -44,7 +44,7 @@ def importance(state: SequenceState, recorder: QueryRecorder, length: int) -> np
             best = smooth if best is None else mx.maximum(best, smooth)
             mx.eval(best)
     if best is None:
-        raise ValueError("no layer has told what the tokens ask")
+        raise ValueError("no layer has recorded queries of the tokens")
     return np.array(best.mean(axis=0))
 
 

@@ -35,9 +35,9 @@ def select(
     neighbours: see NEIGHBOURS; with 0 chunks are ranked as in the paper. Raises ValueError for invalid input.
     """
     if not len(importance) or not np.isfinite(importance).all():
-        raise ValueError("there has to be a finite importance for each token, and at least one token")
+        raise ValueError("there must be at least one token, and every token needs a finite importance")
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"the share of tokens to keep has to be over 0 and at most 1, not {share}")
+        raise ValueError(f"the share of tokens to keep must be over 0 and at most 1, not {share}")
     kept = _protected(protected, start, start + len(importance))
     free = np.flatnonzero(~kept)
     room = int(share * len(free) + 1e-9)
