@@ -82,7 +82,7 @@ def run(config: Config) -> None:
         if not session.takes_chats:
             raise ConfigError(f"{engine.model.name} has no chat template: it is a base model, for completions only")
         if (purpose := purpose_by_name(engine.model.name)) is not None:
-            print(f"by its name this is {purpose}: its answers may make no sense")
+            print(f"by its name this is {purpose}: its answers may be useless")
         print(f"{engine.model.name}; /help lists the commands")
         with asyncio.Runner() as runner:
             _talk(config, LocalChat(session), runner)

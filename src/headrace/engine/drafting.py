@@ -61,16 +61,16 @@ class DrafterSetup:
 
 
 class StepReports:
-    """Reports the results of each step's drafts to the speculator, with the time that the step took.
+    """Reports the results of each step's drafts to the speculator, with the step's time.
 
-    That is the time between the last step's tokens and its own, because the device may have computed all the while,
-    without the time in which the loop looks for other work.
+    A step's time is that from the last step's tokens to its own, since the device may compute all the while, less the
+    loop's time between the steps.
     """
 
     def __init__(self, speculator: Speculator | None) -> None:
         self._speculator = speculator
         self._started_at = self._known_at = self._drafting_s = 0.0
-        """When the step began, when its tokens were known, and how long proposing drafts took after the last one."""
+        """When the step began, when its tokens were known, and how long the last proposal of drafts took."""
         self._is_mixed = self._was_mixed = True
         """Whether this and the last step held more than decoding rows, or failed: then times are not representative."""
 
@@ -79,7 +79,7 @@ class StepReports:
         self._started_at = time.monotonic()
 
     def finish(self, windows: Sequence[Window]) -> None:
-        """The tokens of the step are known."""
+        """Report a step whose tokens are known now."""
         self._known_at = time.monotonic()
         if self._speculator is None:
             return
@@ -104,7 +104,7 @@ class StepReports:
         )
 
     def drafted(self) -> None:
-        """Drafts have been proposed for the next step."""
+        """Note that drafts have been proposed for the next step."""
         self._drafting_s = time.monotonic() - self._known_at
 
 

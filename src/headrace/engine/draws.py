@@ -14,7 +14,7 @@ from headrace.sampling.sampler import SamplingRow, sample
 from headrace.types.events import TokenLogprobs
 
 
-@dataclass(slots=True)  # not frozen, like Drawn: that costs five times as much, for each row in each step
+@dataclass(slots=True)  # not frozen, like Drawn: that takes five times as long to make, for each row of each step
 class LogitPosition:
     """A token to sample: its row in the step's logits, and how. num_top: see GenerationRequest."""
 

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 def isolate(
     rows: Iterable[Row], work: Callable[[Row], Result], failed: Callable[[Row, Exception], Result]
 ) -> list[Result]:
-    """Results of `work` by row. A row whose work raises fails alone: `failed` handles the error and gives its result.
+    """Results of `work` by row. A row whose work raises fails alone: `failed` handles the error and returns its result.
 
     A function around all rows, since a context manager would cost each row three calls in each step.
     """
@@ -32,7 +32,7 @@ def isolate(
 
 @contextmanager
 def boundary(failed: Callable[[Exception], None]) -> Iterator[None]:
-    """Around work that must not end what goes on beside it: `failed` handles its error."""
+    """An exception boundary around side work: `failed` handles its error, and the caller continues."""
     try:
         yield
     except Exception as error:
@@ -40,12 +40,12 @@ def boundary(failed: Callable[[Exception], None]) -> Iterator[None]:
 
 
 def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
-    """Of the chunk and its forks."""
+    """A failure for the chunk and for each of its forks."""
     return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
 
 
 def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
-    """Of a sequence without a token at some position."""
+    """The failure of a sequence for which no token could be drawn."""
     if constraint is not None:
         return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
     error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")

@@ -18,7 +18,7 @@ from headrace.speculate.drafts import packed_ids
 
 
 def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]) -> mx.array:
-    """`[n, vocab_size]`, with each window's `lo` its first row among them. rows: of the windows not computed ahead."""
+    """Logits `[n, vocab_size]` of all windows; sets `lo` of each. rows: of the windows that were not launched ahead."""
     parts: list[mx.array] = []
     picks: list[int] = []
     lo = num_tokens = 0
@@ -58,20 +58,20 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
             one.live.state.commit(one.num_tokens)
             one.is_committed = True
     drawing = [one for one in windows if one.num_draws]
-    going = [(at, one.live, row) for at, one in enumerate(drawing) if (row := one.next_row) is not None]
-    if not going:
+    continuing = [(at, one.live, row) for at, one in enumerate(drawing) if (row := one.next_row) is not None]
+    if not continuing:
         return
-    for _, live, _ in going:
+    for _, live, _ in continuing:
         live.state.begin(1, num_certain=0)
-    rows = [row for _, _, row in going]
-    logits = model.forward(rows, range(len(rows)), pick(draws.tokens, [at for at, _, _ in going]))
+    rows = [row for _, _, row in continuing]
+    logits = model.forward(rows, range(len(rows)), pick(draws.tokens, [at for at, _, _ in continuing]))
     mx.async_eval(logits, model.unevaluated(rows))
-    for at, (_, live, _) in enumerate(going):
+    for at, (_, live, _) in enumerate(continuing):
         live.ahead = Ahead(logits, at)
 
 
 def confirm(live: LiveSequence, token_id: int) -> None:
-    """Close the window of a token that was launched before it was known; one that ends the answer leaves nothing."""
+    """Commit a token that was launched before it was known; if it ends the answer, drop it."""
     if token_id == NO_TOKEN:
         live.is_sound = False  # the state has continued from an invalid token
     elif token_id in live.request.stop_token_ids:

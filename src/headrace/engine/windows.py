@@ -29,7 +29,7 @@ from headrace.types.step import Chunk, ChunkResult
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A row of logits `[n, vocab_size]`: what follows a sequence's last known token, computed before it was known."""
+    """A row of logits `[n, vocab_size]` after a sequence's last token, launched before that token was known."""
 
     logits: mx.array
     row: int
@@ -56,7 +56,7 @@ class LiveSequence:
     positions: TokenPositions | None = None
     recorder: QueryRecorder | None = None
     ahead: Ahead | None = None
-    """Then the state has all known tokens, and not one fewer."""
+    """If set, the state has computed all known tokens, else all but the last."""
     is_sound: bool = True
     """Whether the state matches the tokens; false after a failure."""
     record: SequenceRecord | None = None
@@ -96,7 +96,7 @@ class LiveSequence:
 
     @property
     def room(self) -> int:
-        """How many drafts its output has room for besides a sampled token."""
+        """Drafts that its output has room for, besides a sampled token."""
         if self.token_ids[-1] in self.request.stop_token_ids:
             return 0
         return self.request.max_tokens - self.num_output - 1
@@ -117,11 +117,11 @@ class Window:
     draft_ids: None as long as only the device knows them.
     masks: allowed tokens at each position; None if all are allowed, or before `limit`.
     media: among the window's tokens; None in a sequence without.
-    following: prompt tokens whose log-probabilities are due, those that the chunk's own predict; then each of these
-    needs logits.
+    following: prompt tokens after those of the chunk, if log-probabilities of prompt tokens are requested: then all
+    tokens of the chunk need logits.
     lo: its first row among the step's logits.
-    ahead: its logits, if they were computed ahead.
-    is_committed: the state has taken over its tokens, which then are certain.
+    ahead: its logits, if they were launched with the last step.
+    is_committed: the state has committed its tokens, which are all certain.
     error: why the row failed.
     gained, forked: tokens that the sequence gains, and the first one of each fork.
     """
@@ -152,7 +152,7 @@ class Window:
 
     @property
     def next_row(self) -> Row | None:
-        """The row of the token that is being drawn, if another will follow unless it ends the answer, and fits."""
+        """The row for the token being drawn; None if the answer surely ends with it, or the state has no room."""
         live = self.live
         if live.num_output + 1 >= live.request.max_tokens or not live.state.has_room(1):
             return None
@@ -170,15 +170,15 @@ class Window:
 
     @property
     def row(self) -> Row:
-        """What the model computes; drafts known only to the device are placeholders."""
-        token_ids = self.chunk.token_ids + self._likely_drafts
+        """The tokens that the model computes; zeros stand for drafts that only the device knows."""
+        token_ids = self.chunk.token_ids + self._draft_placeholders
         # a chunk inside a prompt has no token whose queries are wanted
         recorder = self.live.recorder if self.chunk.samples else None
         are_known = not self.num_drafts or self.draft_ids is not None
         return Row(self.live.state, token_ids, self.media, self.live.positions, recorder, are_known)
 
     @property
-    def _likely_drafts(self) -> tuple[int, ...]:
+    def _draft_placeholders(self) -> tuple[int, ...]:
         return (0,) * self.num_drafts if self.draft_ids is None else self.draft_ids
 
     @property
@@ -193,14 +193,14 @@ class Window:
     def positions(self) -> list[LogitPosition]:
         """Where tokens are drawn: before each draft and after the last, then for each fork.
 
-        None if the chunk ends inside a prompt. Forks are drawn from the logits that the chunk itself is drawn from.
+        Empty if the chunk ends inside a prompt. Forks are drawn from the same logits as the chunk's own token.
         Makes the masks, which take longer than the rest of a window. Raises GenerationFailed.
         """
         if not self.chunk.samples:
             return []
         if self.live.constraint is not None and self.draft_ids is not None:
             self.masks = self.live.constraint.window(self.draft_ids).masks
-        rows = window_rows(self.live.settings, self._likely_drafts, self.masks)
+        rows = window_rows(self.live.settings, self._draft_placeholders, self.masks)
         first = self.lo + self.num_logits - len(rows)
         num_top = self.live.request.num_logprobs
         positions = [LogitPosition(first + offset, row, num_top) for offset, row in enumerate(rows)]
@@ -214,7 +214,7 @@ class Window:
         return PromptLogprobs(own, self.following, self.live.request.num_prompt_logprobs or 0)
 
     def fail(self, error: Exception) -> list[LogitPosition]:
-        """Let the row fail when the step's results are taken over; nothing is drawn for it."""
+        """Mark the row as failed: nothing is drawn for it, and it fails once the step has ended."""
         self.error = error
         return []
 
@@ -224,9 +224,9 @@ class Window:
         self.gained, self.forked = self._accepted(drawn[:num_own]), drawn[num_own:]
 
     def _accepted(self, drawn: Sequence[Drawn]) -> Sequence[Drawn]:
-        """The token after the last right draft, and these drafts, up to the first stop token.
+        """The accepted drafts and the token after them, up to the first stop token.
 
-        Right drafts after a stop token are of no use, and the state must not run past the answer's end.
+        Accepted drafts after a stop token are useless, and the state must not go past the answer's end.
         """
         if len(drawn) < 2:
             return drawn

@@ -10,15 +10,15 @@ from headrace.scheduler.waiting import WaitingQueue
 from headrace.types.status import WaitReason
 
 ROOM = {WaitReason.ROWS, WaitReason.MEMORY}
-"""What a request lacks that no other may overtake."""
+"""What a request waits for without letting others overtake it."""
 
 
 class Rows:
     """Sequences that have started and not ended, oldest first.
 
-    A decoding one is preempted if there are no bytes for its next token or for an older one's, or if another request's
-    turn has come; a checkpoint of its state is kept. It resumes once there is room. The oldest always has bytes, and no
-    request starts while a started sequence lacks them.
+    A decoding one is preempted if memory is short for its next token or an older sequence's, or if it is another
+    request's turn; a checkpoint of its state is kept. It resumes once there is room. The oldest always has memory, and
+    no request starts while a started sequence lacks it.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Rows:
         self._started: dict[str, Sequence] = {}
         self._preempted: list[str] = []
         self._held_back: dict[str, WaitReason] = {}
-        """Requests and preempted sequences that were tried for the next step, and why they wait, by id."""
+        """Requests and preempted sequences that could not start or resume for the next step, and why, by id."""
         self.num_preemptions = 0
-        """How often a sequence was preempted."""
+        """Preemptions of sequences so far."""
 
     def running(self) -> list[Sequence]:
         """Sequences that hold rows."""
@@ -123,13 +123,13 @@ class Rows:
                 none_may_start |= lacking in ROOM
 
     def _next_preempted(self) -> Sequence | None:
-        """The next in turn of those preempted before this step; ties: the oldest."""
+        """The next to resume of those preempted before this step; ties: the oldest."""
         passed = {*self._held_back, *self._preempted}
         preempted = [each for each in self._started.values() if each.is_preempted and each.id not in passed]
         return min(preempted, key=lambda each: self._waiting.turn(each.request), default=None)
 
     def _resume(self, sequence: Sequence) -> WaitReason | None:
-        """Resume a preempted sequence, if need be by preempting others. Returns why not, if it must wait."""
+        """Resume a preempted sequence, if necessary by preempting others. Returns why it must wait, if so."""
         has_row = self._admission.has_rows(1)
         preempted = self._admission.resume(sequence, self._started.values())
         if isinstance(preempted, WaitReason):
@@ -140,14 +140,14 @@ class Rows:
         return None
 
     def _start(self, live: LiveRequest) -> WaitReason | None:
-        """Start a request, if need be by preempting others. Returns why not, and changes nothing, if it must wait."""
+        """Start a request, if necessary by preempting others. Returns why it must wait, if so, and changes nothing."""
         has_row = self._admission.has_rows(1)
         preempted = self._admission.admit(live, self._started.values())
         if isinstance(preempted, WaitReason):
             return preempted
         plan = self._stages.prepare(live.request)
         if isinstance(plan, WaitReason):
-            # others may slip past: what it waits for is already running
+            # others may overtake it: what it waits for is already in progress
             self._admission.withdraw(live, preempted)
             return plan
         self._preempt(preempted, lacks_bytes=False)
