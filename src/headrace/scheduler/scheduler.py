@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, MemoryBudget, expected_output_tokens
-from headrace.scheduler.answers import check_answers
 from headrace.scheduler.live_request import LiveRequest, Sequence
 from headrace.scheduler.prefill import PrefillTurns, first_in_turn
 from headrace.scheduler.rows import Rows
 from headrace.scheduler.stages import PromptStages, Stage
+from headrace.scheduler.step_result import check_result
 from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN, StepTimeModel
 from headrace.scheduler.waiting import FairShares, WaitingQueue
 from headrace.types.events import TokenOutput
@@ -192,7 +192,7 @@ class Scheduler:
         once with consistent counts.
         """
         stepped = {chunk.request_id: self._live[chunk.request_id] for chunk in self._planned}
-        check_answers(self._planned, result, {name: live.request for name, live in stepped.items()})
+        check_result(self._planned, result, {name: live.request for name, live in stepped.items()})
         chunks, self._planned = self._planned, ()
         if not result.failures:
             prompts = [chunk for chunk in chunks if chunk.output_index == 0]

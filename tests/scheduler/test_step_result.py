@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from scheduler.made_up import AMPLE, answer, request
 
-from headrace.scheduler.answers import check_answers
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_result import check_result
 from headrace.types.events import TokenLogprobs, TokenOutput
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
 
@@ -39,7 +39,7 @@ def test_a_result_that_does_not_fit_the_plan_is_refused_whole(result: StepResult
 def test_a_chunk_inside_a_prompt_may_not_gain_tokens() -> None:
     chunk = Chunk("a", "a", 0, (1, 2), samples=False)
     with pytest.raises(ValueError, match="does not sample"):
-        check_answers([chunk], StepResult((ChunkResult("a", 2, (7,)),)), {"a": request("a", 40)})
+        check_result([chunk], StepResult((ChunkResult("a", 2, (7,)),)), {"a": request("a", 40)})
 
 
 def test_accepted_drafts_are_gained_as_well() -> None:
@@ -48,9 +48,9 @@ def test_accepted_drafts_are_gained_as_well() -> None:
     for num_accepted in range(3):
         gained = (8, 9, 7)[: num_accepted + 1]
         fitting = ChunkResult("a", 1 + num_accepted, gained, num_verified=2)
-        check_answers([chunk], StepResult((fitting,)), requests)
+        check_result([chunk], StepResult((fitting,)), requests)
         with pytest.raises(ValueError, match="do not fit"):
-            check_answers([chunk], StepResult((replace(fitting, token_ids=gained[1:]),)), requests)
+            check_result([chunk], StepResult((replace(fitting, token_ids=gained[1:]),)), requests)
 
 
 @pytest.mark.parametrize(("num_verified", "num_accepted"), [(3, 1), (1, 2), (0, 1), (2, -1)])
@@ -60,7 +60,7 @@ def test_no_more_drafts_are_right_than_were_verified_and_no_more_verified_than_p
     chunk = Chunk("a", "a", 2, (7,), num_drafts=2, output_index=1)
     result = ChunkResult("a", 1 + num_accepted, (7,) * (num_accepted + 1), num_verified=num_verified)
     with pytest.raises(ValueError, match="do not fit"):
-        check_answers([chunk], StepResult((result,)), {"a": request("a", 2)})
+        check_result([chunk], StepResult((result,)), {"a": request("a", 2)})
 
 
 FORKING = Chunk("a/0", "a", 0, (100, 101), forks=("a/1",))
@@ -80,9 +80,9 @@ FIRST = ChunkResult("a/0", 2, (7,))
 )
 def test_a_fork_is_answered_once_and_with_one_token(results: tuple[ChunkResult, ...], message: str) -> None:
     requests = {"a": request("a", 2, n=2)}
-    check_answers(StepPlan((FORKING,)).chunks, StepResult((FIRST, ChunkResult("a/1", 0, (7,)))), requests)
+    check_result(StepPlan((FORKING,)).chunks, StepResult((FIRST, ChunkResult("a/1", 0, (7,)))), requests)
     with pytest.raises(ValueError, match=message):
-        check_answers([FORKING], StepResult(results), requests)
+        check_result([FORKING], StepResult(results), requests)
 
 
 @pytest.mark.parametrize("num_given", [0, 1, 2])
@@ -97,10 +97,10 @@ def test_every_gained_token_has_its_logprobs_if_they_are_asked_for(
     first = ChunkResult("a/0", 2, (7,), fitting if is_fork else given)
     fork = ChunkResult("a/1", 0, (7,), given if is_fork else fitting)
     if given == fitting:
-        check_answers([FORKING], StepResult((first, fork)), requests)
+        check_result([FORKING], StepResult((first, fork)), requests)
     else:
         with pytest.raises(ValueError, match="log-probabilities of the output"):
-            check_answers([FORKING], StepResult((first, fork)), requests)
+            check_result([FORKING], StepResult((first, fork)), requests)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_prompt_logprobs_are_due_for_what_the_chunk_predicts_of_the_prompt(
         gained = (7,) if samples else ()
         result = StepResult((ChunkResult("a", num_tokens, gained, prompt_logprobs=(SCORE,) * num_given),))
         if num_given == num_due:
-            check_answers([chunk], result, requests)
+            check_result([chunk], result, requests)
         else:
             with pytest.raises(ValueError, match="of the prompt"):
-                check_answers([chunk], result, requests)
+                check_result([chunk], result, requests)
