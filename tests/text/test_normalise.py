@@ -153,7 +153,7 @@ def test_media_stay_when_turns_are_merged() -> None:
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_media_that_are_not_a_user_s_are_refused_by_name(role: Any) -> None:
-    with pytest.raises(UnsupportedField, match="only a user or a tool") as refused:
+    with pytest.raises(UnsupportedField, match="only messages of a user or a tool") as refused:
         normalise((ChatMessage(role, (TextPart("look"), PICTURE)),), ANYWHERE, "stable")
     assert refused.value.param == PICTURE.param
 
