@@ -437,3 +437,31 @@ def test_a_context_that_was_not_timed_takes_what_the_nearest_similar_one_did() -
     assert times.undrafted_s(50_000) == 0.05
     assert times.undrafted_s(1900) == 0.01
     assert times.undrafted_s(8000) is None
+
+
+def test_drafts_that_lost_time_for_many_rows_say_nothing_about_one() -> None:
+    """They were wrong 20 times for 32 rows; one row's likely draft costs 6 % of a step and gains 0.8 of one."""
+    planner = DepthPlanner()
+    for num_rows in (32, 1):
+        context = 1000 * num_rows
+        measure(planner.times(num_rows), gpu(StepShape(num_rows, 0, 0, context)), num_context=context)
+    many, one = [forecast(0.8)] * 32, [forecast(0.8)]
+    for _ in range(20):
+        observe(planner, many, [1] * 32, 32, 10 * gpu(StepShape(32, 32, 1, 32_000)))
+    assert planner.plan(many) == (0,) * 32
+    assert planner.is_due(one) and planner.plan(one) == (1,)
+
+
+def test_disturbed_drafts_are_tried_again_once_their_times_are_forgotten() -> None:
+    """Ten steps took ten times their time. At 1.5 % of a step a piece, owing it all would take 6,000 steps."""
+    planner, rows = DepthPlanner(), [forecast(0.8)]
+    measure(planner.times(1), gpu(StepShape(1, 0, 0, 1000)), num_context=1000)
+    measure(planner.times(1), gpu(StepShape(1, 1, 1, 1000)), 1, 1, 1000)
+    for _ in range(10):
+        observe(planner, rows, [1], 1, 10 * gpu(StepShape(1, 1, 1, 1000)))
+    drafted_at = None
+    for step in range(1000):
+        if drafted_at is None and planner.is_due(rows) and any(planner.plan(rows)):
+            drafted_at = step
+        observe(planner, rows, [0], 1, gpu(StepShape(1, 0, 0, 1000)))
+    assert drafted_at is not None

@@ -3,8 +3,9 @@
 A step's time depends on how many drafts it verifies, not on whose, so the likeliest drafts go first, over all rows:
 each number of drafts has one best choice, and the planner takes the number with the most tokens per second.
 
-One budget (a token bucket) pays for whatever may be slower than never drafting: wrong drafts, attempts that find none,
-and drafts made to learn how likely they are. A share of the time flows into it, and what accepted drafts gain.
+A budget (a token bucket) pays for whatever may be slower than never drafting: wrong drafts, attempts that find none,
+and drafts made to learn how likely they are. A share of the time flows into it, and what accepted drafts gain. Each
+number of rows has its own, in buckets: drafts that lost time for 32 rows say nothing about one row.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from operator import itemgetter
@@ -55,40 +57,56 @@ class DraftForecast(NamedTuple):
     num_context: int
 
 
+@dataclass(slots=True)
+class _Load:
+    """What is known of steps of about the same number of rows.
+
+    due_at, useful_at: the budget from which on an attempt is due, and the least with which the last one would have made
+    drafts.
+    """
+
+    times: StepTimes
+    budget: float = _FIRST_BUDGET
+    due_at: float = 0.0
+    useful_at: float = 0.0
+
+
 class DepthPlanner:
     """Plans the drafts of a step for all rows together. Affects only the speed, never the output."""
 
     def __init__(self) -> None:
-        self._times: dict[int, StepTimes] = {}
-        self._budget = _FIRST_BUDGET
-        self._due_at = self._useful_at = 0.0
-        """The budget from which on an attempt is due, and the least with which the last one would have made drafts."""
+        self._loads: dict[int, _Load] = {}
         self._since_timed = 0
         """Steps with drafts."""
         self._num_undrafted = 0
         """Consecutive steps without drafts."""
 
     def times(self, num_rows: int) -> StepTimes:
-        """What is known of steps of about this many rows."""
-        if (found := self._times.get(bucket(num_rows))) is None:
-            found = self._times[bucket(num_rows)] = StepTimes(num_rows)
+        """What is known of the times of steps of about this many rows."""
+        return self._load(num_rows).times
+
+    def _load(self, num_rows: int) -> _Load:
+        if (found := self._loads.get(bucket(num_rows))) is None:
+            found = self._loads[bucket(num_rows)] = _Load(StepTimes(num_rows))
         return found
 
     def is_due(self, rows: Sequence[DraftForecast]) -> bool:
-        return self._budget >= self._due_at and not self._is_timing(rows)
+        load = self._load(len(rows))
+        return load.budget >= load.due_at and not self._is_timing(rows)
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
-        self._useful_at = math.inf
+        load = self._load(len(rows))
+        load.useful_at = math.inf
         if not any(row.survival for row in rows) or self._is_timing(rows):
             return (0,) * len(rows)
-        fastest, self._useful_at = self._fastest(rows)
+        fastest, load.useful_at = self._fastest(rows, load.budget)
         if any(fastest):
             return fastest
         tried = _likeliest(rows)
         needed = min(_TRY_RESERVE * self._cost(rows, sum(tried), _head_depth(rows, tried)), _FULL_BUDGET)
-        self._useful_at = min(self._useful_at, needed)
-        return tried if self._budget >= needed else fastest
+        load.useful_at = min(load.useful_at, needed)
+        return tried if load.budget >= needed else fastest
 
     def _is_timing(self, rows: Sequence[DraftForecast]) -> bool:
         """Whether the next step has no drafts because the time without them is unknown, or was measured long ago."""
@@ -99,7 +117,7 @@ class DepthPlanner:
         """What these drafts cost at most if all are wrong, in steps without drafts."""
         return self.times(len(rows)).upper_bound(num_drafts, head_depth) - 1
 
-    def _fastest(self, rows: Sequence[DraftForecast]) -> tuple[tuple[int, ...], float]:
+    def _fastest(self, rows: Sequence[DraftForecast], budget: float) -> tuple[tuple[int, ...], float]:
         """The affordable choice with the most tokens per second, and the least cost of one that should pay off."""
         times, ranked, least_cost = self.times(len(rows)), _ranked(rows), math.inf
         fastest, chosen = float(len(rows)), list[_Draft]()
@@ -112,7 +130,7 @@ class DepthPlanner:
                     continue
                 cost = self._cost(rows, number, head_depth)
                 least_cost = min(least_cost, cost)
-                if cost <= self._budget:
+                if cost <= budget:
                     fastest, chosen = speed, choice[:number]
         counts = Counter(draft.row for draft in chosen)
         return tuple(counts[row] for row in range(len(rows))), least_cost
@@ -142,7 +160,8 @@ class DepthPlanner:
             self._since_timed = 0
         if not rows:
             return
-        times, num_context = self.times(len(rows)), _num_context(rows)
+        load, num_context = self._load(len(rows)), _num_context(rows)
+        times = load.times
         if is_timed and is_usual:
             times.observe_undrafted(num_context, seconds)
         elif is_timed and has_attempted:
@@ -156,10 +175,10 @@ class DepthPlanner:
             # measured ones are charged what they usually take: this step may have been disturbed, as others are
             taken = min(seconds / undrafted_s, 2 * taken)
         # losses beyond what the budget was to cover were disturbances
-        self._budget = min(max(self._budget + _BUDGET_SHARE * gained + gained - taken, 0.0), _FULL_BUDGET)
+        load.budget = min(max(load.budget + (1 + _BUDGET_SHARE) * gained - taken, 0.0), _FULL_BUDGET)
         if has_attempted:
-            again_at = self._budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
-            self._due_at = 0.0 if num_gained > len(rows) else min(self._useful_at, again_at, _FULL_BUDGET)
+            again_at = load.budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
+            load.due_at = 0.0 if num_gained > len(rows) else min(load.useful_at, again_at, _FULL_BUDGET)
 
 
 class _Draft(NamedTuple):
