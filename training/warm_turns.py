@@ -27,6 +27,7 @@ from headrace.prefix.key import cache_key
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.text.template import ChatTemplate
 from headrace.types.chat import ChatRequest
+from headrace.types.model import ModelTraits
 
 _WORDS = "the boat ship carries salt grain to berth nine on friday red blue coffee captain rope sail crew dock".split()
 _CONTEXT = 1_000_000
@@ -52,7 +53,7 @@ class Conversation:
 
     @property
     def request(self) -> ChatRequest:
-        return read_chat_completion(self.body, max_model_len=_CONTEXT).request
+        return read_chat_completion(self.body, ModelTraits(_CONTEXT)).request
 
     def _add(self, num_characters: int) -> None:
         text = ""
@@ -71,7 +72,7 @@ def turn_ms(template: ChatTemplate, body: bytes) -> tuple[dict[str, float], int]
         times[part] = (time.process_time() - started) * 1e3
         return result
 
-    call = timed("body", read_chat_completion, body, max_model_len=_CONTEXT)
+    call = timed("body", read_chat_completion, body, ModelTraits(_CONTEXT))
     prompt = timed("prompt", template.render, call.request, max_model_len=_CONTEXT)
     timed("key", cache_key, prompt.token_ids)
     return times, len(prompt.token_ids)

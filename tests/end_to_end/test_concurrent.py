@@ -1,7 +1,7 @@
 """Eight clients at once over HTTP: each gets what it would get alone, while one goes away and one breaks."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import openai
@@ -11,8 +11,8 @@ from loopback import serving
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.engine.runner import Runner
+from headrace.engine.windows import Window
 from headrace.session.session import Session
-from headrace.state.sequence import SequenceState
 from headrace.types.request import GenerationRequest
 from headrace.types.step import Chunk
 
@@ -68,10 +68,10 @@ async def go_away(client: openai.AsyncOpenAI, request: dict) -> None:
 async def test_eight_clients_get_their_solo_answers(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Runner._begin
 
-    def poisoned(self: Runner, chunk: Chunk, request: GenerationRequest) -> SequenceState:
-        if request.sampling.seed == 666 and chunk.start:
+    def poisoned(self: Runner, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
+        if requests[chunk.request_id].sampling.seed == 666 and chunk.start:
             raise ValueError(POISON)
-        return begin(self, chunk, request)
+        return begin(self, requests, chunk)
 
     monkeypatch.setattr(Runner, "_begin", poisoned)
     async with (
