@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import socket
 from typing import Any
 
@@ -182,6 +183,12 @@ def test_patterns_take_time_that_grows_with_the_text_only() -> None:
 )  # fmt: skip
 def test_a_pattern_is_found_where_the_language_says(pattern: str, text: str, expected: bool) -> None:
     assert is_found(pattern, text) is expected
+
+
+@pytest.mark.parametrize("other", [*map(chr, range(0x100)), "\u2028", "\ufeff", "\U0001f600"])
+def test_a_pattern_is_found_beside_any_character(other: str) -> None:
+    assert re.search("[0-9]+[q-s]", f"{other}3r{other}")
+    assert is_found("[0-9]+[q-s]", f"{other}3r{other}") is True
 
 
 def test_a_check_that_takes_too_long_gives_up() -> None:

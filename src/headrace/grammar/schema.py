@@ -211,7 +211,8 @@ def is_found(pattern: str, text: str) -> bool | None:
     if compiled.is_error():
         return None
     matcher = compiled.deep_copy()
-    quoted = json.dumps(text, ensure_ascii=False).encode()
+    # llguidance's strings have DEL only as an escape
+    quoted = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F").encode()
     return matcher.try_consume_tokens(list(quoted)) == len(quoted) and bool(matcher.is_accepting())
 
 
