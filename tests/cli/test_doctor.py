@@ -47,7 +47,7 @@ def test_a_model_that_fits_has_a_context_and_room_for_requests() -> None:
     # 12 GB may be used, 5 are weights. A token takes 128 KiB; slots are powers of two: 32,768 tokens take 4.29 GB.
     assert list(fit(preview(5 * GB), GPU, 0.5, "auto").lines()) == [
         "fits: 5.00 GB of weights, 12.00 GB of memory may be used",
-        "context: 32768 tokens, its own is 131072; 1 such requests at a time, 4.29 GB each",
+        "context: 32768 tokens, the model's is 131072; 1 such requests at a time, 4.29 GB each",
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_model_of_the_hub_is_judged_without_its_weights_and_named_without_a_ne
         done = run_doctor("owner/name", tmp_path / "home", hub.url)
         assert done.returncode == 0, done.stderr
         assert "fits: 0.05 GB of weights, " in done.stdout
-        assert "context: 4096 tokens, all of its own" in done.stdout
+        assert "context: 4096 tokens, the model's full context" in done.stdout
         assert "to fetch: 0.05 GB; " in done.stdout
         assert "`headrace serve owner/name` fetches the weights" in done.stdout
         assert hub.downloaded == {"config.json"}

@@ -102,7 +102,7 @@ class Fit:
         if self.state_bytes is not None:
             left = self.usable_bytes - self.held_bytes
             context = fitting_context(left, self.state_bytes, self.own_context)
-            share = "all of its own" if context == self.own_context else f"its own is {self.own_context}"
+            share = "the model's full context" if context == self.own_context else f"the model's is {self.own_context}"
             each = self.state_bytes(context)
             yield f"context: {context} tokens, {share}; {left // each} such requests at a time, {_gb(each)} each"
         if self.missing_bytes:

@@ -28,7 +28,7 @@ NEAR_TOKENS = 16
 """Behind a snapshot no other one is taken within so many tokens: requests that continue there compute them again.
 
 A generation prompt is that short, so the state behind it helps only requests for another answer to the same prompt. At
-Qwen3.5-4B's shape a snapshot takes 50 MB, and its copy as long as computing some ten tokens.
+Qwen3.5-4B's shape a snapshot takes 50 MB.
 """
 
 
