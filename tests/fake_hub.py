@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _files(folder: Path) -> list[dict[str, object]]:
-    """As the hub lists a repository and its tree; each listing has a field of its own for a file's name."""
+    """As the hub lists a repository and its tree; the two listings name a file in different fields."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     names = [str(file.relative_to(folder)) for file in files]
     return [
