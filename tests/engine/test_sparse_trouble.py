@@ -14,7 +14,8 @@ from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
-from headrace.engine.loop import Abort, Accepted, Command, Inspect, Loop, OutputQueue, Stop, Submit
+from headrace.engine.delivery import Accepted, OutputQueue
+from headrace.engine.loop import Abort, Command, Inspect, Loop, Stop, Submit
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import draft as draft_module
 from headrace.engine.sparse.draft import Scored, SparseDraft
@@ -106,6 +107,11 @@ class Here:
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *given: object) -> None:
         callback(*given)
+
+    call_soon = call_soon_threadsafe
+
+    def is_closed(self) -> bool:
+        return False
 
 
 class Scenario:

@@ -1,6 +1,6 @@
 """The engine's async facade.
 
-    asyncio ── Submit, Abort, Inspect ──▶ inbox ──▶ the engine's thread ──▶ one asyncio queue per request
+    asyncio ── Submit, Abort, Inspect ──▶ inbox ──▶ the engine's thread ──▶ one queue per request
 
 MLX ties arrays to the thread that made them, so that thread also loads the model.
 """
@@ -12,15 +12,18 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
 
 from headrace.config import Config
-from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Item, OutputQueue, Stop, Submit
+from headrace.engine.delivery import Item, OutputQueue
+from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Stop, Submit
 from headrace.engine.prepare import prepare
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
@@ -42,9 +45,25 @@ def _call(event_loop: asyncio.AbstractEventLoop, take: Callable[[Answer], None],
         event_loop.call_soon_threadsafe(take, value)
 
 
+def _joined(first: TokenOutput, second: Item) -> TokenOutput | None:
+    """Both as one output; None if the second is not an output of the same choice."""
+    if not isinstance(second, TokenOutput) or second.choice != first.choice:
+        return None
+    return replace(
+        first,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        num_drafted=first.num_drafted + second.num_drafted,
+        num_accepted=first.num_accepted + second.num_accepted,
+        finish_reason=second.finish_reason,
+        stop_token_id=second.stop_token_id,
+    )
+
+
 class OutputStream:
     """Outputs of one request, to be iterated once. Closing it aborts the request within one step.
 
+    Outputs of a choice that have arrived meanwhile are joined: each item becomes a message on the wire.
     It ends after the last choice's finish. Raises GenerationFailed, RequestCancelled and EngineDead.
     """
 
@@ -52,17 +71,28 @@ class OutputStream:
         self._request_id = request.request_id
         self._num_open = request.num_choices
         self._send = send
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._items: deque[Item] = deque()
+        self._has_items = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
         self._is_over = False
 
     @property
     def outputs(self) -> OutputQueue:
-        return OutputQueue(self._event_loop, self._items.put_nowait, self._request_id)
+        return OutputQueue(self._event_loop, self._put, self._request_id)
+
+    def _put(self, item: Item) -> None:
+        self._items.append(item)
+        self._has_items.set()
+
+    async def _next(self) -> Item:
+        while not self._items:
+            self._has_items.clear()
+            await self._has_items.wait()
+        return self._items.popleft()
 
     async def accepted(self) -> None:
         """Wait until the request is queued. Raises the error for which it was refused."""
-        item = await self._items.get()
+        item = await self._next()
         if isinstance(item, HeadraceError):
             self._is_over = True
             raise item
@@ -73,8 +103,11 @@ class OutputStream:
     async def __anext__(self) -> TokenOutput:
         if self._is_over:
             raise StopAsyncIteration
-        item = await self._items.get()
+        item = await self._next()
         if isinstance(item, TokenOutput):
+            while self._items and (joined := _joined(item, self._items[0])) is not None:
+                item = joined
+                self._items.popleft()
             self._num_open -= item.finish_reason is not None
             self._is_over = self._num_open == 0
             return item
