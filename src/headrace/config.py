@@ -128,8 +128,18 @@ class EngineConfig:
         maximum=1.0,
         needs="sparse_draft",
     )
-    gpu_memory_utilization: float = knob(
-        0.9, "share of the memory for weights and states, on a CPU too", metavar="SHARE", minimum=0.01, maximum=1.0
+    gpu_memory_utilization: float | None = knob(
+        None,
+        "share of the memory for weights and states, on a CPU too; automatic: 0.9, on a Mac 0.85 of what its GPU may "
+        "hold",
+        metavar="SHARE",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    wired: str = knob(
+        "weights",
+        "what macOS 15 and later keep resident for the GPU of a Mac; all is as mlx-lm does, other devices ignore this",
+        choices=("off", "weights", "all"),
     )
     max_queue: int | None = knob(
         None, "requests that may wait, further ones get 429; automatic: any number", metavar="N", minimum=0

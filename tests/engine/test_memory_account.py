@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.config import Config, EngineConfig, ModelConfig
+from headrace.engine import loop
 from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
 from headrace.scheduler import admission
@@ -89,6 +90,7 @@ async def test_buffers_that_evicted_states_leave_behind_are_given_back(
 
     real = mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", clear)
+    monkeypatch.setattr(loop, "IDLE_S", 1000.0)
     monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
     try:
@@ -98,3 +100,20 @@ async def test_buffers_that_evicted_states_leave_behind_are_given_back(
     finally:
         await asyncio.to_thread(engine.stop)
     assert set(left) == ({0} if budget_bytes < 10**9 else set())
+
+
+async def test_an_idle_engine_gives_freed_buffers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "IDLE_S", 0.02)
+    engine = Engine.launch(Config("miniature", ModelConfig(self_check=False)))
+    try:
+        async for _ in await engine.submit(request("r", 1, 500, 1)):
+            pass
+        for _ in range(200):
+            await asyncio.sleep(0.1)  # a question for the status ends the wait
+            if (memory := (await engine.status()).memory).buffers_bytes == 0:
+                break
+        assert memory.buffers_bytes == 0
+        async for _ in await engine.submit(request("s", 2, 500, 1)):
+            pass
+    finally:
+        await asyncio.to_thread(engine.stop)

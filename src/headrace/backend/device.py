@@ -13,6 +13,8 @@ from typing import Literal
 
 import mlx.core as mx
 
+from headrace.backend.mac import Mac, read_mac
+
 DeviceKind = Literal["cpu", "cuda", "metal"]
 
 _PROCESS_CGROUPS = Path("/proc/self/cgroup")
@@ -28,23 +30,37 @@ class Device:
     """MLX's default device.
 
     memory_bytes: what arrays and everything else share: a GPU's own memory on CUDA, else the machine's, or the
-    container's limit where that is lower. num_cores: CPU cores that this process may use.
+    container's limit where that is lower; on Metal what its GPU may hold. num_cores: CPU cores that this process may
+    use. mac: on Metal only.
     """
 
     kind: DeviceKind
     name: str
     memory_bytes: int
     num_cores: int
+    mac: Mac | None = None
+
+    def share(self, utilization: float | None) -> float:
+        """The share of the memory for weights and states; None chooses it.
+
+        On Metal temporary arrays and freed buffers, which this doesn't count, need the same working set.
+        """
+        if utilization is not None:
+            return utilization
+        return 0.85 if self.kind == "metal" else 0.9
 
 
 def current() -> Device:
     """The device that MLX computes on by default."""
     kind = device_kind()
     info = mx.device_info(mx.default_device())
-    memory_bytes = host_memory_bytes()
+    memory_bytes, mac = host_memory_bytes(), None
     if kind == "cuda":
         memory_bytes = int(info["total_memory"])
-    return Device(kind, str(info.get("device_name", platform.machine())), memory_bytes, num_usable_cores())
+    elif kind == "metal":
+        mac = read_mac(info, memory_bytes)
+        memory_bytes = mac.usable_bytes
+    return Device(kind, str(info.get("device_name", platform.machine())), memory_bytes, num_usable_cores(), mac)
 
 
 def device_kind() -> DeviceKind:

@@ -27,6 +27,7 @@ def machine_report(numerics: str = "fast") -> list[str]:
         f"headrace {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
         f"device: {here.kind} ({here.name}), {here.memory_bytes / 1e9:.1f} GB of memory, {here.num_cores} CPU cores",
+        *(() if here.mac is None else here.mac.lines()),
         f"BLAS: {report.name}, {report.num_threads} threads ({report.reason})",
     ]
     for dtype in (mx.float32, mx.bfloat16):

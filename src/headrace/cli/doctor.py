@@ -47,6 +47,8 @@ class Resources:
         if self.device.kind == "cpu" and self.load > 1.5 * self.device.num_cores > 1.5:
             busy = f"{self.load:.0f} programs share {self.device.num_cores} cores"
             yield f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
+        if self.device.mac is not None:
+            yield from self.device.mac.advice()
         if (advice := backends_advice(installed_backends())) is not None:
             yield advice
         if (advice := vision_advice()) is not None:
@@ -111,7 +113,7 @@ class Fit:
                 yield "does not fit on the disk: free space there, or name another folder with HF_HOME"
 
 
-def fit(found: Preview, device: Device, utilization: float, dtype: str) -> Fit:
+def fit(found: Preview, device: Device, utilization: float | None, dtype: str) -> Fit:
     """dtype: as in `ModelConfig.dtype`."""
     # Keys and values have the activations' precision, float32 on a CPU.
     foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2)
@@ -119,7 +121,7 @@ def fit(found: Preview, device: Device, utilization: float, dtype: str) -> Fit:
     return Fit(
         stored,
         stored if foreseen is None else foreseen.held_bytes(stored, dtype, device),
-        int(device.memory_bytes * utilization),
+        int(device.memory_bytes * device.share(utilization)),
         None if foreseen is None else foreseen.cost.num_bytes,
         found.files.context_length or DEFAULT_CONTEXT,
         found.missing_bytes,

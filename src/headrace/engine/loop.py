@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 DISK_POLL_S = 0.002
 """Interval at which reads from disk are polled while there is nothing to compute."""
 
+IDLE_S = 1.0
+"""Without a command for so long, freed buffers go back to the system where other programs use the same memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -77,10 +80,14 @@ Command = Submit | Abort | Inspect | ClearCache | Stop
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of the loaded model's weights, and the budget for states and caches beside them."""
+    """Bytes of the loaded model's weights, and the budget for states and caches beside them.
+
+    is_shared: whether other programs use the same memory; a GPU has its own on CUDA.
+    """
 
     budget_bytes: int
     weights_bytes: int
+    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -202,9 +209,16 @@ class Loop:
             self._free()
             while self._inbox.empty() and self._disk.hand_over():
                 pass
-            self._take(self._inbox.get())
+            self._take(self._next_command())
         while not self._inbox.empty():
             self._take(self._inbox.get())
+
+    def _next_command(self) -> Command:
+        if self._memory.is_shared:
+            with suppress(queue.Empty):
+                return self._inbox.get(timeout=IDLE_S)
+            mx.clear_cache()
+        return self._inbox.get()
 
     def _wait_for_disk(self) -> None:
         """Nothing can be computed before a read ends; a command may come first."""

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from headrace.backend import blas, device
 from headrace.backend.device import Device
+from headrace.backend.mac import wire
 from headrace.config import Config, set_up_libraries, with_suggestion
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.drafting import prepare_drafting
@@ -41,8 +42,9 @@ from headrace.types.model import ModelDescription
 
 logger = logging.getLogger(__name__)
 
-BUFFER_CACHE_SHARE = 0.05
-"""Share of the memory that MLX may keep in freed buffers."""
+BUFFER_CACHE_SHARE = {"cpu": 0.05, "cuda": 0.05, "metal": 0.1}
+"""Share of the memory that MLX may keep in freed buffers: on a small Mac less is under what a chunk of a prompt takes,
+and the system zeroes new ones."""
 
 FEATURES_SHARE = 0.05
 """Share of the memory for states that embeddings of images and videos may take when no request needs them."""
@@ -71,7 +73,8 @@ def prepare(
     found = _find_tower(config, files, loaded, here)
     draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
-    budget_bytes = state_budget(here.memory_bytes, knobs.gpu_memory_utilization)
+    wired = () if here.mac is None else (*here.mac.lines(), wire(here.mac, knobs.wired, weights_bytes))
+    budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
     sample = sample_state(loaded.packed, drafting.head)
     cost = sample.cost()
     own_context = loaded.context_length or knobs.max_model_len or DEFAULT_CONTEXT
@@ -85,10 +88,12 @@ def prepare(
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
     report = (
         f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
+        *wired,
         f"BLAS: {products.name} ({products.reason})",
         *loaded.report,
         f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
-        f"{memory.budget_bytes / 1e9:.1f} GB for all",
+        f"{memory.budget_bytes / 1e9:.1f} GB for all, {memory.budget_bytes // max(1, memory.cost(max_model_len))} "
+        "such requests at a time",
         *drafting.report,
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
@@ -110,7 +115,7 @@ def prepare(
     runner = Runner(
         packed, end, parts.prefixes, constraints, speculator, parts.features, pool=states, ahead=packed.is_compiled
     )
-    loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes), inbox)
+    loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
@@ -134,7 +139,7 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
 def _current_device() -> Device:
     here = device.current()
     # MLX keeps freed buffers for reuse without a limit, and other processes can't use that memory
-    mx.set_cache_limit(int(BUFFER_CACHE_SHARE * here.memory_bytes))
+    mx.set_cache_limit(int(BUFFER_CACHE_SHARE[here.kind] * here.memory_bytes))
     return here
 
 
