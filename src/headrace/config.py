@@ -156,6 +156,7 @@ class ServerConfig:
     )
     strict_model_name: bool = knob(False, "refuse requests for any other model name")
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
+    page: str = knob("on", "serve a page at / to chat and to watch the engine", choices=("on", "off"))
     max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)
     stored_response_bytes: int = knob(
         64 * 1024 * 1024,

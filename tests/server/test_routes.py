@@ -172,7 +172,8 @@ def test_a_wrong_field_is_named_in_the_error() -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/nothing", 404, "not_found"),
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nothing", 404, "not_found"),
+        ("POST", "/", 405, "method_not_allowed"),
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
@@ -262,9 +263,10 @@ def test_logs_hold_no_content(caplog: pytest.LogCaptureFixture) -> None:
 KEY = ServerConfig(api_key="schlüssel-1")
 
 
-def test_without_the_key_nothing_but_health_is_answered() -> None:
+def test_without_the_key_nothing_but_health_and_the_page_is_answered() -> None:
     assert send("GET", "/health", config=KEY).status_code == 200
-    for path in ("/v1/models", "/v1/nothing", "/"):
+    assert send("GET", "/", config=KEY).status_code == 200
+    for path in ("/v1/models", "/v1/nothing", "/nothing"):
         refused = send("GET", path, config=KEY)
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
@@ -309,7 +311,7 @@ def test_the_key_may_come_as_bearer_or_as_x_api_key_and_whatever_is_sent_is_righ
         ("/chat", None),
         ("/v1", None),
         ("/v1/", None),
-        ("/", None),
+        ("/nothing", None),
         ("/v2/chat/completions", None),
     ],
 )

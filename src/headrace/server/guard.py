@@ -90,10 +90,13 @@ def _is_address(name: str) -> bool:
 log = logging.getLogger("headrace.server")
 
 # Supervisors' probes carry no key, and health reveals nothing.
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/"})
 
-_POLLED_PATHS = frozenset({"/health", "/metrics", "/v1/status"})
-"""Supervisors and dashboards ask for them every few seconds."""
+_PAGE_FILES = "/page/"
+"""Below it and at / are the page's static files: the same for all, and the page asks for the key itself."""
+
+_POLLED_PATHS = frozenset({"/", "/health", "/metrics", "/v1/status"})
+"""Supervisors, dashboards and the page ask for them every few seconds."""
 
 _FOREIGN_HOST = (
     "a server without --api-key answers to IP addresses, localhost and the names of origins that --allowed-origin lets "
@@ -145,7 +148,7 @@ class Guard:
             await _refusal(scope, headers, failure)(scope, exchange.receive, exchange.send)
         finally:
             self._live.release(record.request_id)
-            is_poll = scope["path"] in _POLLED_PATHS and record.status == 200
+            is_poll = _is_polled(scope["path"]) and record.status in (200, 304)
             level = logging.DEBUG if is_poll else logging.INFO
             if log.isEnabledFor(level):
                 log.log(level, "%s", record.line(), extra={FIELDS: record.fields()})
@@ -159,12 +162,12 @@ class Guard:
             return _refusal(scope, headers, HostRefused(_FOREIGN_HOST))
         origin = headers.get("origin")
         allowed = self._allowed(origin)
-        if origin is not None and allowed is None:
+        if origin is not None and allowed is None and not _is_own(origin, headers):
             message = "requests from this browser origin are refused; --allowed-origin allows it"
             return _refusal(scope, headers, OriginRefused(message))
         if allowed and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             return _preflight(headers)
-        if scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
+        if not _is_open(scope["path"]) and not self._has_key(headers):
             return _refusal(scope, headers, _key_error(headers))
         return self._app
 
@@ -180,6 +183,24 @@ class Guard:
         sent = [_bearer(value) for value in headers.getlist("authorization")] + headers.getlist("x-api-key")
         # Headers are latin-1 on the wire; a key is the bytes its client sent.
         return bool(sent) and all(hmac.compare_digest(each.encode("latin-1"), self._key) for each in sent)
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_PAGE_FILES)
+
+
+def _is_polled(path: str) -> bool:
+    return path in _POLLED_PATHS or path.startswith(_PAGE_FILES)
+
+
+def _is_own(origin: str, headers: Headers) -> bool:
+    """Whether a page of this server sends the request: its origin has the host and port that the request is sent to.
+
+    A page of another site can't choose its requests' Host header. With DNS rebinding both are that site's name, which a
+    server without a key does not accept.
+    """
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and host.lower() == headers.get("host", "").lower()
 
 
 def _bearer(authorization: str) -> str:

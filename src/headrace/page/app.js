@@ -1,0 +1,49 @@
+// The shell: views by the address's hash (#/chat/ID, #/engine), theme, and the model's name.
+
+import { getJson } from "./api.js";
+
+const VIEWS = {
+  chat: () => import("./chat.js"),
+  engine: () => import("./engine.js"),
+};
+const THEMES = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
+
+let current = null;
+
+/** Show the view that the address names. A view has mount(element, argument) and unmount(). */
+async function route() {
+  const [, name, argument] = /^#\/(\w*)\/?(.*)$/.exec(location.hash) ?? [];
+  const view = Object.hasOwn(VIEWS, name ?? "") ? name : "chat";
+  for (const link of document.querySelectorAll("[data-view]")) {
+    if (link.dataset.view === view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  const module = await VIEWS[view]();
+  const element = document.getElementById("view");
+  if (current !== module) {
+    current?.unmount();
+    element.replaceChildren();
+    element.dataset.name = view;
+    current = module;
+  }
+  module.mount(element, argument ?? "");
+}
+
+function showTheme() {
+  const button = document.getElementById("theme");
+  button.textContent = THEMES[document.documentElement.dataset.theme];
+  button.onclick = () => {
+    const names = Object.keys(THEMES);
+    const next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
+    document.documentElement.dataset.theme = next;
+    localStorage.setItem("headrace.theme", next);
+    showTheme();
+  };
+}
+
+addEventListener("hashchange", route);
+showTheme();
+route();
+getJson("v1/models").then((models) => {
+  document.getElementById("model").textContent = models.data[0].id;
+}).catch(() => {});

@@ -1,0 +1,52 @@
+"""A real server with the bundled model, and a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from attack.running import RunningServer, running_server
+from page.visits import Visit, open_visit
+from playwright.sync_api import Browser, sync_playwright
+
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+def _chromium() -> str:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        reason = "the page's tests need Chromium (Debian: apt-get install chromium)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Ends with the module: as long as Playwright runs, its event loop is this thread's, and asyncio.run refuses."""
+    path = _chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(_FLAGS), headless=True)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server"), "--max-num-seqs", "8") as server:
+        yield server
+
+
+@pytest.fixture
+def visit(browser: Browser, server: RunningServer) -> Iterator[Visit]:
+    """The page of a server without a key. Fails the test for anything that was recorded."""
+    visit = open_visit(browser, server.url)
+    yield visit
+    visit.context.close()
+    visit.check()
