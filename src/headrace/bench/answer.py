@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ConfigError
+from headrace.isolation import errors_as
 
 TokenCounter = Callable[[str], int]
 
@@ -27,10 +28,8 @@ def tokenizer_counter(path: Path) -> TokenCounter:
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json" if path.is_dir() else path
-    try:
+    with errors_as(lambda error: ConfigError(f"--tokenizer {file} can't be read ({error})")):
         tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
-    except Exception as error:  # the library raises plain Exception for a file that it can't parse
-        raise ConfigError(f"--tokenizer {file} can't be read ({error})") from error
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

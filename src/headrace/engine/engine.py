@@ -28,6 +28,7 @@ from headrace.engine.prepare import prepare
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
+from headrace.isolation import errors_as
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
@@ -236,27 +237,27 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            loop, self._model = prepare(self._config, self._inbox, self._constraints)
+            with errors_as(self._not_served):  # mlx-lm's model files may raise anything
+                loop, self._model = prepare(self._config, self._inbox, self._constraints)
             self._warm_up = loop.warm_up
         except HeadraceError as error:  # handed to the caller of launch
             self._launch_error = error
-            return
-        except Exception as error:  # an exception boundary: mlx-lm's model files may raise anything
-            logger.debug("the model can't be served", exc_info=True)
-            name, first_line = type(error).__name__, str(error).partition("\n")[0]
-            self._launch_error = ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
-            self._launch_error.__cause__ = error
             return
         finally:
             self._is_ready.set()
         try:
             loop.run()
             self._death = "it was stopped"
-        except BaseException as error:  # an exception boundary: health turns red, and all callers get an error
+        except BaseException as error:  # the thread's exception boundary: health turns red, all callers get an error
             kind = f"its thread ended with {type(error).__name__}"
             self._death = error.message if isinstance(error, HeadraceError) else kind
             logger.exception("the engine's thread died")
         loop.fail_all(EngineDead(f"the engine is not running: {self._death}"))
+
+    def _not_served(self, error: BaseException) -> ModelError:
+        logger.debug("the model can't be served", exc_info=error)
+        name, first_line = type(error).__name__, str(error).partition("\n")[0]
+        return ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from headrace.engine.failures import boundary
 from headrace.errors import GenerationFailed
+from headrace.isolation import isolated
 from headrace.models.chunked import ChunkedEncoding
 from headrace.models.media import RowMedia, inputs_within, media_positions, row_media
 from headrace.models.vision_tower import MediaEmbeddings
@@ -147,7 +147,7 @@ class FeatureCache(Features):
         one = missing[0]
         if one.digest not in self._kept:
             spare_s = IDLE_SLICE_S if plain_step_s is None else SLICE_SHARE * plain_step_s
-            with boundary(partial(self._fail, missing, request_id)):
+            with isolated(partial(self._fail, missing, request_id)):
                 self._embed(one, spare_s)
         if one.digest in self._kept:
             missing.pop(0)

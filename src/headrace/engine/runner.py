@@ -14,14 +14,14 @@ import numpy as np
 from headrace.backend import device
 from headrace.engine.drafting import StepReports
 from headrace.engine.draws import Draws
-from headrace.engine.failures import boundary, failures_of, isolate, not_drawn
 from headrace.engine.features import Features
 from headrace.engine.forward import confirm, launch_next, logits_of
 from headrace.engine.pool import PrefixCache
-from headrace.engine.windows import LiveSequence, Window, open_window, params_of_choice
+from headrace.engine.windows import LiveSequence, Window, failures_of, not_drawn, open_window, params_of_choice
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
+from headrace.isolation import isolate_each, isolated
 from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
 from headrace.models.step import QueryRecorder
@@ -138,7 +138,7 @@ class Runner:
             failures.extend(failures_of(window.chunk, error))
             return []
 
-        by_row = isolate(windows, partial(self._close, failures), fail)
+        by_row = isolate_each(windows, partial(self._close, failures), fail)
         results = [result for of_row in by_row for result in of_row]
         self._gained = [result.sequence_id for result in results if result.token_ids]
         return StepResult(tuple(results), tuple(failures))
@@ -157,7 +157,7 @@ class Runner:
             logger.error("the state of preempted sequence %s could not be kept", sequence_id, exc_info=error)
             self._live[sequence_id].is_sound = False
 
-        isolate(sequence_ids, keep, fail)
+        isolate_each(sequence_ids, keep, fail)
 
     def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
         """Make a state from a checkpoint; the step frees each layer of the checkpoint once it has copied it."""
@@ -174,7 +174,7 @@ class Runner:
             _log_failure(chunk, error)
             failures.extend(failures_of(chunk, error))
 
-        windows: list[Window | None] = isolate(chunks, partial(self._begin, requests), fail)
+        windows: list[Window | None] = isolate_each(chunks, partial(self._begin, requests), fail)
         return [one for one in windows if one is not None]
 
     def _begin(self, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
@@ -240,7 +240,7 @@ class Runner:
         if any(one.is_limited for one in windows):
             # The device computes while the host makes the masks.
             mx.async_eval(logits)
-        positions = isolate(windows, Window.positions, Window.fail)
+        positions = isolate_each(windows, Window.positions, Window.fail)
         draws = Draws(logits, [position for of_one in positions for position in of_one])
         states = self._model.unevaluated(rows)
         prompts = [one for one in windows if one.chunk.output_index == 0]
@@ -310,7 +310,7 @@ class Runner:
             one.is_committed = True
         self._catch_up([one.live for one in prompts])
         with self._pool.together():
-            isolate(prompts, self._keep_prompt, Window.fail)
+            isolate_each(prompts, self._keep_prompt, Window.fail)
 
     def _keep_prompt(self, window: Window) -> None:
         """Give the prefix cache copies of the states after a prompt's chunk; it stores them once a token is drawn."""
@@ -360,8 +360,8 @@ class Runner:
         ended = [live for live in found if live is not None and live.record is None]
         if not ended:
             return
-        with boundary(partial(self._forget_answers, ended)), self._pool.together():
-            isolate(ended, self._keep_answer, _forget_answer)
+        with isolated(partial(self._forget_answers, ended)), self._pool.together():
+            isolate_each(ended, self._keep_answer, _forget_answer)
         for live in ended:
             live.state.release()
 

@@ -11,10 +11,10 @@ from functools import partial
 
 from headrace.config import Config
 from headrace.engine.drafting import DrafterSetup
-from headrace.engine.failures import boundary
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.errors import EngineDead
+from headrace.isolation import isolated
 from headrace.models import compiled
 from headrace.models.load import LoadedModel
 from headrace.models.mixers.fused import MOST_TOKENS, next_power_of_two, padded_chunk_tokens, padded_chunks, padded_rows
@@ -221,7 +221,7 @@ class WarmUp:
             logger.error("steps of %d rows could not be warmed up", piece.num_rows, exc_info=error)
             self._num_failed += 1
 
-        with boundary(fail):
+        with isolated(fail):
             _MadeUpRequests(piece, self._served).run()
         self._last_s, self._since_s = time.monotonic() - started, 0.0
         self._seconds += self._last_s

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from headrace.engine.draws import Drawn, LogitPosition, PromptLogprobs
 from headrace.engine.features import LiveMedia
+from headrace.errors import GenerationFailed, GrammarFailed
 from headrace.grammar.constraint import Constraint, Mask
 from headrace.models.media import RowMedia, entry_at
 from headrace.models.packed import Row
@@ -24,7 +25,7 @@ from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
-from headrace.types.step import Chunk, ChunkResult
+from headrace.types.step import Chunk, ChunkFailure, ChunkResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,3 +274,16 @@ def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:
     if request.num_prompt_logprobs is None or chunk.choice > 0:
         return ()
     return request.prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+
+
+def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
+    """A failure for the chunk and for each of its forks."""
+    return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
+
+
+def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
+    """The failure of a sequence for which no token could be drawn."""
+    if constraint is not None:
+        return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
+    error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")
+    return ChunkFailure(sequence_id, error)

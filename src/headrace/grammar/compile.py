@@ -16,6 +16,7 @@ from headrace.grammar.faults import describe_fault
 from headrace.grammar.lark import ANY_TEXT, Rules, json_value, literal, regex, regex_containing, regex_of_text
 from headrace.grammar.schema import compiled_schema
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.isolation import errors_as
 from headrace.tool_calls.forms import MessageFormat
 from headrace.tool_calls.syntaxes import SYNTAXES, CallSyntax
 from headrace.types.chat import Structure, ToolDefinition
@@ -231,10 +232,8 @@ def _grammar(text: str, param: str, vocabulary: Vocabulary) -> str:
     """The grammar in Lark's syntax; GBNF, whose rules use `::=`, is translated."""
     is_translated = "::=" in text and not is_lark_syntax(text)
     if is_translated:
-        try:
+        with errors_as(lambda _: InvalidRequest("the grammar can't be read as GBNF", param=param)):
             text = gbnf_to_lark(text)
-        except Exception as error:  # the translator raises any exception, and quotes the grammar
-            raise InvalidRequest("the grammar can't be read as GBNF", param=param) from error
     _check(text, "the grammar", param, vocabulary, has_lines=not is_translated)
     return text
 

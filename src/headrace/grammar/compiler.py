@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.cancellation import WorkCancelled
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.grammar.compile import CompiledOutput, OutputForm, compile_output
 from headrace.grammar.matcher import Matcher, compiled_grammar
 from headrace.grammar.schema import schema_violation
 from headrace.grammar.vocabulary import TokenTable, Vocabulary
+from headrace.isolation import errors_as, isolated
 from headrace.lru_cache import LruCache
 from headrace.sandbox import LimitExceeded, Preparation, Sandbox
 
@@ -104,31 +104,15 @@ class Compiler:
 
     def output(self, form: OutputForm) -> CompiledOutput:
         """An output's grammar, compiled on trial. Raises InvalidRequest."""
-        try:
+        passing = (HeadraceError, OSError)  # the last where no process can be started
+        with errors_as(lambda error: InvalidRequest(_why_not(form, error), param=form.path), passing=passing):
             return self._in_process(compile_on_trial, form)
-        except LimitExceeded as error:
-            what = "the answer's format" if form.structure is not None else "a tool's schema"
-            raise InvalidRequest(f"{what} can't be compiled: {_LIMITS[error.reason]}", param=form.path) from error
-        except (HeadraceError, WorkCancelled, OSError):  # the last where no process can be started
-            raise
-        except RecursionError as error:
-            raise InvalidRequest("the JSON schema is nested too deeply", param=form.path) from error
-        except UnicodeError as error:
-            raise InvalidRequest("a lone surrogate is not text", param=form.path) from error
-        except Exception as error:
-            log.warning("a grammar could not be compiled: %s", type(error).__name__)
-            raise InvalidRequest("the answer's format can't be compiled", param=form.path) from error
 
     def schema_violation(self, schema: Any, text: str) -> str | None:
         """Why a text is no JSON value that matches the schema; None if it is one or if that is unknown."""
-        try:
+        with isolated(_log_unchecked):
             return _sandbox().run(schema_violation, schema, text, timeout_s=CHECK_S)
-        except WorkCancelled:
-            raise
-        except Exception as error:
-            reason = error.reason if isinstance(error, LimitExceeded) else type(error).__name__
-            log.warning("an answer could not be checked against its schema: %s", reason)
-            return None
+        return None
 
     def _in_process(self, function: Callable[..., Result], *args: object) -> Result:
         table = self._vocabulary.table
@@ -137,3 +121,21 @@ class Compiler:
         except UnknownVocabulary:
             preparation = Preparation(take_vocabulary, (table,), _VOCABULARY_S)
             return _sandbox().run(function, table.digest, *args, timeout_s=COMPILE_S, preparation=preparation)
+
+
+def _why_not(form: OutputForm, error: BaseException) -> str:
+    """Why an output's grammar is refused, without the texts of libraries, which quote it."""
+    if isinstance(error, LimitExceeded):
+        what = "the answer's format" if form.structure is not None else "a tool's schema"
+        return f"{what} can't be compiled: {_LIMITS[error.reason]}"
+    if isinstance(error, RecursionError):
+        return "the JSON schema is nested too deeply"
+    if isinstance(error, UnicodeError):
+        return "a lone surrogate is not text"
+    log.warning("a grammar could not be compiled: %s", type(error).__name__)
+    return "the answer's format can't be compiled"
+
+
+def _log_unchecked(error: Exception) -> None:
+    reason = error.reason if isinstance(error, LimitExceeded) else type(error).__name__
+    log.warning("an answer could not be checked against its schema: %s", reason)

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from headrace.cancellation import WorkCancelled
 from headrace.errors import InvalidRequest
+from headrace.isolation import errors_as
 from headrace.media import prepare
 from headrace.sandbox import LimitExceeded, Sandbox
 from headrace.types.media import MediaLimits
@@ -39,7 +39,9 @@ class MediaDecoder:
         """
         timeout_s = self._limits.video_decode_s if is_video else self._limits.image_decode_s
         try:
-            return self._sandbox.run(function, *args, timeout_s=timeout_s)
+            panic = InvalidRequest(f"{param}: it can't be decoded", param=param)
+            with errors_as(lambda _: panic, passing=(Exception,)):
+                return self._sandbox.run(function, *args, timeout_s=timeout_s)
         except LimitExceeded as error:
             reasons = {
                 "time": f"decoding it takes more than {timeout_s:g} s",
@@ -47,10 +49,6 @@ class MediaDecoder:
                 "crash": "decoding it has crashed the decoder",
             }
             raise InvalidRequest(f"{param}: {reasons[error.reason]}", param=param) from error
-        except (Exception, WorkCancelled):
-            raise
-        except BaseException as error:  # a decoder's panic is no Exception
-            raise InvalidRequest(f"{param}: it can't be decoded", param=param) from error
 
     def warm(self) -> None:
         """Start a process in the background, so that the first item does not wait for its imports."""

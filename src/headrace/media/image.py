@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from headrace.errors import InvalidRequest
+from headrace.isolation import errors_as
 from headrace.media.headers import declared_sizes
 from headrace.media.patches import Pixels
 
@@ -43,15 +43,9 @@ def decode_image(data: bytes, max_pixels: int, param: str) -> Pixels:
             raise too_large from error
 
 
-@contextmanager
-def decoder_errors_as(refusal: InvalidRequest) -> Iterator[None]:
-    """Raise `refusal` for any exception of a decoder: they fail in any way on malformed bytes."""
-    try:
-        yield
-    except (InvalidRequest, MemoryError):
-        raise
-    except Exception as error:
-        raise refusal from error
+def decoder_errors_as(refusal: InvalidRequest) -> AbstractContextManager[None]:
+    """Raise `refusal` for any error of a decoder: they fail in any way on malformed bytes."""
+    return errors_as(lambda _: refusal, passing=(InvalidRequest, MemoryError))
 
 
 def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:

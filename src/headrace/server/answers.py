@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -22,8 +21,8 @@ from headrace.api.openai_completion import read_completion
 from headrace.api.openai_models import answer_name
 from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
-from headrace.errors import GenerationFailed, HeadraceError, RequestCancelled, RequestError
-from headrace.server.bookkeeping import LiveRequests, RequestRecord, UnknownFields
+from headrace.errors import HeadraceError, RequestCancelled, RequestError
+from headrace.server.bookkeeping import LiveRequests, RequestRecord, UnknownFields, logged_failure
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
 from headrace.server.responses import closing_error, ignored_headers, read_call
 from headrace.session.prompts import generation_ids
@@ -171,26 +170,19 @@ class AnswerRoute(Generic[Asked]):
 
 async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None]:
     """The stream's bytes. The caller closes the events, which aborts an unfinished request."""
-    encoder = answer.encoder
+    encoder, record = answer.encoder, answer.record
     try:
-        for piece in encoder.pieces(started):
-            yield piece
-        async for event in answer.events:
-            answer.record.take(event)
-            for piece in encoder.pieces(event):
+        with logged_failure(record, f"the server failed; its log has the reason: {record.request_id}"):
+            for piece in encoder.pieces(started):
                 yield piece
-        yield encoder.end()
+            async for event in answer.events:
+                record.take(event)
+                for piece in encoder.pieces(event):
+                    yield piece
+            yield encoder.end()
     except HeadraceError as error:
-        answer.record.end_answer(_end_of(error))
-        yield encoder.failure(error)
-    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException:  # a panic of a library in Rust is not an Exception
-        # An exception boundary: the status has been sent, so only an event can report the error.
-        log.exception("%s failed", answer.record.request_id)
-        answer.record.end_answer("error")
-        message = f"the server failed; its log has the reason: {answer.record.request_id}"
-        yield encoder.failure(GenerationFailed(message))
+        record.end_answer(_end_of(error))
+        yield encoder.failure(error)  # the status has been sent, so only an event can report the error
 
 
 def _final_chunk(answer: _Answer) -> bytes:

@@ -5,14 +5,18 @@ Log records have times, counts and reasons, never content.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.errors import GenerationFailed
+from headrace.isolation import errors_as
 from headrace.types.events import (
     Event,
     Finished,
@@ -23,6 +27,8 @@ from headrace.types.events import (
     ToolCallStart,
     Usage,
 )
+
+log = logging.getLogger("headrace.server")
 
 # Safe in a header, a path and a log line.
 _HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -114,6 +120,16 @@ class RequestRecord:
         if self._answer is not None:
             words += _answer_words(values)
         return " ".join(words)
+
+
+def logged_failure(record: RequestRecord, message: str) -> AbstractContextManager[None]:
+    """Log an unexpected error and raise it as a GenerationFailed with this message; HeadraceErrors pass."""
+
+    def failure(error: BaseException) -> GenerationFailed:
+        log.error("request %s failed", record.request_id, exc_info=error)
+        return GenerationFailed(message)
+
+    return errors_as(failure)
 
 
 def _answer_words(values: dict[str, Any]) -> Iterator[str]:

@@ -21,13 +21,12 @@ from headrace.config import ServerConfig
 from headrace.errors import (
     AuthenticationFailed,
     ConfigError,
-    GenerationFailed,
     HeadraceError,
     HostRefused,
     InvalidRequest,
     OriginRefused,
 )
-from headrace.server.bookkeeping import LiveRequests, RequestRecord
+from headrace.server.bookkeeping import LiveRequests, RequestRecord, logged_failure
 from headrace.server.exchange import Exchange
 from headrace.server.log_format import FIELDS
 from headrace.server.responses import closing_error, error_response
@@ -128,23 +127,19 @@ class Guard:
         scope.setdefault("state", {})["record"] = record
         exchange = Exchange(headers, receive, send, record, self._allowed(headers.get("origin")))
         try:
-            await self._admit(scope, headers)(scope, exchange.receive, exchange.send)
+            with logged_failure(record, "the server failed; its log has the reason under this request's id"):
+                await self._admit(scope, headers)(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             # Only a shutdown cancels requests. Not raised again: uvicorn would log it as an error and answer in its own
             # format.
             record.end_answer("error")
             if record.status is None:
                 await _refusal(scope, headers, closing_error())(scope, exchange.receive, exchange.send)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
-            log.exception("request %s failed", record.request_id)
+        except HeadraceError as failure:
             record.end_answer("error")
             if record.status is not None:
                 # The status has been sent: only a broken connection tells the client that the body is incomplete.
                 raise
-            failure = GenerationFailed("the server failed; its log has the reason under this request's id")
-            failure.__cause__ = error
             await _refusal(scope, headers, failure)(scope, exchange.receive, exchange.send)
         finally:
             self._live.release(record.request_id)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from headrace.isolation import isolated
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafts import NOTHING, Drafts
@@ -231,13 +233,12 @@ class Speculator:
         judged = one.row.drafts.candidate.first(num_judged)
         self._ranking.report(one.row.record, judged, one.num_accepted)
 
-    @contextmanager
-    def _isolated(self, rows: Sequence[DraftState]) -> Iterator[None]:
-        """An exception boundary: after a failure inside, these rows continue without drafts."""
-        try:
-            yield
-        except Exception:
-            logger.exception("drafting failed for %d sequences, which continue without drafts", len(rows))
-            self.num_failures += len(rows)
-            for row in rows:
-                row.fail()
+    def _isolated(self, rows: Sequence[DraftState]) -> AbstractContextManager[None]:
+        """After a failure inside, these rows continue without drafts."""
+        return isolated(partial(self._fail, rows))
+
+    def _fail(self, rows: Sequence[DraftState], error: Exception) -> None:
+        logger.error("drafting failed for %d sequences, which continue without drafts", len(rows), exc_info=error)
+        self.num_failures += len(rows)
+        for row in rows:
+            row.fail()

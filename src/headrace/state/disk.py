@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from headrace.isolation import isolated
 from headrace.prefix.key import Namespace
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry, model_prefix
@@ -333,8 +334,10 @@ class _Worker:
             task = self._tasks.get()
             if task is None:
                 return
-            try:
+            with isolated(_log_failure):
                 task()
-            except Exception:  # the thread's exception boundary: the next task may succeed
-                logger.exception("work on the disk cache failed")
             del task  # or it would keep its arrays until the next one comes
+
+
+def _log_failure(error: Exception) -> None:
+    logger.error("work on the disk cache failed", exc_info=error)

@@ -13,6 +13,7 @@ from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest, ModelError
 from headrace.families.family import ModelFamily
 from headrace.families.registry import REASONING_KEYS
+from headrace.isolation import errors_as
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import template_message
 from headrace.text.template_probe import probe_template
@@ -58,19 +59,13 @@ class TemplateSource:
     def run(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         """The template's text. Raises InvalidRequest with the template's own message if it refuses."""
         check_cancelled()
-        try:
+        with errors_as(_refusal):
             rendered: Any = render_jinja_template(
                 [messages],
                 chat_template=self._source,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._variables, **variables},
             )
-        except Exception as error:  # templates are foreign code that may raise anything
-            if type(error) is TemplateError:  # its own `raise_exception`
-                message = f"the model's chat template refuses this: {as_written(str(error))}"
-            else:  # messages of Python and Jinja quote the template's input
-                message = f"the model's chat template failed on this with {type(error).__name__}"
-            raise InvalidRequest(message, param="messages") from error
         return as_written(str(rendered[0][0]))
 
     def _refuse_broken(self) -> None:
@@ -100,6 +95,14 @@ class TemplateSource:
             return self.run(messages, variables, add_generation_prompt=False)
         except InvalidRequest:
             return None
+
+
+def _refusal(error: BaseException) -> InvalidRequest:
+    if type(error) is TemplateError:  # the template's own `raise_exception`
+        message = f"the model's chat template refuses this: {as_written(str(error))}"
+    else:  # messages of Python and Jinja quote the template's input
+        message = f"the model's chat template failed on this with {type(error).__name__}"
+    return InvalidRequest(message, param="messages")
 
 
 class RequestRenderer:

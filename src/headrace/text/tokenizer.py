@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace.errors import ModelError
+from headrace.isolation import errors_as
 from headrace.text.detokenize import Detokenizer, TokenPieces
 from headrace.text.encoder import EncodedIds, PlainTextEncoder, TextEncoder
 from headrace.text.token_bound import TokenBound, find_token_bound
@@ -48,10 +49,8 @@ class Tokenizer:
 
         Raises ModelError if there is no tokenizer, or none that works without such code.
         """
-        try:
+        with errors_as(lambda error: ModelError(f"no tokenizer could be loaded from {directory}: {error}")):
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the Rust library raises bare Exception, and the files may be anything
-            raise ModelError(f"no tokenizer could be loaded from {directory}: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):
             raise ModelError(
                 f"the tokenizer in {directory} ({type(loaded).__name__}) has no tokenizer.json, which is needed"

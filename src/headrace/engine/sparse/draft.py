@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from headrace.backend.device import Device
 from headrace.config import Config
-from headrace.engine.failures import boundary
 from headrace.engine.memory import state_cost
 from headrace.engine.pool import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.scoring import importance, num_scoring_layers
 from headrace.errors import ConfigError, GenerationFailed, ModelError
+from headrace.isolation import isolated
 from headrace.models.load import LoadedModel, load
 from headrace.models.source import ModelFiles
 from headrace.scheduler.scheduler import Scheduler
@@ -174,7 +174,7 @@ class SparseDraft:
         def fail(error: Exception) -> None:
             logger.error("the prompt of %s could not be scored", request_id, exc_info=error)
 
-        with boundary(fail):
+        with isolated(fail):
             found = importance(*self._runner.recorded(request_id), self._lengths[request_id])
             if not np.isfinite(found).all():
                 raise GenerationFailed("the draft model's attention is not numbers")

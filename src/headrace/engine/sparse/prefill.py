@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import replace
 
 from headrace.config import Config
-from headrace.engine.failures import boundary
 from headrace.engine.memory import fitting_context
 from headrace.engine.pool import PrefixCache, PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import LOOKAHEAD, Importance, LoadedDraft, Scored, SparseDraft
 from headrace.engine.sparse.select import CHUNK, select
 from headrace.errors import ContextTooLong
+from headrace.isolation import isolated
 from headrace.lru_cache import LruCache
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
@@ -143,7 +143,7 @@ class SparsePrefill(Sparse):
         if known is not None:
             self._scored[request.request_id] = known
             return False
-        with boundary(self._break):
+        with isolated(self._break):
             try:
                 if not self._is_broken:
                     self.draft.begin(request)
@@ -200,7 +200,7 @@ class SparsePrefill(Sparse):
         return self.draft.records_bytes
 
     def advance(self, limit_s: float | None) -> None:
-        with boundary(self._break):
+        with isolated(self._break):
             for one in self.draft.advance(limit_s):
                 self._note(self._scoring.pop(one.request_id), one)
 

@@ -1,0 +1,65 @@
+"""Exception boundaries: around foreign code, around side work, and around each of several rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from headrace.cancellation import WorkCancelled
+from headrace.errors import HeadraceError
+
+Row = TypeVar("Row")
+Result = TypeVar("Result")
+
+_INTERRUPTIONS: tuple[type[BaseException], ...] = (
+    KeyboardInterrupt,
+    SystemExit,
+    GeneratorExit,
+    asyncio.CancelledError,
+    WorkCancelled,
+)
+
+
+@contextmanager
+def errors_as(
+    translated: Callable[[BaseException], HeadraceError],
+    *,
+    passing: tuple[type[BaseException], ...] = (HeadraceError,),
+) -> Iterator[None]:
+    """Translate whatever foreign code raises, panics of Rust libraries included, which are no Exceptions.
+
+    passing: errors to leave unchanged, as interruptions always are.
+    """
+    try:
+        yield
+    except _INTERRUPTIONS + passing:
+        raise
+    except BaseException as error:
+        raise translated(error) from error
+
+
+@contextmanager
+def isolated(failed: Callable[[Exception], None]) -> Iterator[None]:
+    """Around side work: `failed` handles its error, and the caller continues."""
+    try:
+        yield
+    except Exception as error:
+        failed(error)
+
+
+def isolate_each(
+    rows: Iterable[Row], work: Callable[[Row], Result], failed: Callable[[Row, Exception], Result]
+) -> list[Result]:
+    """Results of `work` by row. A row whose work raises fails alone: `failed` handles the error and returns its result.
+
+    A function around all rows, since a context manager would cost each row three calls in each step.
+    """
+    results: list[Result] = []
+    for row in rows:
+        try:
+            results.append(work(row))
+        except Exception as error:
+            results.append(failed(row, error))
+    return results
