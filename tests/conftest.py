@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 
+import metal_forms
 import pytest
 from hypothesis import settings
+from metal_device import FakedMac, fake_mac
 
 SAMPLE_ONE_IN = 5
 
@@ -15,7 +18,15 @@ settings.register_profile("headrace", deadline=None, derandomize=True, print_blo
 settings.load_profile("headrace")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    _keep_to_one_core()
+    if config.getoption("--forms") == "metal":
+        patch = pytest.MonkeyPatch()
+        metal_forms.force(patch)
+        config.add_cleanup(patch.undo)
+
+
+def _keep_to_one_core() -> None:
     """Keep each of several test processes to a core of its own: their matrix products wait for each other otherwise."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
@@ -30,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sample",
         help="which tests marked `slow` run; the sample is the same every time",
     )
+    parser.addoption(
+        "--forms",
+        choices=("here", "metal"),
+        default="here",
+        help="`metal`: computations take the forms that they have on a Mac, on this CPU",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,9 +55,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    if config.getoption("--forms") == "metal":
+        for item in items:
+            marker = item.get_closest_marker("cpu_forms")
+            if marker is not None:
+                item.add_marker(pytest.mark.skip(reason=metal_forms.LEFT_OUT + marker.args[0]))
 
 
 def _chosen(item: pytest.Item, choice: str) -> bool:
     if choice == "sample":
         return zlib.crc32(item.nodeid.encode()) % SAMPLE_ONE_IN == 0
     return choice == "all"
+
+
+@pytest.fixture
+def faked_mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakedMac]:
+    """`faked_mac(16)`: the device and the system answer as on a Mac with 16 GB."""
+
+    def fake(memory_gib: int, architecture: str = "applegpu_g16s") -> FakedMac:
+        mac = FakedMac.of(memory_gib, architecture)
+        fake_mac(monkeypatch, mac)
+        return mac
+
+    return fake

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from metal_device import WORKING_SETS, FakedMac
 
 from headrace.backend import device
 from headrace.backend.device import host_memory_bytes, num_usable_cores
@@ -72,9 +74,19 @@ def test_the_affinity_mask_bounds_the_cores(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
 
 
+@pytest.mark.cpu_forms("the device's kind")
 def test_the_current_device_is_mlx_default() -> None:
     here = device.current()
     assert here.kind == ("cpu" if mx.default_device() == mx.Device(mx.cpu) else here.kind)
     assert here.kind == device.device_kind()
     assert 0 < here.memory_bytes <= PHYSICAL_BYTES or here.kind == "cuda"
     assert here.name
+
+
+@pytest.mark.parametrize("memory_gib", WORKING_SETS)
+def test_a_macs_memory_is_what_it_says(memory_gib: int, faked_mac: Callable[..., FakedMac]) -> None:
+    mac = faked_mac(memory_gib)
+    here = device.current()
+    assert (here.kind, here.name) == ("metal", "Apple M4")
+    assert mac.working_set_bytes < mac.memory_bytes
+    assert here.memory_bytes in (mac.memory_bytes, mac.working_set_bytes)

@@ -10,6 +10,7 @@ import pytest
 from models import tiny_head
 from models.tiny_parts import VOCAB_SIZE
 
+from headrace.backend import device
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.drafting import Rehearsal
 from headrace.engine.engine import Engine
@@ -132,7 +133,8 @@ def test_a_head_that_cannot_run_is_left_aside(folder: Path, monkeypatch: pytest.
     engine.stop()
     said = [line for line in engine.model.report if line.startswith("drafts:")]
     assert said == [
-        "drafts: none, the prediction head in model-00002-of-00002.safetensors can't run on cpu: no kernel for this"
+        "drafts: none, the prediction head in model-00002-of-00002.safetensors can't run on "
+        f"{device.device_kind()}: no kernel for this"
     ]
     with pytest.raises(ConfigError, match="mtp is on, but the prediction head .* can't run"):
         launch(folder, mtp="on")
