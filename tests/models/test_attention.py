@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.backend import blas
+from headrace.backend.kernels import Kernels
 from headrace.models.mixers import attention
 
 
@@ -37,6 +38,11 @@ def written_out(
     return result
 
 
+def seven_queries(keys: mx.array) -> int:
+    """Bytes of the scores of seven queries and all keys, for six heads in float32."""
+    return 7 * 6 * keys.shape[2] * 4
+
+
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 77), (5, 5), (130, 130), (129, 300), (300, 300)])
 def test_both_forms_compute_causal_attention(num_queries: int, num_keys: int, window: int | None) -> None:
@@ -49,8 +55,9 @@ def test_both_forms_compute_causal_attention(num_queries: int, num_keys: int, wi
     expected = written_out(queries, keys, values, scale, window)
     folded = attention._folded(queries, keys, values, scale, window)
     fused = attention._fused(queries, keys, values, scale, window, None)
-    assert np.abs(np.array(folded)[0] - expected).max() < 1e-5
-    assert np.abs(np.array(fused)[0] - expected).max() < 1e-5
+    cut = attention._fused(queries, keys, values, scale, window, None, score_bytes=seven_queries(keys))
+    for form in (folded, fused, cut):
+        assert np.abs(np.array(form)[0] - expected).max() < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 400])
@@ -65,8 +72,11 @@ def test_both_forms_let_queries_see_all_that_is_behind_them_too(
     expected = written_out(queries, keys, values, 0.25, window, bidirectional=True)
     folded = attention._folded(queries, keys, values, 0.25, window, bidirectional=True)
     fused = attention._fused(queries, keys, values, 0.25, window, None, bidirectional=True)
-    assert np.abs(np.array(folded)[0] - expected).max() < 1e-5
-    assert np.abs(np.array(fused)[0] - expected).max() < 1e-5
+    cut = attention._fused(
+        queries, keys, values, 0.25, window, None, bidirectional=True, score_bytes=seven_queries(keys)
+    )
+    for form in (folded, fused, cut):
+        assert np.abs(np.array(form)[0] - expected).max() < 1e-5
 
 
 def test_blocks_of_queries_give_the_bits_of_one_query_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,5 +110,65 @@ def test_windows_of_both_forms_count_positions_where_these_have_gaps(
     positions = mx.array(places.astype(np.int32))
     folded = attention._folded(queries, keys, values, 0.25, window, positions)
     fused = attention._fused(queries, keys, values, 0.25, window, None, positions)
-    assert np.abs(np.array(folded[0]) - expected).max() < 2e-6
-    assert np.abs(np.array(fused[0]) - expected).max() < 2e-6
+    cut = attention._fused(queries, keys, values, 0.25, window, None, positions, score_bytes=seven_queries(keys))
+    for form in (folded, fused, cut):
+        assert np.abs(np.array(form[0]) - expected).max() < 2e-6
+
+
+def test_no_call_holds_more_scores_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a chunk of 2,048 tokens behind 126,976, with 16 heads of 256 channels: 8.6 GB of scores in bfloat16."""
+    shapes: list[tuple[int, int]] = []
+
+    def record(queries: mx.array, keys: mx.array, values: mx.array, **options: object) -> mx.array:
+        assert options["mask"] == "causal"
+        shapes.append((queries.shape[2], keys.shape[2]))
+        return queries
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", record)
+    queries, keys = mx.zeros((1, 16, 2048, 256), mx.bfloat16), mx.zeros((1, 2, 131072, 256), mx.bfloat16)
+    limit = Kernels("fast", "metal").score_bytes(256, 2048)
+    assert limit is not None
+    output = attention._fused(queries, keys, keys, 1.0, None, None, score_bytes=limit)
+    assert output.shape == queries.shape
+    assert sum(num_queries for num_queries, _ in shapes) == 2048
+    assert max(16 * 2 * num_queries * num_keys for num_queries, num_keys in shapes) <= 512_000_000
+    assert shapes[0][1] == 131072 - 2048 + shapes[0][0], "a block reads the keys up to its last query"
+    assert shapes[-1][1] == 131072
+
+
+def test_the_cut_lets_attention_stay_below_mlx_memory_limit() -> None:
+    """On a CPU the library holds all scores, as on Metal for wide heads; at the limit MLX waits for calls."""
+    queries, keys = random(1, 4, 512, 192), random(1, 1, 2048, 192)
+    scores_bytes = 4 * 512 * 2048 * 4
+    mx.eval(queries, keys)
+    before, peaks = mx.get_active_memory(), []
+    former = mx.set_memory_limit(before + scores_bytes // 4)
+    try:
+        for limit in (None, scores_bytes // 64):
+            mx.reset_peak_memory()
+            mx.eval(attention._fused(queries, keys, keys, 0.1, None, None, score_bytes=limit))
+            peaks.append(mx.get_peak_memory() - before)
+    finally:
+        mx.set_memory_limit(former)
+    assert peaks[0] > scores_bytes
+    assert peaks[1] < 0.75 * scores_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerated", "head_dim", "num_queries", "limits"),
+    [
+        ("metal", False, 128, 2048, False),
+        ("metal", False, 192, 2048, True),
+        ("metal", False, 256, 2048, True),
+        ("metal", True, 256, 2048, False),
+        ("metal", True, 256, 512, True),
+        ("metal", True, 512, 2048, True),
+        ("cuda", False, 256, 2048, False),
+        ("cpu", False, 256, 2048, False),
+    ],
+)
+def test_only_where_the_library_holds_scores_are_queries_cut(
+    device: str, accelerated: bool, head_dim: int, num_queries: int, limits: bool
+) -> None:
+    kernels = Kernels("fast", device, has_accelerators=accelerated)
+    assert (kernels.score_bytes(head_dim, num_queries) is not None) == limits

@@ -14,6 +14,11 @@ from headrace.backend.gated_delta import Form
 
 _LOG2_E = 1.4426950408889634
 
+_UNFUSED_HEAD_DIM = 192
+"""From here on Metal's attention holds the scores of all queries and keys, but for a prompt's first chunk. With neural
+accelerators heads of 256 are fused from 1,024 queries on. Source: `use_fallback` in MLX's Metal attention."""
+_SCORE_BYTES = 512_000_000
+
 
 @partial(mx.compile, shapeless=True)
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -47,6 +52,9 @@ class Kernels:
     reads keys fewer times, but takes a call for each row and, for heads of 128, 58 ms on an H200 to plan each new
     shape, which are all lengths that prompts have; a quarter of so many pairs takes our kernel 0.36 ms a layer."""
 
+    has_accelerators: bool = False
+    """Whether MLX uses the neural accelerators of a Mac's GPU."""
+
     @property
     def fuses_layers(self) -> bool:
         return self.fuses and self.device == "cuda" and self.numerics == "fast"
@@ -69,6 +77,13 @@ class Kernels:
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Functions that replace mlx-lm's of the same global name."""
         return {"swiglu": swiglu} if self.device == "cpu" and self.numerics == "fast" else {}
+
+    def score_bytes(self, head_dim: int, num_queries: int) -> int | None:
+        """The most that attention may hold in scores at once, by cutting its queries; None where it holds none."""
+        if self.device != "metal" or head_dim < _UNFUSED_HEAD_DIM:
+            return None
+        is_fused = self.has_accelerators and head_dim == 256 and num_queries >= 1024
+        return None if is_fused else _SCORE_BYTES
 
     @property
     def goes_token_by_token(self) -> bool:

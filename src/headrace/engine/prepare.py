@@ -140,6 +140,9 @@ def _current_device() -> Device:
     here = device.current()
     # MLX keeps freed buffers for reuse without a limit, and other processes can't use that memory
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE[here.kind] * here.memory_bytes))
+    if here.mac is not None:
+        # MLX's own limit is 1.5 times the working set; at its limit it waits for commands before it begins others
+        mx.set_memory_limit(here.memory_bytes)
     return here
 
 

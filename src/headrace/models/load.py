@@ -95,6 +95,8 @@ def _load(
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     kernels = Kernels(numerics, device.kind)
+    if device.mac is not None and device.mac.has_accelerators:
+        kernels = replace(kernels, has_accelerators=True)
     precision = str(logits.dtype).removeprefix("mlx.core.")
     num_rows = logits.shape[-1]
     if self_check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -119,7 +119,13 @@ def read_row(
         if fold:
             outputs.append(_folded(part, *read, scale, window, positions, bidirectional=bidirectional))
         else:
-            outputs.append(_fused(part, *read, scale, window, sinks, positions, bidirectional=bidirectional))
+            outputs.append(
+                _fused(
+                    *(part, *read, scale, window, sinks, positions),
+                    bidirectional=bidirectional,
+                    score_bytes=kernels.score_bytes(queries.shape[3], hi - lo),
+                )
+            )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
@@ -196,14 +202,44 @@ def _fused(
     positions: mx.array | None = None,
     *,
     bidirectional: bool = False,
+    score_bytes: int | None = None,
 ) -> mx.array:
-    num_queries, num_keys = queries.shape[2], keys.shape[2]
-    mask: mx.array | str | None = None if num_queries == 1 else "causal"
-    if bidirectional:
-        mask = _within_window(num_queries, num_keys, window)
-    elif window is not None and num_queries > 1 and (num_keys > window or positions is not None):
-        mask = _visible(num_queries, num_keys, window, positions)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    """The library's attention. score_bytes: see `Kernels.score_bytes`; queries are cut into blocks for it."""
+    _, num_heads, num_queries, _ = queries.shape
+    num_keys, block = keys.shape[2], num_queries
+    if score_bytes is not None:
+        block = max(1, min(block, score_bytes // (num_heads * num_keys * queries.dtype.size)))
+    if num_queries == 1:
+        positions = None  # it sees all keys that were read for it
+    outputs = []
+    for own, seen, num_behind in _blocks(num_queries, num_keys, block, window, bidirectional=bidirectional):
+        num_own, num_seen = own.stop - own.start, seen.stop - seen.start
+        mask: mx.array | str | None = None if num_own == 1 else "causal"
+        if bidirectional:
+            mask = _within_window(num_own, num_seen, window, num_behind)
+        elif window is not None and ((num_own > 1 and num_seen > window) or positions is not None):
+            mask = _visible(num_own, num_seen, window, None if positions is None else positions[seen])
+        outputs.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, own], keys[:, :, seen], values[:, :, seen], scale=scale, mask=mask, sinks=sinks
+            )
+        )
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _blocks(
+    num_queries: int, num_keys: int, size: int, window: int | None, *, bidirectional: bool
+) -> Iterator[tuple[slice, slice, int]]:
+    """Blocks of at most `size` queries, the keys that any of a block sees, and how many of those follow its last query.
+
+    The last query stands at the last key.
+    """
+    for lo in range(0, num_queries, size):
+        hi = min(lo + size, num_queries)
+        last = num_keys - num_queries + hi
+        end = num_keys if bidirectional else last
+        start = 0 if window is None else max(0, last - (hi - lo) - window + 1)
+        yield slice(lo, hi), slice(start, end), end - last
 
 
 def _folded(
@@ -221,18 +257,15 @@ def _folded(
     num_keys = keys.shape[2]
     block = max(1, min(QUERY_BLOCK, SCORE_ELEMENTS // (num_heads * num_keys)))
     outputs = []
-    for lo in range(0, num_queries, block):
-        hi = min(lo + block, num_queries)
-        last = num_keys - num_queries + hi
-        end = num_keys if bidirectional else last  # else keys after the block's last query are invisible to all of it
-        start = 0 if window is None else max(0, last - (hi - lo) - window + 1)
-        part, reach = queries[:, :, lo:hi], slice(start, end)
-        own = None if positions is None else positions[reach]
+    for own, seen, num_behind in _blocks(num_queries, num_keys, block, window, bidirectional=bidirectional):
+        num_own, num_seen = own.stop - own.start, seen.stop - seen.start
         if bidirectional:
-            visible = _within_window(hi - lo, end - start, window, end - last)
+            visible = _within_window(num_own, num_seen, window, num_behind)
+        elif num_queries > 1:
+            visible = _visible(num_own, num_seen, window, None if positions is None else positions[seen])
         else:
-            visible = _visible(hi - lo, end - start, window, own) if num_queries > 1 else None
-        outputs.append(_folded_block(part, keys[:, :, reach], values[:, :, reach], scale, visible))
+            visible = None
+        outputs.append(_folded_block(queries[:, :, own], keys[:, :, seen], values[:, :, seen], scale, visible))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
