@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import mlx.core as mx
 import pytest
-from faked_macs import GIB, MACS, FakedMac
+from metal_device import GIB, WORKING_SETS, FakedMac, fake_mac
 
 from headrace.backend import device, mac
 from headrace.backend.doctor import machine_report
@@ -16,42 +15,43 @@ from headrace.engine.memory import state_budget
 from headrace.engine.prepare import BUFFER_CACHE_SHARE
 from headrace.errors import ConfigError
 
-M4 = MACS[1]
+MACS = [FakedMac.of(memory_gib) for memory_gib in WORKING_SETS]
+M4 = FakedMac.of(16, "applegpu_g16g")
 M5 = replace(M4, architecture="applegpu_g17s")
 
 
 def current(faked: FakedMac, patch: pytest.MonkeyPatch) -> mac.Mac:
-    faked.take_effect(patch)
+    fake_mac(patch, faked)
     found = device.current().mac
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("utilization", [None, 1.0])
-@pytest.mark.parametrize("faked", MACS, ids=lambda each: f"{each.memory_gib} GB")
+@pytest.mark.parametrize("faked", MACS, ids=lambda each: f"{each.memory_bytes // GIB} GB")
 def test_weights_states_and_freed_buffers_fit_what_metal_can_hold(
     faked: FakedMac, utilization: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faked.take_effect(monkeypatch)
-    weights_bytes = int(0.5 * faked.working_set_gib * GIB)
+    fake_mac(monkeypatch, faked)
+    weights_bytes = faked.working_set_bytes // 2
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: weights_bytes)
     here = device.current()
     account = weights_bytes + state_budget(here.memory_bytes, here.share(utilization))
-    assert account <= faked.working_set_gib * GIB
-    assert faked.memory_gib * GIB - account >= 3e9
+    assert account <= faked.working_set_bytes
+    assert faked.memory_bytes - account >= 3e9
     if utilization is None:
-        assert account + BUFFER_CACHE_SHARE["metal"] * here.memory_bytes <= 0.96 * faked.working_set_gib * GIB
+        assert account + BUFFER_CACHE_SHARE["metal"] * here.memory_bytes <= 0.96 * faked.working_set_bytes
         # and most of it is used
-        assert account >= 0.8 * min(faked.working_set_gib * GIB, faked.memory_gib * GIB - 3e9)
+        assert account >= 0.8 * min(faked.working_set_bytes, faked.memory_bytes - 3e9)
 
 
 def test_a_raised_limit_still_leaves_memory_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(MACS[0], working_set_gib=7.5, wired_limit_mb="7680").take_effect(monkeypatch)
+    fake_mac(monkeypatch, replace(MACS[0], working_set_bytes=15 * GIB // 2, wired_limit_mb="7680"))
     assert device.current().memory_bytes == 8 * GIB - 3_000_000_000
 
 
 def test_weights_that_metal_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    M4.take_effect(monkeypatch)
+    fake_mac(monkeypatch, M4)
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 11 * GIB)
     here = device.current()
     with pytest.raises(ConfigError, match="the weights take 11.8 GB, more than the share 0.85 of 11.5 GB"):
@@ -59,7 +59,7 @@ def test_weights_that_metal_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_report_names_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    M4.take_effect(monkeypatch)
+    fake_mac(monkeypatch, M4)
     report = machine_report()
     assert (
         "Metal: applegpu_g16g, working set 11.5 GB of 17.2 GB of memory, wired limit: the system's own, "
@@ -109,40 +109,35 @@ def test_m1_and_m2_emulate_bfloat16(architecture: str, emulates: bool, monkeypat
     assert current(replace(M4, architecture=f"applegpu_{architecture}"), monkeypatch).emulates_bfloat16 == emulates
 
 
-@pytest.fixture
-def wired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The limits that MLX was given."""
-    limits: list[int] = []
-    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    return limits
+WORKING_SET = M4.working_set_bytes
 
 
 @pytest.mark.parametrize(
-    ("what", "weights_gib", "limits"),
-    [("off", 4, []), ("weights", 4, [4 * GIB]), ("weights", 10, [int(0.8 * int(10.67 * GIB))])]
-    + [("all", 4, [int(10.67 * GIB)])],
+    ("what", "weights_bytes", "limits"),
+    [
+        ("off", 4 * GIB, []),
+        ("weights", 4 * GIB, [4 * GIB]),
+        ("weights", 10 * GIB, [int(0.8 * WORKING_SET)]),
+        ("all", 4 * GIB, [WORKING_SET]),
+    ],
 )
 def test_no_more_is_wired_than_asked_for_and_allowed(
-    what: str, weights_gib: int, limits: list[int], wired: list[int], monkeypatch: pytest.MonkeyPatch
+    what: str, weights_bytes: int, limits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = wire(current(M4, monkeypatch), what, weights_gib * GIB)
-    assert wired == limits
-    assert line.startswith("wired: ")
+    faked = replace(M4, wired_limits=[])
+    assert wire(current(faked, monkeypatch), what, weights_bytes).startswith("wired: ")
+    assert faked.wired_limits == limits
 
 
-def test_before_macos_15_nothing_is_wired(wired: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = current(replace(M4, macos="14.7.1"), monkeypatch)
-    assert wire(found, "weights", GIB) == "wired: nothing, that needs macOS 15"
-    assert wired == []
+def test_before_macos_15_nothing_is_wired(monkeypatch: pytest.MonkeyPatch) -> None:
+    faked = replace(M4, macos="14.7.1", wired_limits=[])
+    assert wire(current(faked, monkeypatch), "weights", GIB) == "wired: nothing, that needs macOS 15"
+    assert faked.wired_limits == []
 
 
-@pytest.mark.parametrize(("weights_gib", "warns"), [(9.5, False), (9.7, True)])
+@pytest.mark.parametrize(("share", "warns"), [(0.89, False), (0.91, True)])
 def test_weights_near_the_working_set_are_warned_of(
-    weights_gib: float,
-    warns: bool,
-    wired: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    share: float, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wire(current(M4, monkeypatch), "weights", int(weights_gib * GIB))
+    wire(current(M4, monkeypatch), "weights", int(share * WORKING_SET))
     assert ("answers may be slow" in caplog.text) == warns
