@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
@@ -283,3 +284,33 @@ async def test_sixty_prompts_under_a_small_budget(name: str, tmp_path: Path, mon
         assert abs(memory.device_bytes - accounted) <= 0.1 * memory.device_bytes
     finally:
         engine.stop()
+
+
+async def test_the_status_shows_the_latest_lookups_and_where_prompts_parted(engines: tuple[Engine, Engine]) -> None:
+    cached, cold = engines
+    head = tokens(91, 40)
+    prompts = [head + tokens(seed, 20) for seed in (92, 93)]
+    for prompt in prompts:
+        await ask(cached, prompt, (40,))
+    status = (await cached.status()).cache
+    assert status is not None
+    first, second = status.lookups[-2:]
+    assert (first.num_prompt_tokens, first.num_hit_tokens) == (60, 0)
+    assert (second.num_prompt_tokens, second.num_hit_tokens) == (60, 40)
+    assert second.num_agreed_tokens == len(commonprefix(prompts))
+    assert second.mismatch == "another token follows in what is stored"
+    assert first.time <= second.time
+    assert (await cold.status()).cache is None
+
+
+async def test_the_history_adds_up_to_the_counters(engines: tuple[Engine, Engine]) -> None:
+    engine, _ = engines
+    await ask(engine, tokens(95, 30))
+    status = await engine.status()
+    history, counters = status.history, status.counters
+    # all of the fixture's requests have ended within the seconds that are kept
+    assert sum(history.num_output_tokens) == counters.num_output_tokens
+    assert sum(history.num_steps) == counters.num_steps
+    assert sum(history.num_lookup_tokens) == counters.num_prompt_tokens
+    assert sum(history.num_hit_tokens) == counters.num_cached_tokens
+    assert sum(history.num_rows) >= sum(history.num_steps)

@@ -12,6 +12,7 @@ from headrace.metrics.stats import Stats
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.media import Route
 from headrace.types.status import DraftCounters, Histogram
+from headrace.types.step import StepPlan
 
 
 def output(
@@ -57,7 +58,7 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
     stats.submitted("a", 100, 10.0)
     stats.scheduled("a", 11.0)
     stats.scheduled("a", 11.5)
-    stats.stepped()
+    stats.stepped(StepPlan(()), 0.5, 11.5)
     stats.output(output("a", num_cached_tokens=60), 13.0)
     stats.output(output("a"), 13.5)
     stats.output(output("a", num_cached_tokens=60), 15.5)

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from headrace.types.model import ModelDescription
+from headrace.types.recent import ErrorStatus
 from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus, WarmUpStatus, metrics_of
 
 
@@ -18,8 +19,9 @@ def status_body(
     *,
     version: str,
     ignored: Mapping[str, int],
+    errors: Sequence[ErrorStatus],
 ) -> dict[str, Any]:
-    """names: the served names. ignored: how often each unknown field was sent."""
+    """names: the served names. ignored: how often each unknown field was sent. errors: the latest, the oldest first."""
     return {
         "status": health_body(status.warm_up)["status"],
         "version": version,
@@ -34,6 +36,7 @@ def status_body(
         },
         **_shown(status),
         "ignored_fields": dict(ignored),
+        "errors": [asdict(error) for error in errors],
     }
 
 

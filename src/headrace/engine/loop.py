@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
+from headrace.backend import device
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
@@ -23,7 +24,7 @@ from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, MemoryUsage
 from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
-from headrace.types.status import EngineStatus, MemoryStatus
+from headrace.types.status import DeviceStatus, EngineStatus, MemoryStatus
 from headrace.types.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Loop:
         self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
+        self._device = _device_status()
         self._queues: dict[str, OutputQueue] = {}
         self._delivery = Delivery()
         self._is_stopping = False
@@ -159,10 +161,11 @@ class Loop:
         result = self._runner.execute(plan, self._scheduler.planned_requests())
         now = time.monotonic()
         self._disk.observe_prefill(plan.num_prompt_tokens, now - started)
-        self._stats.stepped()
         self._publish(self._scheduler.update(result, now - started, now), now)
         self._scheduler.note_drafts(self._runner.draft())
-        self.warm_up.served(time.monotonic() - started)
+        ended = time.monotonic()
+        self._stats.stepped(plan, ended - started, ended)
+        self.warm_up.served(ended - started)
 
     def _can_warm_up(self, *, is_idle: bool) -> bool:
         """Whether the next piece of the warm-up may run. A request that has just arrived precedes it."""
@@ -310,16 +313,20 @@ class Loop:
             device_bytes=mx.get_active_memory(),
             buffers_bytes=mx.get_cache_memory(),
         )
+        now = time.monotonic()
         return EngineStatus(
+            max_num_seqs=self._scheduler.max_num_seqs,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            requests=self._scheduler.status(time.monotonic()),
+            requests=self._scheduler.status(now),
             memory=memory,
             cache=self._prefixes.status(),
             drafts=self._runner.draft_status(),
             sparse=self._sparse.status(),
             warm_up=self.warm_up.status,
             step_forms=self.warm_up.forms(),
+            device=self._device,
+            history=self._stats.history(now),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )
 
@@ -343,6 +350,11 @@ class Loop:
         if reason is not None:
             self._stats.ended(request_id, reason, time.monotonic())
         del self._queues[request_id]
+
+
+def _device_status() -> DeviceStatus:
+    here = device.current()
+    return DeviceStatus(here.kind, here.name, here.memory_bytes, here.num_cores)
 
 
 def _error_of(failure: RequestFailure) -> HeadraceError:

@@ -7,6 +7,8 @@ that happens between steps, on the engine's thread.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +20,7 @@ from headrace.scheduler.stages import PromptPlan
 from headrace.state.disk import DiskTier
 from headrace.state.disk_records import Load
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.types.recent import LookupStatus
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import CacheStatus, WaitReason
 
@@ -30,6 +33,10 @@ NEAR_TOKENS = 16
 A generation prompt is that short, so the state behind it helps only requests for another answer to the same prompt. At
 Qwen3.5-4B's shape a snapshot takes 50 MB.
 """
+
+
+MAX_LOOKUPS = 20
+"""The status shows so many of the latest lookups."""
 
 
 class RecordStore:
@@ -46,6 +53,17 @@ class RecordStore:
 
 def _is_near(length: int, snapshots: Collection[int]) -> bool:
     return any(0 <= length - each <= NEAR_TOKENS for each in snapshots)
+
+
+def _lookup_status(request_id: str, match: Match) -> LookupStatus:
+    return LookupStatus(
+        time=time.time(),
+        request_id=request_id,
+        num_prompt_tokens=match.num_prompt_tokens,
+        num_hit_tokens=match.num_tokens,
+        num_agreed_tokens=match.num_agreed_tokens,
+        mismatch=match.mismatch.value,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +165,7 @@ class PrefixPool(PrefixCache):
         self._tree = PrefixTree(RecordStore(), has_spans=has_spans, needs_snapshots=needs_snapshots)
         self._prompts: dict[str, _Prompt] = {}
         self._disk = disk
+        self._lookups: deque[LookupStatus] = deque(maxlen=MAX_LOOKUPS)
 
     @property
     def is_on(self) -> bool:
@@ -157,7 +176,8 @@ class PrefixPool(PrefixCache):
         return self._tree.num_bytes
 
     def status(self) -> CacheStatus:
-        return replace(self._tree.summary(), disk=None if self._disk is None else self._disk.status())
+        disk = None if self._disk is None else self._disk.status()
+        return replace(self._tree.summary(), disk=disk, lookups=tuple(self._lookups))
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
@@ -239,6 +259,8 @@ class PrefixPool(PrefixCache):
         if not prompt.has_begun:  # not before: a waiting request may be looked up again and again
             prompt.has_begun = True
             self._tree.use(prompt.lookup.match, counts=prompt.counts)
+            if prompt.counts:
+                self._lookups.append(_lookup_status(request_id, prompt.lookup.match))
         prompt.num_computed = max(prompt.num_computed, end)
         return tuple(sorted(length for length in prompt.snapshot_points if start < length <= end))
 

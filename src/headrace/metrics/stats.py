@@ -6,9 +6,12 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from headrace.metrics.history import Seconds
 from headrace.types.events import TokenOutput
 from headrace.types.media import Route
+from headrace.types.recent import StepHistory
 from headrace.types.status import Counters, DraftCounters, Histogram
+from headrace.types.step import StepPlan
 
 UNFINISHED = ("abort", "error")
 """Reasons of choices that did not finish."""
@@ -79,6 +82,7 @@ class Stats:
         self._token = _Buckets(_TOKEN_BOUNDS)
         self._request = _Buckets(_REQUEST_BOUNDS)
         self._queue = _Buckets(_REQUEST_BOUNDS)
+        self._seconds = Seconds()
 
     def submitted(
         self,
@@ -107,7 +111,9 @@ class Stats:
         if timing is None:
             return
         num_tokens = output.num_tokens
+        second = self._seconds.at(now)
         self._num_output_tokens += num_tokens
+        second.num_output_tokens += num_tokens
         self._verified(output.num_drafted, output.num_accepted)
         if output.finish_reason is not None:
             self._finished[output.finish_reason.value] += 1
@@ -115,6 +121,8 @@ class Stats:
             timing.is_computed = True
             self._num_prompt_tokens += timing.num_prompt_tokens
             self._num_cached_tokens += output.num_cached_tokens
+            second.num_lookup_tokens += timing.num_prompt_tokens
+            second.num_hit_tokens += output.num_cached_tokens
             self._first_token.observe(now - timing.submitted)
         if num_tokens:
             last = timing.last_token.get(output.choice)
@@ -143,8 +151,17 @@ class Stats:
         else:
             self._close(request_id, now)
 
-    def stepped(self) -> None:
+    def stepped(self, plan: StepPlan, duration_s: float, now: float) -> None:
+        """A step has ended `now` and took `duration_s` seconds."""
         self._num_steps += 1
+        second = self._seconds.at(now)
+        second.num_steps += 1
+        second.step_s += duration_s
+        second.num_rows += len(plan.chunks)
+        second.num_prompt_tokens += plan.num_prompt_tokens
+
+    def history(self, now: float) -> StepHistory:
+        return self._seconds.snapshot(now)
 
     def _verified(self, num_drafted: int, num_accepted: int) -> None:
         self._num_windows += num_drafted > 0

@@ -76,7 +76,7 @@ class Admission:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, memory: MemoryBudget, shares: FairShares) -> None:
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._memory = memory
         self._shares = shares
@@ -91,7 +91,7 @@ class Admission:
 
     def has_rows(self, num_rows: int) -> bool:
         """Whether `num_rows` more sequences fit, bytes aside."""
-        return self._num_rows + num_rows <= self._max_num_seqs
+        return self._num_rows + num_rows <= self.max_num_seqs
 
     def check(self, request: GenerationRequest) -> None:
         """Reject a request that could not run even alone.
@@ -103,9 +103,9 @@ class Admission:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if request.max_tokens < 0:
             raise InvalidRequest(f"max_tokens must be at least 0, not {request.max_tokens}", param="max_tokens")
-        if not 1 <= request.num_choices <= self._max_num_seqs:
+        if not 1 <= request.num_choices <= self.max_num_seqs:
             raise InvalidRequest(
-                f"n must be from 1 to {self._max_num_seqs}, which is how many sequences run at once, "
+                f"n must be from 1 to {self.max_num_seqs}, which is how many sequences run at once, "
                 f"not {request.num_choices}",
                 param="n",
             )

@@ -93,6 +93,10 @@ class Scheduler:
         self._planned: tuple[Chunk, ...] = ()
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._admission.max_num_seqs
+
+    @property
     def num_running(self) -> int:
         return len(self._rows.running())
 

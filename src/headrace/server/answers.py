@@ -182,12 +182,17 @@ async def _pieces(answer: _Answer, started: Event) -> AsyncGenerator[bytes, None
             yield encoder.end()
     except HeadraceError as error:
         record.end_answer(_end_of(error))
-        yield encoder.failure(error)  # the status has been sent, so only an event can report the error
+        yield _failure(answer, error)  # the status has been sent, so only an event can report the error
 
 
 def _final_chunk(answer: _Answer) -> bytes:
     answer.record.end_answer("error")
-    return answer.encoder.failure(closing_error())
+    return _failure(answer, closing_error())
+
+
+def _failure(answer: _Answer, error: HeadraceError) -> bytes:
+    answer.record.error = error
+    return answer.encoder.failure(error)
 
 
 async def _collect(answer: _Answer) -> list[Event]:

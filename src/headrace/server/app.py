@@ -15,7 +15,7 @@ from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
-from headrace.server.bookkeeping import LiveRequests, UnknownFields
+from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecord, UnknownFields
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.guard import Guard, OwnNames
 from headrace.server.operations import OperationRoutes
@@ -27,17 +27,18 @@ from headrace.session.session import Session
 
 
 def build_app(session: Session, config: ServerConfig) -> Starlette:
-    """Raises ConfigError for an invalid allowed origin."""
+    """`state.feed` is a StatusFeed, to be closed at shutdown. Raises ConfigError for an invalid allowed origin."""
     names = config.served_model_name or (session.model.name,)
     live = LiveRequests()
     ignored = UnknownFields()
+    errors = RecentErrors()
     chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
     completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
     responses = ResponseRoutes(session, config, names, live, ignored)
     response = AnswerRoute(responses.dialect(), config, names, live, ignored)
     message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
-    operations = OperationRoutes(session, names, live, ignored)
+    operations = OperationRoutes(session, config, names, live, ignored, errors)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat.answer, methods=["POST"]),
@@ -58,13 +59,14 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/requests/{id}/cancel", operations.cancel, methods=["POST"]),
             Route("/v1/status", operations.status),
+            Route("/v1/status/stream", operations.status_stream),
             Route("/v1/cache", operations.cache, methods=["GET"]),
             Route("/v1/cache", operations.clear_cache, methods=["DELETE"]),
             Route("/metrics", operations.metrics),
             Route("/health", operations.health),
             *page_routes(config),
         ],
-        middleware=[Middleware(Guard, config, live, OwnNames(config.host, config.allowed_origin))],
+        middleware=[Middleware(Guard, config, live, errors, OwnNames(config.host, config.allowed_origin))],
         exception_handlers={
             HeadraceError: _on_error,
             HTTPException: _on_http_error,
@@ -74,6 +76,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     )
     # With some clients a redirect to the path without its last slash would lose the body of a POST.
     app.router.redirect_slashes = False
+    app.state.feed = operations.feed
     return app
 
 
@@ -97,6 +100,8 @@ async def _no_stored_chat(request: Request) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
+    record: RequestRecord = request.state.record
+    record.error = error
     return error_response(error, request.url.path, request.headers)
 
 
@@ -106,7 +111,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(_translated(request, error), request.url.path, request.headers)
+    response = await _on_error(request, _translated(request, error))
     response.headers.update(error.headers or {})
     return response
 

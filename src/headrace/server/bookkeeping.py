@@ -9,13 +9,13 @@ import logging
 import re
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.errors import GenerationFailed
+from headrace.errors import GenerationFailed, HeadraceError
 from headrace.isolation import errors_as
 from headrace.types.events import (
     Event,
@@ -27,6 +27,7 @@ from headrace.types.events import (
     ToolCallStart,
     Usage,
 )
+from headrace.types.recent import ErrorStatus
 
 log = logging.getLogger("headrace.server")
 
@@ -71,6 +72,8 @@ class _Work:
     engine_ids: tuple[str, ...] = ()
 
 
+MAX_ERRORS = 50
+
 _MAX_METHOD_LENGTH = 16
 _MAX_PATH_LENGTH = 128
 """Clients choose paths, and each request has a log line."""
@@ -79,12 +82,13 @@ _MAX_PATH_LENGTH = 128
 class RequestRecord:
     """One HTTP request, and the answer that was generated for it if any.
 
-    clock: monotonic seconds.
+    error: what the client got instead of an answer, or as the end of its stream. clock: monotonic seconds.
     """
 
     def __init__(self, request_id: str, method: str, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.request_id = request_id
         self.status: int | None = None
+        self.error: HeadraceError | None = None
         self._method = method[:_MAX_METHOD_LENGTH]
         self._path = path[:_MAX_PATH_LENGTH]
         self._clock = clock
@@ -188,6 +192,23 @@ class _AnswerRecord:
             "tokens_per_s": round(num_later / seconds, 3) if num_later > 0 and seconds > 0 else None,
             "finish_reasons": self.reasons,
         }
+
+
+class RecentErrors:
+    """The latest requests that ended with an error: no content, and no text that a client chose but its id."""
+
+    def __init__(self) -> None:
+        self._errors: deque[ErrorStatus] = deque(maxlen=MAX_ERRORS)
+
+    def add(self, record: RequestRecord) -> None:
+        """Remember a request that is over, if it had an error."""
+        if (error := record.error) is not None:
+            self._errors.append(ErrorStatus(time.time(), record.request_id, error.status, error.code))
+
+    @property
+    def latest(self) -> Sequence[ErrorStatus]:
+        """The oldest first."""
+        return tuple(self._errors)
 
 
 # Bounds memory, because clients choose the names.

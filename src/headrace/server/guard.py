@@ -26,7 +26,7 @@ from headrace.errors import (
     InvalidRequest,
     OriginRefused,
 )
-from headrace.server.bookkeeping import LiveRequests, RequestRecord, logged_failure
+from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecord, logged_failure
 from headrace.server.exchange import Exchange
 from headrace.server.log_format import FIELDS
 from headrace.server.responses import closing_error, error_response
@@ -94,7 +94,7 @@ _OPEN_PATHS = frozenset({"/health", "/"})
 _PAGE_FILES = "/page/"
 """Below it and at / are the page's static files: the same for all, and the page asks for the key itself."""
 
-_POLLED_PATHS = frozenset({"/", "/health", "/metrics", "/v1/status"})
+_POLLED_PATHS = frozenset({"/", "/health", "/metrics", "/v1/status", "/v1/status/stream"})
 """Supervisors, dashboards and the page ask for them every few seconds."""
 
 _FOREIGN_HOST = (
@@ -106,9 +106,12 @@ _FOREIGN_HOST = (
 class Guard:
     """ASGI middleware around the routes. Puts a RequestRecord into each request's state."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, live: LiveRequests, own_names: OwnNames) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, live: LiveRequests, errors: RecentErrors, own_names: OwnNames
+    ) -> None:
         self._app = app
         self._live = live
+        self._errors = errors
         self._key = config.api_key.encode() if config.api_key is not None else None
         self._own_names = own_names
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
@@ -143,6 +146,7 @@ class Guard:
             await _refusal(scope, headers, failure)(scope, exchange.receive, exchange.send)
         finally:
             self._live.release(record.request_id)
+            self._errors.add(record)
             is_poll = _is_polled(scope["path"]) and record.status in (200, 304)
             level = logging.DEBUG if is_poll else logging.INFO
             if log.isEnabledFor(level):
@@ -205,6 +209,7 @@ def _bearer(authorization: str) -> str:
 
 
 def _refusal(scope: Scope, headers: Headers, error: HeadraceError) -> Response:
+    scope["state"]["record"].error = error
     return error_response(error, scope["path"], headers)
 
 

@@ -6,15 +6,21 @@ import asyncio
 import resource
 import sys
 import time
+from dataclasses import replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace import __version__
 from headrace.api.status_body import cache_body, health_body, status_body
+from headrace.config import ServerConfig
 from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
-from headrace.server.bookkeeping import LiveRequests, UnknownFields
+from headrace.server.bookkeeping import LiveRequests, RecentErrors, UnknownFields
+from headrace.server.connection import EventStream, while_connected
+from headrace.server.responses import closing_error
+from headrace.server.status_stream import PING, StatusFeed, failure, with_failure
 from headrace.session.session import Session
 from headrace.types.status import ProcessStatus
 
@@ -38,8 +44,21 @@ class ProcessMeter:
 
 
 class OperationRoutes:
-    def __init__(self, session: Session, names: tuple[str, ...], live: LiveRequests, ignored: UnknownFields) -> None:
+    """feed: the status for clients that watch it; to be closed at shutdown."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: ServerConfig,
+        names: tuple[str, ...],
+        live: LiveRequests,
+        ignored: UnknownFields,
+        errors: RecentErrors,
+    ) -> None:
+        self.feed = StatusFeed(self._status_body)
         self._session = session
+        self._ping_interval_s = config.ping_interval_s
+        self._errors = errors
         self._names = names
         self._live = live
         self._ignored = ignored
@@ -53,15 +72,33 @@ class OperationRoutes:
         return JSONResponse(health_body(warm_up), 200 if warm_up.is_over else 503)
 
     async def status(self, request: Request) -> Response:
-        body = status_body(
-            await self._session.status(),
+        return JSONResponse(await self._status_body(since=0))
+
+    async def status_stream(self, request: Request) -> Response:
+        events = self.feed.watch()
+        first = await while_connected(request.receive, anext(events))
+        return EventStream(
+            with_failure(first, events),
+            events,
+            headers={},
+            ping=lambda: PING,
+            ping_interval_s=self._ping_interval_s,
+            on_disconnect=lambda: None,
+            final_chunk=lambda: failure(closing_error()),
+        )
+
+    async def _status_body(self, since: int) -> dict[str, Any]:
+        """since: the first second of the history."""
+        status = await self._session.status()
+        return status_body(
+            replace(status, history=status.history.since(since)),
             self._session.model,
             self._names,
             self._process.measure(),
             version=__version__,
             ignored=self._ignored.counts,
+            errors=self._errors.latest,
         )
-        return JSONResponse(body)
 
     async def metrics(self, request: Request) -> Response:
         text = render(await self._session.status(), self._names[0], self._process.measure())

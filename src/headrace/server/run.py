@@ -27,6 +27,7 @@ from headrace.long_work import hand_over_soon
 from headrace.server.app import build_app
 from headrace.server.guard import OwnNames
 from headrace.server.protocol import Protocol, WaitingConnections
+from headrace.server.status_stream import StatusFeed
 from headrace.server.watchdog import start_watchdog
 from headrace.session.session import Session
 
@@ -127,9 +128,11 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
+        app = build_app(session, config)
+        self._feed: StatusFeed = app.state.feed
         # Our log has a line for each request, so uvicorn's is off.
         settings = uvicorn.Config(
-            build_app(session, config),
+            app,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -182,6 +185,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening and wait for requests in progress as long as there is time."""
+        self._feed.close()
         if self.signalled_at < math.inf and not self.force_exit:
             log.info("%s", self._stopping_message())
         ending = asyncio.create_task(self._end_requests())
@@ -193,7 +197,7 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(ending, return_exceptions=True)
 
     def _stopping_message(self) -> str:
-        num = len(self.server_state.tasks)
+        num = len(self.server_state.tasks) - self._feed.num_watchers
         if not num:
             return "stopping"
         requests = "1 request" if num == 1 else f"{num} requests"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from headrace.types.events import FinishReason, SparseUsage
 from headrace.types.media import Route
+from headrace.types.recent import LookupStatus, StepHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,10 @@ class DiskStatus:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """The prefix cache: current content, and lookups since the start. disk: None without a disk tier."""
+    """The prefix cache: current content, and lookups since the start. disk: None without a disk tier.
+
+    lookups: the latest ones, the oldest first.
+    """
 
     num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", location="memory")]
     num_tokens: int
@@ -223,6 +227,7 @@ class CacheStatus:
     ]
     num_hit_tokens: Annotated[int, Metric("vllm:prefix_cache_hits", "Of these, tokens found in the cache.")]
     disk: DiskStatus | None = None
+    lookups: tuple[LookupStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +295,24 @@ class StepForms:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """What the model runs on. num_cores: CPU cores that the process may use.
+
+    utilization: share of the last moments in which the GPU computed; None for a CPU, and where it can't be read.
+    """
+
+    kind: str
+    name: str
+    memory_bytes: int
+    num_cores: int
+    utilization: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot between two steps.
 
+    max_num_seqs: sequences that may run at once.
     cache: None if disabled. drafts: None without speculative decoding. sparse: None without sparse prefill.
     num_schema_violations: also of tool parameters whose type the schema does not allow.
     """
@@ -314,6 +334,9 @@ class EngineStatus:
     sparse: SparseStatus | None = None
     warm_up: WarmUpStatus = WarmUpStatus()
     step_forms: StepForms = StepForms()
+    max_num_seqs: int = 0
+    device: DeviceStatus | None = None
+    history: StepHistory = StepHistory()
 
 
 @dataclass(frozen=True, slots=True)
