@@ -242,7 +242,7 @@ def test_other_media_parts_are_refused_by_path(kind: str) -> None:
         ("top_k", 1.5), ("top_k", -2), ("top_k", True), ("top_k", 2**31),
         ("min_p", -1), ("min_p", 2),
         ("seed", "7"), ("seed", 2**63), ("seed", 1.0),
-        ("max_tokens", -1), ("max_tokens", True), ("max_tokens", "8"),
+        ("max_tokens", -2), ("n_predict", -2), ("max_tokens", True), ("max_tokens", "8"),
         ("max_completion_tokens", -1),
         ("stop", 3), ("stop", ""), ("stop", ["x"] * 65),
         ("stop_token_ids", 3), ("ignore_eos", 1), ("stream", "yes"), ("stream", 1),

@@ -122,7 +122,7 @@ def test_every_field_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", -1), ("max_tokens", True), ("logprobs", True), ("logprobs", 21), ("logprobs", -1),
+        ("max_tokens", -2), ("max_tokens", True), ("logprobs", True), ("logprobs", 21), ("logprobs", -1),
         ("echo", 1), ("n", 0), ("best_of", 0), ("best_of", "1"), ("stream", "yes"), ("temperature", 3),
         ("stream_options", {"include_usage": True}),
     ],

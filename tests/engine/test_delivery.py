@@ -10,7 +10,7 @@ import pytest
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.engine import OutputStream
 from headrace.errors import GenerationFailed
-from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
+from headrace.types.events import FinishReason, OutputTimes, TokenLogprobs, TokenOutput
 from headrace.types.request import GenerationRequest, SamplingParams
 
 
@@ -147,3 +147,24 @@ def test_outputs_that_have_arrived_are_joined_by_choice() -> None:
         "one", (1, 2, 3), num_cached_tokens=7, reuse="all", logprobs=scores[1:4], num_drafted=5, num_accepted=1
     )
     assert asyncio.run(read()) == ([first, arrived[3], arrived[4]], "the device failed")
+
+
+def test_progress_of_a_prompt_is_not_joined_and_the_latest_time_stays() -> None:
+    arrived: list[Item] = [
+        Accepted(),
+        TokenOutput("one", (), num_processed=5, times=OutputTimes(1.0, 2.0, 2.0)),
+        TokenOutput("one", (), num_processed=9, times=OutputTimes(1.0, 3.0, 3.0)),
+        TokenOutput("one", (1,), times=OutputTimes(1.0, 3.0, 3.0)),
+        TokenOutput("one", (2,), FinishReason.LENGTH, times=OutputTimes(1.0, 3.0, 4.0)),
+    ]
+
+    async def read() -> list[TokenOutput]:
+        stream = OutputStream(GenerationRequest("one", (0,), SamplingParams(), max_tokens=9), lambda _: None)
+        for item in arrived:
+            stream.outputs.put(item)
+        await stream.accepted()
+        return [one async for one in stream]
+
+    *progress, last = asyncio.run(read())
+    assert progress == arrived[1:3]
+    assert (last.token_ids, last.times) == ((1, 2), OutputTimes(1.0, 3.0, 4.0))

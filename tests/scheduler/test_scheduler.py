@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler.made_up import AMPLE, answer, lengths, request
 
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
-from headrace.types.events import FinishReason, TokenOutput
+from headrace.types.events import FinishReason, OutputTimes, TokenOutput
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
 
 
@@ -65,6 +67,35 @@ def test_a_long_prompt_is_split_on_the_grid_and_samples_only_at_its_end() -> Non
         outcome = take(scheduler, answer(StepPlan((chunk,))))
     assert spans == [(0, 64, False), (64, 128, False), (128, 150, True)]
     assert outcome.outputs == (TokenOutput("a", (7,)),)
+
+
+def test_a_request_that_asks_is_told_after_each_step_how_far_its_prompt_is() -> None:
+    scheduler = scheduler_of(4, 70, 1000)
+    scheduler.add(replace(request("a", 150, n=2), reports_progress=True), 5.0)
+    outputs = []
+    for now in (12.0, 14.0, 16.0, 18.0):
+        outputs.append(scheduler.update(answer(scheduler.schedule()), 2.0, now).outputs)
+    first, second, third, decoded = outputs
+    assert [(each.num_processed, each.token_ids) for each in (*first, *second)] == [(64, ()), (128, ())]
+    assert [(each.num_processed, each.choice, each.token_ids) for each in third] == [
+        (150, 0, ()),
+        (None, 0, (7,)),
+        (None, 1, (7,)),
+    ]
+    assert [each.num_processed for each in decoded] == [None, None]
+    # All know when the first step began, which is later than the request's arrival, and the first output came.
+    times = [each.times for each in (*first, *third, *decoded)]
+    assert times == [
+        OutputTimes(10.0, 12.0, 12.0),
+        *[OutputTimes(10.0, 16.0, 16.0)] * 3,
+        *[OutputTimes(10.0, 16.0, 18.0)] * 2,
+    ]
+
+
+def test_progress_is_not_reported_unasked() -> None:
+    scheduler = scheduler_of(4, 70, 1000)
+    scheduler.add(request("a", 150), 0.0)
+    assert take(scheduler, answer(scheduler.schedule())).outputs == ()
 
 
 def test_a_budget_under_the_grid_still_makes_progress() -> None:

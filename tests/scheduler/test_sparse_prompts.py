@@ -144,3 +144,13 @@ def test_a_step_may_be_told_to_leave_prompts_out() -> None:
     planner.update(answer(planner.schedule(0.0)), 1.0, 2.0)
     assert planner.spare_s == pytest.approx((SLOWDOWN - 1) * 1.0)
     assert planner.schedule(5.0).num_prompt_tokens == 32
+
+
+def test_progress_is_in_tokens_of_the_full_prompt() -> None:
+    planner = Scheduler(4, 2, 1000, memory=AMPLE, stages=[KeepsSome()])
+    planner.add(replace(request("a", 100), reports_progress=True), 0.0)
+    told = []
+    for _ in range(2):
+        told.append(planner.update(answer(planner.schedule()), 0.0, 0.0).outputs[0])
+    # Two kept tokens a step: up to positions 11 and 99.
+    assert [(each.num_cached_tokens, each.num_processed) for each in told] == [(6, 12), (6, 100)]

@@ -30,7 +30,6 @@ def read_messages(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
         request=_request(parsed, model),
         model=parsed.model,
         stream=bool(parsed.stream),
-        include_usage=True,
         ignored=_ignored(parsed, model),
     )
 

@@ -1,9 +1,9 @@
 """Answers of chats and completions: events as chunks of a stream, or as one object folded from the same chunks.
 
 A stream is: chunks with text, for each choice a chunk with its finish reason, a usage chunk if requested, `[DONE]`. No
-other chunk has usage unless requested, because one client drops the text next to it. A failed stream ends with an error
-event and without `[DONE]`: the openai SDK raises APIError on the first, and the second would tell other clients that
-the answer is complete.
+other chunk has usage unless requested, because one client drops the text next to it. The last chunk has llama.cpp's
+`timings`. A failed stream ends with an error event and without `[DONE]`: the openai SDK raises APIError on the first,
+and the second would tell other clients that the answer is complete.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 
 from headrace.api.answer_encoder import AnswerHeading, logprob_entries, server_sent, shown_logprob, sparse_detail
 from headrace.api.error_bodies import openai_error
+from headrace.api.llama_cpp import progress_body, timings_body
 from headrace.errors import HeadraceError
 from headrace.types.events import (
     Event,
     Finished,
     HiddenScores,
+    PrefillProgress,
     Progress,
     PromptScores,
     Reasoning,
@@ -39,7 +41,8 @@ class ChunkedAnswer(ABC):
 
     num_choices: over all prompts.
     includes_logprobs: whether they were requested.
-    include_usage: a stream ends with a usage chunk. counts_progress: every chunk has the usage so far.
+    include_usage: a stream ends with a usage chunk. usage_in_chunks, timings_in_chunks: every chunk has them so far,
+    timings from the first token on.
     """
 
     chunk_kind: ClassVar[str]
@@ -52,19 +55,21 @@ class ChunkedAnswer(ABC):
         *,
         includes_logprobs: bool = False,
         include_usage: bool = False,
-        counts_progress: bool = False,
+        usage_in_chunks: bool = False,
+        timings_in_chunks: bool = False,
     ) -> None:
         self._heading = heading
         self._open = list(range(num_choices))
         self._num_choices = num_choices
         self._includes_logprobs = includes_logprobs
         self._include_usage = include_usage
-        self._counts_progress = counts_progress
+        self._usage_in_chunks = usage_in_chunks
+        self._timings_in_chunks = timings_in_chunks
         self._usage: Usage | None = None
 
     def pieces(self, event: Event) -> Iterator[bytes]:
         for chunk in self.chunks(event):
-            yield self._sent(chunk)
+            yield self._sent(chunk, is_last=isinstance(event, Finished) and not self._open)
 
     def ping(self) -> bytes:
         return self._sent(self.empty_chunk())
@@ -87,7 +92,12 @@ class ChunkedAnswer(ABC):
             for choice in chunk["choices"]:
                 pieces[choice["index"]].append(choice)
         choices = [self._joined(index, each) for index, each in enumerate(pieces)]
-        answer = {**self._heading.of(self.whole_kind), "choices": choices, "usage": usage_body(self._usage)}
+        answer = {
+            **self._heading.of(self.whole_kind),
+            "choices": choices,
+            "usage": usage_body(self._usage),
+            "timings": timings_body(self._usage),
+        }
         for chunk in chunks:
             if "prompt_logprobs" in chunk:
                 answer["prompt_logprobs"] = chunk["prompt_logprobs"]
@@ -101,6 +111,10 @@ class ChunkedAnswer(ABC):
             case Progress(usage):
                 self._usage = usage
                 return
+            case PrefillProgress():
+                progress = {"prompt_progress": progress_body(event)}
+                yield {**self._heading.of(self.chunk_kind), **self._piece(event.choice), **progress}
+                return
             case Finished():
                 self._usage = event.usage
                 self._open.remove(event.choice)
@@ -113,11 +127,17 @@ class ChunkedAnswer(ABC):
         return {**self._heading.of(self.chunk_kind), **self._piece(index)}
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return {**self._heading.of(self.chunk_kind), "choices": [], "usage": usage_body(usage)}
+        body = {"choices": [], "usage": usage_body(usage), "timings": timings_body(usage)}
+        return {**self._heading.of(self.chunk_kind), **body}
 
-    def _sent(self, chunk: dict[str, Any]) -> bytes:
-        if self._counts_progress and self._usage is not None:
-            chunk = {**chunk, "usage": usage_body(self._usage)}
+    def _sent(self, chunk: dict[str, Any], *, is_last: bool = False) -> bytes:
+        """is_last: no choice follows."""
+        usage = self._usage
+        if usage is not None and self._usage_in_chunks:
+            chunk = {**chunk, "usage": usage_body(usage)}
+        is_due = is_last and not self._include_usage
+        if usage is not None and (is_due or (self._timings_in_chunks and usage.num_output_tokens)):
+            chunk = {**chunk, "timings": timings_body(usage)}
         return server_sent(chunk)
 
     @abstractmethod

@@ -19,10 +19,11 @@ from headrace.api.openai_sampling import (
     NEUTRAL_VALUES,
     WITHOUT_EFFECT,
     Call,
-    SamplingBody,
+    ChunkedBody,
     check_stream,
-    includes_usage,
-    sampling_options,
+    chunked_call,
+    chunked_options,
+    requested_max_tokens,
 )
 from headrace.api.openai_structure import StructureBody, answer_structure
 from headrace.api.openai_tools import (
@@ -51,7 +52,7 @@ class PromptBody(StrictBody):
     continue_final_message: bool | None = None
 
 
-class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
+class ChatCompletionBody(ChunkedBody, StructureBody, ToolsBody, PromptBody):
     """The supported fields."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -73,7 +74,6 @@ class ChatCompletionBody(SamplingBody, StructureBody, ToolsBody, PromptBody):
     # No open model's template reads verbosity.
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT | {"verbosity"}
 
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
@@ -95,15 +95,9 @@ def read_chat_completion(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
         tool_choice=tool_choice(parsed, prompt.tools),
         structure=answer_structure(parsed),
         thinking_budget=parsed.thinking_token_budget,
-        options=sampling_options(parsed, model.defaults, _max_tokens(parsed), _num_logprobs(parsed)),
+        options=chunked_options(parsed, model.defaults, _max_tokens(parsed), _num_logprobs(parsed)),
     )
-    return Call(
-        request=request,
-        model=parsed.model,
-        stream=bool(parsed.stream),
-        include_usage=includes_usage(parsed),
-        ignored=ignored_names(unknown_fields(parsed)),
-    )
+    return chunked_call(parsed, request, ignored_names(unknown_fields(parsed)))
 
 
 def chat_prompt(parsed: PromptBody, request_id: str) -> ChatRequest:
@@ -122,11 +116,8 @@ def chat_prompt(parsed: PromptBody, request_id: str) -> ChatRequest:
 
 
 def _max_tokens(parsed: ChatCompletionBody) -> int | None:
-    asked = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
-    if len(asked) > 1:
-        message = "max_tokens and max_completion_tokens contradict each other; send one of them"
-        raise InvalidRequest(message, param="max_tokens")
-    return asked.pop() if asked else None
+    names = ("max_tokens", "max_completion_tokens", "n_predict")
+    return requested_max_tokens({name: getattr(parsed, name) for name in names})
 
 
 def _num_logprobs(parsed: ChatCompletionBody) -> int | None:

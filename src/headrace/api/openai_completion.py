@@ -14,10 +14,11 @@ from headrace.api.openai_sampling import (
     NEUTRAL_VALUES,
     WITHOUT_EFFECT,
     Call,
-    SamplingBody,
+    ChunkedBody,
     check_stream,
-    includes_usage,
-    sampling_options,
+    chunked_call,
+    chunked_options,
+    requested_max_tokens,
 )
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import CompletionRequest
@@ -33,7 +34,7 @@ MAX_CHOICES = 1024
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(ChunkedBody):
     """The supported fields."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -53,7 +54,6 @@ class CompletionBody(SamplingBody):
 
     # Of four shapes; see read_prompts.
     prompt: Any = None
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     best_of: Annotated[int | None, Field(ge=1)] = None
@@ -72,20 +72,15 @@ def read_completion(body: bytes, model: ModelTraits) -> Call[CompletionRequest]:
     if len(prompts) * num_choices > MAX_CHOICES:
         message = f"n must be at most {MAX_CHOICES // len(prompts)} with {len(prompts)} prompts, not {num_choices}"
         raise InvalidRequest(message, param="n")
-    max_tokens = _DEFAULT_MAX_TOKENS if parsed.max_tokens is None else parsed.max_tokens
+    asked = requested_max_tokens({"max_tokens": parsed.max_tokens, "n_predict": parsed.n_predict})
+    max_tokens = _DEFAULT_MAX_TOKENS if asked is None else asked
     request = CompletionRequest(
         request_id=f"cmpl-{secrets.token_hex(16)}",
         prompts=prompts,
-        options=sampling_options(parsed, model.defaults, max_tokens, parsed.logprobs),
+        options=chunked_options(parsed, model.defaults, max_tokens, parsed.logprobs),
         echo=bool(parsed.echo),
     )
-    return Call(
-        request=request,
-        model=parsed.model,
-        stream=bool(parsed.stream),
-        include_usage=includes_usage(parsed),
-        ignored=ignored_names(unknown_fields(parsed)),
-    )
+    return chunked_call(parsed, request, ignored_names(unknown_fields(parsed)))
 
 
 def read_prompts(value: object) -> tuple[Prompt, ...]:

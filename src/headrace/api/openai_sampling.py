@@ -1,5 +1,8 @@
 """Fields that several routes share, and the options that they become.
 
+Some are those of llama.cpp's server, for its web page and clients:
+https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
+
 Types are strict (true is no number, "1" is not 1). The session checks the ranges of SamplingParams and what depends on
 the model (token ids, context).
 """
@@ -22,6 +25,9 @@ Asked = TypeVar("Asked")
 
 MAX_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 16
+
+ALL_TOKENS = -1
+"""As max_tokens of a chat or a completion: as many as the context leaves."""
 
 ShortText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -145,18 +151,30 @@ class SamplingBody(GenerationBody):
     user: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+class ChunkedBody(SamplingBody):
+    """Fields of chats and completions. The last three are llama.cpp's."""
+
+    max_tokens: Annotated[int | None, Field(ge=ALL_TOKENS)] = None
+    n_predict: Annotated[int | None, Field(ge=ALL_TOKENS)] = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[Asked]):
     """A parsed request and how its answer is sent.
 
     model: the requested name. ignored: unknown fields, for the `x-headrace-ignored` header.
+    include_usage: a stream ends with the usage. usage_in_chunks, timings_in_chunks: each of its chunks has them.
     """
 
     request: Asked
     model: str | None
     stream: bool
-    include_usage: bool
     ignored: tuple[str, ...]
+    include_usage: bool = False
+    usage_in_chunks: bool = False
+    timings_in_chunks: bool = False
 
 
 def generation_options(
@@ -167,11 +185,15 @@ def generation_options(
     given = {name: value for name, value in sent.items() if value is not None}
     return GenerationOptions(
         sampling=defaults.sampling.merged(given),
-        max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
+        max_tokens=_limit(defaults.max_tokens if max_tokens is None else max_tokens),
         sparse_prefill=None if parsed.sparse_prefill == "auto" else parsed.sparse_prefill,
         sparse_keep=parsed.sparse_keep,
         cache_salt=parsed.cache_salt or "",
     )
+
+
+def _limit(max_tokens: int | None) -> int | None:
+    return None if max_tokens == ALL_TOKENS else max_tokens
 
 
 def sampling_options(
@@ -190,12 +212,48 @@ def sampling_options(
         max_draft_tokens=parsed.draft_tokens,
         session=parsed.prompt_cache_key or parsed.user or "",
         priority=parsed.priority or 0,
-        counts_progress=bool(parsed.stream_options and parsed.stream_options.continuous_usage_stats),
     )
 
 
-def includes_usage(parsed: SamplingBody) -> bool:
-    return bool(parsed.stream_options and parsed.stream_options.include_usage)
+def requested_max_tokens(given: Mapping[str, int | None]) -> int | None:
+    """The one limit among fields that mean the same, by name; None if none is set. Raises InvalidRequest."""
+    named = {name: limit for name, limit in given.items() if limit is not None}
+    if len(set(named.values())) > 1:
+        message = f"{' and '.join(named)} contradict each other; send one of them"
+        raise InvalidRequest(message, param=next(iter(named)))
+    return next(iter(named.values()), None)
+
+
+def chunked_options(
+    parsed: ChunkedBody, defaults: GenerationOptions, max_tokens: int | None, num_logprobs: int | None
+) -> GenerationOptions:
+    """The options of a chat or a completion."""
+    return replace(
+        sampling_options(parsed, defaults, max_tokens, num_logprobs),
+        counts_progress=_counts_in_chunks(parsed) or _times_chunks(parsed),
+        reports_progress=bool(parsed.stream and parsed.return_progress),
+    )
+
+
+def chunked_call(parsed: ChunkedBody, request: Asked, ignored: tuple[str, ...]) -> Call[Asked]:
+    """The call of a chat or a completion."""
+    return Call(
+        request=request,
+        model=parsed.model,
+        stream=bool(parsed.stream),
+        ignored=ignored,
+        include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+        usage_in_chunks=_counts_in_chunks(parsed),
+        timings_in_chunks=_times_chunks(parsed),
+    )
+
+
+def _counts_in_chunks(parsed: ChunkedBody) -> bool:
+    return bool(parsed.stream_options and parsed.stream_options.continuous_usage_stats)
+
+
+def _times_chunks(parsed: ChunkedBody) -> bool:
+    return bool(parsed.stream and parsed.timings_per_token)
 
 
 def check_stream(parsed: SamplingBody) -> None:

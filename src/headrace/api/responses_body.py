@@ -159,7 +159,7 @@ class Earlier(Protocol):
         """One input or output item of any response. Raises NotFound."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall(Call[ChatRequest]):
     """A parsed request with everything its answer repeats.
 
@@ -194,14 +194,10 @@ def read_response(body: bytes, earlier: Earlier, model: ModelTraits) -> Response
     return ResponseCall(
         request=replace(
             _request(parsed, (*read_items(before, "previous_response_id"), *own), tools),
-            options=replace(
-                sampling_options(parsed, model.defaults, parsed.max_output_tokens, num_logprobs),
-                counts_progress=False,  # the events of this API have no token counts
-            ),
+            options=sampling_options(parsed, model.defaults, parsed.max_output_tokens, num_logprobs),
         ),
         model=parsed.model,
         stream=bool(parsed.stream),
-        include_usage=False,
         ignored=_ignored(parsed, items, own, tools),
         body=value,
         items=items,

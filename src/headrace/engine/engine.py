@@ -47,8 +47,10 @@ def _call(event_loop: asyncio.AbstractEventLoop, take: Callable[[Answer], None],
 
 
 def _joined(first: TokenOutput, second: Item) -> TokenOutput | None:
-    """Both as one output; None if the second is not an output of the same choice."""
+    """Both as one output; None if the second is not an output of the same choice, or one of them only progress."""
     if not isinstance(second, TokenOutput) or second.choice != first.choice:
+        return None
+    if first.num_processed is not None or second.num_processed is not None:
         return None
     return replace(
         first,
@@ -58,6 +60,7 @@ def _joined(first: TokenOutput, second: Item) -> TokenOutput | None:
         num_accepted=first.num_accepted + second.num_accepted,
         finish_reason=second.finish_reason,
         stop_token_id=second.stop_token_id,
+        times=second.times,
     )
 
 

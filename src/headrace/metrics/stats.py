@@ -108,7 +108,7 @@ class Stats:
         The prompt counts with the first output. Several tokens at once share the time since the choice's last one.
         """
         timing = self._requests.get(output.request_id)
-        if timing is None:
+        if timing is None or output.num_processed is not None:
             return
         num_tokens = output.num_tokens
         second = self._seconds.at(now)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
-from headrace.types.events import FinishReason, SparseUsage, TokenLogprobs
+from headrace.types.events import FinishReason, OutputTimes, SparseUsage, TokenLogprobs
 from headrace.types.request import GenerationRequest, SelectedTokens
 from headrace.types.status import Phase, RequestStatus, WaitReason
 from headrace.types.step import Chunk
@@ -153,6 +154,7 @@ class LiveRequest:
     reuse: the prefix cache's report at its start.
     sparse: what sparse prefill did to the prompt; None where it is off.
     is_aborted: it was aborted while a step computed it.
+    began_s: when its first step began; infinite until then.
     first_output_s: when a step first sampled for it; None until then.
     num_first_tokens: how many tokens that step gave.
     prompt_logprobs: those of the prompt so far, from the second token on, if requested.
@@ -165,6 +167,7 @@ class LiveRequest:
     reuse: str = ""
     sparse: SparseUsage | None = None
     is_aborted: bool = False
+    began_s: float = math.inf
     first_output_s: float | None = None
     num_first_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -197,6 +200,17 @@ class LiveRequest:
     @property
     def num_prompt_left(self) -> int:
         return max(0, len(self.request.prompt) - self.sequences[0].num_computed)
+
+    @property
+    def num_processed(self) -> int:
+        """Tokens of the full prompt that are cached or computed, or left out before one that is."""
+        num_computed = min(self.sequences[0].num_computed, len(self.request.prompt))
+        selected = self.request.selected
+        return num_computed if selected is None or num_computed == 0 else selected.positions[num_computed - 1] + 1
+
+    def times(self, now: float) -> OutputTimes:
+        """Of an output at `now`, which is its first one if none has been noted."""
+        return OutputTimes(self.began_s, now if self.first_output_s is None else self.first_output_s, now)
 
     def note_tokens(self, now: float) -> None:
         if self.first_output_s is None:

@@ -209,6 +209,7 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         finished: list[str] = []
         for live in stepped.values():
+            live.began_s = min(live.began_s, now - duration_s)
             if not live.is_aborted and live.id not in errors:
                 outputs += self._apply(live, results, now)
                 if not live.has_ended:
@@ -271,6 +272,7 @@ class Scheduler:
 
     def _apply(self, live: LiveRequest, results: Mapping[str, ChunkResult], now: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
+        in_prompt = live.first_output_s is None
         for sequence in live.sequences:
             result = results.get(sequence.id)
             if result is None:
@@ -278,13 +280,13 @@ class Scheduler:
             live.prompt_logprobs += result.prompt_logprobs
             token_ids = sequence.accept(result.num_committed, result.token_ids)
             if result.token_ids:
-                outputs.append(_output(live, sequence, token_ids, result))
+                outputs.append(_output(live, sequence, token_ids, result, now))
                 self._shares.serve(live.request.session, len(token_ids))
             if sequence.finish_reason is not None:
                 self._stop(sequence)
         if outputs:
             live.note_tokens(now)
-        return outputs
+        return [_progress(live, now), *outputs] if in_prompt and live.request.reports_progress else outputs
 
     def _stop(self, sequence: Sequence) -> None:
         self._rows.end(sequence)
@@ -303,7 +305,19 @@ class Scheduler:
         self._shares.leave(live.request.session)
 
 
-def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], result: ChunkResult) -> TokenOutput:
+def _progress(live: LiveRequest, now: float) -> TokenOutput:
+    return TokenOutput(
+        request_id=live.id,
+        token_ids=(),
+        num_cached_tokens=live.sequences[0].num_cached,
+        times=live.times(now),
+        num_processed=live.num_processed,
+    )
+
+
+def _output(
+    live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], result: ChunkResult, now: float
+) -> TokenOutput:
     is_first = live.first_output_s is None and sequence.choice == 0
     wants_prompt_logprobs = live.request.num_prompt_logprobs is not None
     return TokenOutput(
@@ -318,6 +332,7 @@ def _output(live: LiveRequest, sequence: Sequence, token_ids: tuple[int, ...], r
         logprobs=result.logprobs[: len(token_ids) + (sequence.stop_token_id is not None)],
         num_drafted=result.num_verified,
         num_accepted=len(result.token_ids) - 1,
+        times=live.times(now),
         prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt_logprobs else None,
     )
 

@@ -58,7 +58,8 @@ def chat_dialect(session: Session, config: ServerConfig) -> Dialect[ChatRequest]
             options.num_choices,
             includes_logprobs=options.num_logprobs is not None,
             include_usage=call.include_usage,
-            counts_progress=options.counts_progress,
+            usage_in_chunks=call.usage_in_chunks,
+            timings_in_chunks=call.timings_in_chunks,
             reasoning_field=config.reasoning_field,
         )
 
@@ -78,7 +79,8 @@ def completion_dialect(session: Session) -> Dialect[CompletionRequest]:
             len(call.request.prompts) * options.num_choices,
             includes_logprobs=options.num_logprobs is not None,
             include_usage=call.include_usage,
-            counts_progress=options.counts_progress,
+            usage_in_chunks=call.usage_in_chunks,
+            timings_in_chunks=call.timings_in_chunks,
             choices_per_prompt=options.num_choices,
         )
 

@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from headrace import __version__
+from headrace.api.llama_cpp import props_body
 from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
@@ -90,8 +92,20 @@ def _model_routes(session: Session, names: tuple[str, ...]) -> list[Route]:
         asked = request.path_params["name"]
         return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
 
-    # Names may be hub ids, which contain a slash.
-    return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
+    async def props(request: Request) -> Response:
+        defaults, tokens, template = session.traits.defaults, session.special_tokens, session.chat_template
+        return JSONResponse(props_body(session.model, defaults, tokens, template, alias=names[0], version=__version__))
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    return [
+        Route("/v1/models", models),
+        # Names may be hub ids, which contain a slash.
+        Route("/v1/models/{name:path}", model),
+        Route("/props", props),
+        Route("/version", version),
+    ]
 
 
 async def _no_stored_chat(request: Request) -> Response:

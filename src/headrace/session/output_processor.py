@@ -15,6 +15,8 @@ from headrace.types.events import (
     Finished,
     FinishReason,
     HiddenScores,
+    OutputTimes,
+    PrefillProgress,
     PromptScores,
     Reasoning,
     SparseUsage,
@@ -184,6 +186,7 @@ class PromptOutputProcessor:
     num_prompt_logprobs: alternatives in the prompt's own score event, None for no such event.
     echo: the prompt's text if answers begin with it.
     num_echo_logprobs: alternatives for the echoed tokens, None for no scores.
+    times: None before the first output.
     """
 
     def __init__(
@@ -202,6 +205,7 @@ class PromptOutputProcessor:
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
         self.sparse: SparseUsage | None = None
+        self.times: OutputTimes | None = None
         self._scorer = scorer
         self._num_prompt_logprobs = num_prompt_logprobs
         self._echo = echo
@@ -223,6 +227,8 @@ class PromptOutputProcessor:
 
         Ignores output of a choice that has already ended (the engine does not know stop strings).
         """
+        if output.num_processed is not None:
+            return [self._progress(output, output.num_processed)]
         self._num_open_in_engine -= output.finish_reason is not None
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         self.num_drafted_tokens += output.num_drafted
@@ -231,10 +237,16 @@ class PromptOutputProcessor:
         events: list[Event] = [] if self._has_begun else self._begin(output)
         choice = self.choices[output.choice]
         if choice.reason is None:
+            self.times = output.times or self.times
             events += choice.push(output)
             if choice.reason is not None:
                 events.append(self._finished(choice))
         return events
+
+    def _progress(self, output: TokenOutput, num_processed: int) -> PrefillProgress:
+        num_tokens, num_cached = len(self.request.prompt), output.num_cached_tokens
+        seconds = 0.0 if output.times is None else output.times.last_s - output.times.began_s
+        return PrefillProgress(self.choices[0].choice, num_tokens, num_cached, num_processed, seconds)
 
     def _begin(self, output: TokenOutput) -> list[Event]:
         """Events before the model's text: the prompt's scores and, in every choice, its echo."""
@@ -260,6 +272,8 @@ class PromptOutputProcessor:
 def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
     """Token counts of a request so far; each prompt counts once."""
     choices = [choice for prompt in prompts for choice in prompt.choices]
+    times = [prompt.times for prompt in prompts if prompt.times is not None]
+    first_s = [each.first_s for each in times]
     return Usage(
         num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),
         num_output_tokens=sum(choice.num_tokens for choice in choices),
@@ -269,6 +283,8 @@ def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         route=Route.MEDIA if any(prompt.request.route is Route.MEDIA for prompt in prompts) else Route.TEXT,
         sparse=_sparse_usage([prompt.sparse for prompt in prompts if prompt.sparse is not None]),
+        prompt_s=max(first_s) - min(each.began_s for each in times) if times else 0.0,
+        output_s=max(each.last_s for each in times) - min(first_s) if times else 0.0,
     )
 
 

@@ -79,6 +79,7 @@ class Generations:
             priority=options.priority,
             cache_salt=options.cache_salt,
             max_draft_tokens=options.max_draft_tokens,
+            reports_progress=options.reports_progress,
             media=media,
         )
 

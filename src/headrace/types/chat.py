@@ -108,6 +108,7 @@ class GenerationOptions:
     max_tokens: None for all that the context leaves. A completion's 0 requests only the prompt's scores.
     stop_strings, stop_token_ids: end an answer, beside the model's own end tokens, which ignore_eos drops.
     counts_progress: every event has token counts, not only the last.
+    reports_progress: events say how far the prompt is.
     sparse_prefill: True, False, or None to leave it to the server. sparse_keep: share of the uncached tokens to
     compute; None is the server's.
     """
@@ -122,6 +123,7 @@ class GenerationOptions:
     num_prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None
     counts_progress: bool = False
+    reports_progress: bool = False
     sparse_prefill: bool | None = None
     sparse_keep: float | None = None
     session: str = ""

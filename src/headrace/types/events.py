@@ -47,6 +47,15 @@ class SparseUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputTimes:
+    """Of a request, in monotonic seconds: when its first step began, its first output came, and its latest one."""
+
+    began_s: float
+    first_s: float
+    last_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOutput:
     """Tokens that one step of the engine added to one choice of a request.
 
@@ -60,6 +69,9 @@ class TokenOutput:
     sparse: on the first output of choice 0: what sparse prefill made of the prompt; None where it is off.
     prompt_logprobs: on the first output of choice 0 if asked for, which then comes before any other choice's; None for
     the prompt's first token, which has none.
+    times: None for an output that no scheduler made.
+    num_processed: prompt tokens cached or computed so far; only in outputs without tokens, which come after each step
+    of a prompt if asked for.
     """
 
     request_id: str
@@ -74,6 +86,8 @@ class TokenOutput:
     num_accepted: int = 0
     sparse: SparseUsage | None = None
     stop_token_id: int | None = None
+    times: OutputTimes | None = field(default=None, compare=False)
+    num_processed: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +196,8 @@ class Usage:
     Cached tokens were really skipped; reasoning is part of output; accepted drafts are part of drafted.
     route: media if any prompt has some.
     sparse: over all prompts; None where sparse prefill is off.
+    prompt_s: from the first step of a prompt to the first output. output_s: from there to the last output. With several
+    prompts, from the earliest to the latest of them, so that the two may overlap.
     """
 
     num_prompt_tokens: int
@@ -192,6 +208,8 @@ class Usage:
     num_accepted_tokens: int = 0
     route: Route = Route.TEXT
     sparse: SparseUsage | None = None
+    prompt_s: float = field(default=0.0, compare=False)
+    output_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +217,20 @@ class Progress:
     """Token counts of the request so far, before each event, if requested."""
 
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """How far a prompt is, after each of its steps, if requested.
+
+    choice: the prompt's first. num_processed_tokens: cached ones included. seconds: since its first step began.
+    """
+
+    choice: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_processed_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +249,15 @@ class Finished:
     stop_string: str | None = None
 
 
-Event = Started | PromptScores | Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments | Progress | Finished
+Event = (
+    Started
+    | PrefillProgress
+    | PromptScores
+    | Text
+    | Reasoning
+    | HiddenScores
+    | ToolCallStart
+    | ToolArguments
+    | Progress
+    | Finished
+)

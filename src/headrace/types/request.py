@@ -207,6 +207,7 @@ class GenerationRequest:
     cache_salt: prompts of different salts share nothing in the prefix cache.
     constraint: on each choice's output; None for none.
     max_draft_tokens: draft tokens at once; None for the server's limit. The output is the same.
+    reports_progress: while the prompt is computed, outputs say how far it is.
     media: of the prompt's placeholder tokens; None for text alone. sparse_options: for sparse prefill; None if it is
     off and not reported. selected: set by the engine; `prompt` then has only the computed tokens.
     """
@@ -225,6 +226,7 @@ class GenerationRequest:
     cache_salt: str = ""
     constraint: ConstraintSpec | None = None
     max_draft_tokens: int | None = None
+    reports_progress: bool = False
     media: PromptMedia | None = None
     sparse_options: SparseOptions | None = None
     selected: SelectedTokens | None = None
