@@ -45,7 +45,8 @@ class ModelConfig:
     )
     numerics: str = knob(
         "fast",
-        "exact computes with the stock BLAS and the reference kernels: bit-equal to mlx-lm token by token, and slow",
+        "exact computes with the stock BLAS and the reference kernels: on a CPU under Linux bit-equal to mlx-lm token "
+        "by token, and slow; on GPUs and Macs sums depend on how many tokens share a step",
         choices=("fast", "exact"),
     )
     tool_format: str = knob(

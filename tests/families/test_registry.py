@@ -16,7 +16,7 @@ def test_no_model_type_belongs_to_two_families() -> None:
 def test_every_odd_field_has_a_reason() -> None:
     for family in FAMILIES:
         odd = ("think_open", "think_variants", "single_system", "answer_frames")
-        for name in (*odd, "special_markers", "thinking_off", "efforts"):
+        for name in (*odd, "special_markers", "thinking_off", "efforts", "overflows_float16"):
             if getattr(family, name):
                 assert family.why.get(name), f"{family.name}.{name}"
 

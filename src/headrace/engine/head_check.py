@@ -78,6 +78,6 @@ def load_head_check(config: Config, texts: Sequence[Sequence[int]], tokens: Toke
     loaded.packed.keep_hidden(True)
 
     def build(form: HeadWeights) -> MtpHead:
-        return load_head(loaded.packed, form, models.dtype, here.kind, here.memory_bytes)
+        return load_head(loaded.packed, form, loaded.dtype, here.kind, here.memory_bytes)
 
     return HeadCheck(loaded.packed, weights, build(weights), build, texts)

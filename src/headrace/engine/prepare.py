@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,11 +66,12 @@ def prepare(
     set_up_libraries()
     products = blas.install(config.models.numerics)
     device.restore_open_files()
-    here = _current_device()
+    here = _current_device(config.models.numerics)
     files = model_files(config)
     knobs = config.engine
     loaded = _load(config, files, here, constraints)
-    drafting = prepare_drafting(config, files, loaded, here)
+    as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
+    drafting = prepare_drafting(as_held, files, loaded, here)
     found = _find_tower(config, files, loaded, here)
     draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
@@ -136,8 +138,10 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
     return loaded
 
 
-def _current_device() -> Device:
+def _current_device(numerics: str) -> Device:
     here = device.current()
+    if numerics == "exact" and not (here.kind == "cpu" and sys.platform == "linux"):
+        logger.warning("exact numerics are exact on a CPU under Linux only: here sums depend on the tokens of a step")
     # MLX keeps freed buffers for reuse without a limit, and other processes can't use that memory
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE[here.kind] * here.memory_bytes))
     if here.mac is not None:

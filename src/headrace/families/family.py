@@ -1,4 +1,4 @@
-"""The record of a model family's chat format."""
+"""The record of a model family: its chat format, and what its numbers need."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class ModelFamily:
     single_system: the template takes one system message, at the top; None: ask the template.
     answer_frames: pairs of markup around the answer, removed from its text.
     special_markers: special tokens inside the markers above, where these aren't tokens themselves.
+    overflows_float16: activations may exceed float16's range.
     why: a reason for each unusual field.
     """
 
@@ -41,6 +42,7 @@ class ModelFamily:
     single_system: bool | None = None
     answer_frames: tuple[tuple[str, str], ...] = ()
     special_markers: tuple[str, ...] = ()
+    overflows_float16: bool = False
     why: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -62,6 +62,8 @@ def _reads_variable(code: str, name: str) -> bool:
     return first is not None and first["assigned"] is None
 
 
+_BFLOAT16 = "made in bfloat16; its activations are reported to exceed float16's range"
+
 FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(name="llama", model_types=("llama",), tool_format="llama_json"),
     ModelFamily(name="llama4", model_types=("llama4", "llama4_text"), tool_format="pythonic"),
@@ -88,7 +90,11 @@ FAMILIES: tuple[ModelFamily, ...] = (
         name="gemma",
         model_types=("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"),
         tool_format="pythonic",
-        why={"tool_format": "no special tokens; it is trained to write a list of calls"},
+        overflows_float16=True,
+        why={
+            "tool_format": "no special tokens; it is trained to write a list of calls",
+            "overflows_float16": _BFLOAT16,
+        },
     ),
     ModelFamily(
         name="gemma4",
@@ -97,7 +103,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
         think_open="<|channel>thought\n",
         think_close="<channel|>",
         special_markers=("<|channel>",),
+        overflows_float16=True,
         why={
+            "overflows_float16": _BFLOAT16,
             "tool_format": "calls and strings are delimited by special tokens",
             "think_open": "thinking is a channel of the model's turn, opened by a token, a word and a newline",
             "special_markers": "the token that opens a channel is special and would be skipped",
@@ -111,14 +119,22 @@ FAMILIES: tuple[ModelFamily, ...] = (
         think_close="<|end|>",
         special_markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
         efforts=("low", "medium", "high"),
+        overflows_float16=True,
         why={
+            "overflows_float16": _BFLOAT16,
             "efforts": "the model was trained on these three words",
             "tool_format": "an answer is a sequence of messages with headers; a call is a message to a tool",
             "think_open": "each message has a channel; analysis is thinking",
             "special_markers": "headers are written with special tokens that would be skipped",
         },
     ),
-    ModelFamily(name="glm", model_types=("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), tool_format="glm"),
+    ModelFamily(
+        name="glm",
+        model_types=("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        tool_format="glm",
+        overflows_float16=True,
+        why={"overflows_float16": _BFLOAT16},
+    ),
     ModelFamily(name="minimax", model_types=("minimax", "minimax_m2"), tool_format="minimax_m2"),
     ModelFamily(name="nemotron", model_types=("nemotron_h", "nemotron"), tool_format="qwen_xml"),
     ModelFamily(

@@ -14,6 +14,7 @@ import mlx.core as mx
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.models.float16 import prefers_float16, to_float16
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import Checked, check, check_pictures
@@ -34,6 +35,7 @@ class LoadedModel:
     precision: of its activations.
     context_length: tokens that it was made for; None if neither its files nor its architecture's defaults define it.
     report: lines about precision, levels and the self-check.
+    dtype: as in `ModelConfig.dtype`, what the weights are held with. lowered: see `Checked`.
     """
 
     packed: PackedModel
@@ -41,6 +43,8 @@ class LoadedModel:
     precision: str
     context_length: int | None
     report: tuple[str, ...]
+    dtype: str
+    lowered: tuple[str, ...]
 
 
 def load(
@@ -86,9 +90,39 @@ def _load(
     device: Device,
     tokens: TokenIds | None,
 ) -> LoadedModel:
-    started = time.monotonic()
     check_files(files, runs_whole=read is load_vlm)
+    finish = partial(_finish, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens)
+    started = time.monotonic()
     loaded = read(files)
+    if not (dtype == "auto" and self_check and prefers_float16(files, device)):
+        return finish(loaded, dtype, started)
+    margin = to_float16(loaded.model, device)
+    if margin is None:
+        return finish(loaded, "stored", started)
+    found, reason = None, f"changes the logits: {margin}"
+    if margin.within("bfloat16"):
+        found = finish(loaded, "float16", started)
+        line = f"precision: float16, because this GPU emulates bfloat16, beside which it has a {margin}"
+        if not found.lowered:
+            return replace(found, report=(*found.report, line))
+        reason = f"fails the self-check ({'; '.join(found.lowered)})"
+    del loaded, found  # memory has room for one
+    line = f"precision: bfloat16, which this GPU emulates, because float16 {reason}"
+    found = finish(read(files), "stored", started)
+    return replace(found, report=(*found.report, line))
+
+
+def _finish(
+    files: ModelFiles,
+    loaded: Loaded,
+    dtype: str,
+    started: float,
+    *,
+    numerics: str,
+    self_check: bool,
+    device: Device,
+    tokens: TokenIds | None,
+) -> LoadedModel:
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
     try:
         logits = _first_logits(loaded.model)
@@ -112,7 +146,8 @@ def _load(
     tokens = TokenIds(num_rows) if tokens is None else tokens.up_to(num_rows)
     checked.packed.keep_tokens(tokens)
     context_length = files.context_length or _default_context(loaded.model)
-    return LoadedModel(checked.packed, tokens, precision, context_length, (*lines, *_level_lines(checked)))
+    report = (*lines, *_level_lines(checked))
+    return LoadedModel(checked.packed, tokens, precision, context_length, report, dtype, checked.lowered)
 
 
 def _default_context(model: Any) -> int | None:
