@@ -73,7 +73,7 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
     for side in plan.sides:
         if side == "headrace":
             steps: OurSteps | PeerSteps = OurSteps(
-                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=packed.is_compiled
+                packed, config["vocab_size"], PREFILL_CHUNK[kind], runs_ahead=packed.launches_ahead
             )
         else:
             packed.restore()

@@ -21,9 +21,7 @@ PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tok
 
 def launch(folder: Path, *, runs_ahead: bool, **knobs: object) -> Engine:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PackedModel, "is_compiled", runs_ahead)
-        # nothing is compiled, so there is nothing to warm up
-        patched.setattr("headrace.engine.warm_up.pieces_for", lambda *arguments, **others: ())
+        patched.setattr(PackedModel, "launches_ahead", runs_ahead)
         engine = EngineConfig(**{"prefill_chunk": 32, **knobs})
         return Engine.launch(Config(str(folder), ModelConfig(numerics="exact", self_check=False), engine))
 

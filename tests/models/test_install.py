@@ -330,3 +330,15 @@ def test_at_the_last_level_nothing_is_put_in() -> None:
     expected = tiny.reference(model, tiny.PROMPT[:5])
     assert mx.array_equal(run_a_step(packed, [1, 4]), expected[[1, 4]])
     assert len(tree_flatten(model.parameters())) == len(tiny.parameters(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "launches_ahead"),
+    [("qwen3_5", "metal", True), ("gpt_oss", "cuda", True), ("qwen3_5", "cpu", False), ("lfm2", "metal", False)],
+)
+def test_steps_are_launched_ahead_on_gpus_where_no_module_keeps_its_own_cache(
+    name: str, device: str, launches_ahead: bool
+) -> None:
+    model = tiny.build(name)
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", device))
+    assert packed.launches_ahead is launches_ahead

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling.distributions import distribution
 
+from headrace.backend import device
 from headrace.sampling import sampler, truncation
 from headrace.sampling.draw import NO_TOKEN, draw, uniform, uniforms
 from headrace.sampling.history import History
@@ -164,6 +165,17 @@ def test_a_large_vocabulary_follows_the_definition(spread: float) -> None:
     actual = np.array(distribution(mx.array(logits), rows))
     np.testing.assert_array_equal(actual > 0, np.stack([e for e, _ in expected]) > 0)
     np.testing.assert_allclose(actual, np.stack([e for e, _ in expected]), rtol=1e-4, atol=1e-9)
+
+
+def test_on_metal_nothing_is_read_back_to_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.random.default_rng(2).normal(size=(3, 5000)).astype(np.float32) * 4
+    rows = [row(top_p=0.9), row(top_k=40, top_p=0.8), row(top_k=2000, top_p=0.9)]
+    expected = [reference(v.astype(np.float64), r.params)[0] for v, r in zip(logits, rows, strict=True)]
+    monkeypatch.setattr(device, "device_kind", lambda: "metal")
+    with monkeypatch.context() as patch:
+        patch.delattr(truncation, "np")
+        found = distribution(mx.array(logits), rows)
+    np.testing.assert_allclose(np.array(found), np.stack(expected), rtol=1e-4, atol=1e-9)
 
 
 def test_a_large_vocabulary_is_summed_without_losing_digits() -> None:

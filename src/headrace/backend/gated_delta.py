@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_kernel
 
 from headrace.backend.cuda import delta as cuda_delta
-from headrace.backend.cuda.shapes import Prepared
+from headrace.backend.cuda.shapes import Prepared, Stash
 from headrace.backend.delta_rule import Tokens, chunked, fused_step, sequential
 
 _KERNEL_LANES = 32
@@ -76,6 +76,19 @@ def scan(
     if form == "reference":
         return Scan(*sequential(_gated_delta_step_ops, tokens.per_value_head(), state, keep))
     raise ValueError(f"unknown form {form!r} of the gated delta rule")
+
+
+def scan_behind(form: Form, pending: Stash, tokens: Prepared, state: mx.array) -> Scan:
+    """Replay pending tokens `[B, n, …]`, then run new ones; `kept_state` is the state between."""
+    k, v, g, beta = pending
+    # the output of a pending token is not used, so its key stands in for its query
+    replayed = Prepared(k, k, v, g, beta)
+    if form == "metal":  # a launch more is less than five arrays joined and cut again
+        kept = scan(form, *replayed, state).end_state
+        return scan(form, *tokens, kept)._replace(kept_state=kept)
+    joined = Prepared(*(mx.concatenate([old, new], axis=1) for old, new in zip(replayed, tokens, strict=True)))
+    found = scan(form, *joined, state, keep=k.shape[1])
+    return found._replace(y=found.y[:, k.shape[1] :])
 
 
 # GPUs

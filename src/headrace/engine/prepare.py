@@ -115,7 +115,7 @@ def prepare(
     report = (*report, *warm_up.report)
     packed, end, speculator = loaded.packed, loaded.tokens.end, drafting.speculator
     runner = Runner(
-        packed, end, parts.prefixes, constraints, speculator, parts.features, pool=states, ahead=packed.is_compiled
+        packed, end, parts.prefixes, constraints, speculator, parts.features, pool=states, ahead=packed.launches_ahead
     )
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     description = _describe(files, loaded, max_model_len, report, knobs.max_num_seqs, takes_media=tower is not None)

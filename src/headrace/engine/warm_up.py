@@ -277,7 +277,7 @@ class _MadeUpRequests:
             memory=served.memory,
             stages=stages,
         )
-        ahead = served.model.is_compiled
+        ahead = served.model.launches_ahead
         self._runner = Runner(
             served.model, served.num_tokens, prefixes, speculator=self._speculator, ahead=ahead, pool=served.pool
         )

@@ -258,6 +258,15 @@ class PackedModel:
         return self._compiled is not None
 
     @property
+    def launches_ahead(self) -> bool:
+        """Whether the next step should be launched before this one's tokens are read, see `engine/forward.py`.
+
+        A module with its own cache would have to copy it for each token.
+        """
+        keeps_caches = {Level.ROWS, Level.WHOLE} & set(self.levels.values())
+        return self.is_compiled or (self.kernels.overlaps_steps and not keeps_caches)
+
+    @property
     def num_new_variants(self) -> int:
         """Steps so far that needed a new variant, see `CompiledSteps`."""
         return 0 if self._compiled is None else self._compiled.num_new_variants

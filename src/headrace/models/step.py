@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -127,8 +127,7 @@ class PackedStep:
     kernels: Kernels
     layer_io: Any = None
     """Of a step that is being compiled, see `LayerIO`: it has no rows then."""
-    _shared: dict[tuple[tuple[int, ...], ...], mx.array] = field(default_factory=dict, repr=False)
-    _found: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _found: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def positions(self) -> mx.array:
@@ -146,17 +145,19 @@ class PackedStep:
         return tuple([(span.lo, span.hi - span.lo, span.num_certain) for span in self.spans])
 
     def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
-        """The table as an int32 array: one for all layers of the step that need the same."""
-        if table not in self._shared:
-            numbers = [number for row in table for number in row]
-            self._shared[table] = to_device(numbers, mx.int32).reshape(len(table), -1)
-        return self._shared[table]
+        """The table as an int32 array."""
+        numbers = [number for row in table for number in row]
+        return self.cached(table, lambda: to_device(numbers, mx.int32).reshape(len(table), -1))
 
     def once(self, make: Callable[[PackedStep, Argument], Found], argument: Argument) -> Found:
         """Call `make` for the first layer that asks, and give its result to the other layers of the kind."""
-        if make not in self._found:
-            self._found[make] = make(self, argument)
-        found: Found = self._found[make]
+        return self.cached(make, lambda: make(self, argument))
+
+    def cached(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """What `make` gives, made once for all layers of the step that need the same."""
+        if key not in self._found:
+            self._found[key] = make()
+        found: Found = self._found[key]
         return found
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from headrace.backend import device
 from headrace.backend.transfer import to_device
 from headrace.sampling.rows import in_order, pick, row_sums
 
@@ -54,7 +55,10 @@ def truncate(candidates: Candidates) -> mx.array:
     NaN is kept for the caller to detect.
     """
     num_rows, num_tokens = candidates.logits.shape
-    short = [row for row, k in enumerate(candidates.top_k) if num_tokens > HEAD and (k <= HEAD or k >= num_tokens)]
+    # Metal sorts all tokens to find the head, and without top_k the host would wait for it in mid-step
+    most = HEAD if device.device_kind() == "metal" else num_tokens
+    has_head = [num_tokens > HEAD and (k <= HEAD or num_tokens <= min(k, most)) for k in candidates.top_k]
+    short = [row for row, has in enumerate(has_head) if has]
     groups: list[tuple[Sequence[int], mx.array]] = []
     if short:
         settled, logits = _truncate_by_head(candidates.pick(short))

@@ -1,8 +1,9 @@
 """State of a gated delta net layer: valid at exactly one length, rolled back by deferred masked replay.
 
-A verified window leaves the state as it was after the window's certain tokens, plus the raw inputs of the
-others (about 1/150 of a state per token). How many of them count is known only later; the next step replays
-those and takes the rest out as no-ops, in the same scan as its own tokens: no second forward, no state per draft.
+A window that may lose tokens leaves the state before it, the state after it, and the raw inputs of its tokens (about
+1/150 of a state per token). How many of them count is known only later. If all do, the next step goes on from the state
+after them, if none does from the one before; otherwise it replays those that count, with the others as no-ops: no state
+per draft. A step that was launched ahead of its token so costs a second state and no operation.
 The convolution needs no replay, only an index into its raw inputs.
 """
 
@@ -20,21 +21,22 @@ from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 
 @dataclass(frozen=True, slots=True)
-class UncertainTokens:
-    """A row's uncertain tokens: `num_tokens` of row `row` of a step's `inputs` `[B, n, …]`, from `first` on.
+class WindowTokens:
+    """A row's tokens in a window of which some may be dropped: row `row` of the step's inputs `[B, n, …]`.
 
     The rows of a step share the arrays: what is never replayed costs no operation.
     """
 
     inputs: shapes.Stash
     row: int
-    first: int
-    num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.inputs.k.shape[1]
 
     def part(self, num_tokens: int) -> shapes.Stash:
         """The first `num_tokens` of them, alone: `[num_tokens, …]`."""
-        end = self.first + num_tokens
-        return shapes.Stash(*(array[self.row, self.first : end] for array in self.inputs))
+        return shapes.Stash(*(array[self.row, :num_tokens] for array in self.inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,19 @@ class BatchRow:
         return self.array if self.array.shape[0] == 1 else copy_of(self.alone())
 
 
+def shared_array(rows: Sequence[BatchRow | None]) -> mx.array | None:
+    """The array that these are all rows of, in order; None if there is none."""
+    first = rows[0]
+    if first is None or len(rows) != first.array.shape[0]:
+        return None
+    is_shared = all(one is not None and one.array is first.array and one.row == i for i, one in enumerate(rows))
+    return first.array if is_shared else None
+
+
 def gather(rows: Sequence[BatchRow]) -> mx.array:
-    """The rows as one array `[B, …]`; the shared one itself if these are all of its rows, in order."""
-    shared = rows[0].array
-    if len(rows) == shared.shape[0] and all(one.array is shared and one.row == i for i, one in enumerate(rows)):
-        return shared
-    return mx.concatenate([one.alone() for one in rows])
+    """The rows as one array `[B, …]`."""
+    shared = shared_array(rows)
+    return mx.concatenate([one.alone() for one in rows]) if shared is None else shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +98,27 @@ class RecurrentState:
         self._kernels = kernels
         self.snapshots: dict[int, LayerRecord] = {}
         self.state: BatchRow | None = None
+        """After the committed tokens, but for the last `num_replay` of them."""
+        self.after: BatchRow | None = None
+        """After all tokens of the last window, if some could be dropped and none was."""
         self.window: BatchRow | None = None
         self.end = 0
         """Raw inputs in `window` that belong to committed tokens, or to the open window's."""
-        self.stash: UncertainTokens | None = None
+        self.stash: WindowTokens | None = None
         self.num_replay = 0
         """Committed tokens, the first of the stash, that `state` has not seen yet."""
 
     def pending(self) -> shapes.Stash | None:
         return self.stash.part(self.num_replay) if self.stash is not None and self.num_replay else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a state after all committed tokens, `settled`."""
+        return self.after is not None or not self.num_replay
+
+    @property
+    def settled(self) -> BatchRow | None:
+        return self.state if self.after is None else self.after
 
     def context(self, length: int) -> BatchRow | None:
         """Raw inputs `[1, length, channels]` of the last committed tokens; None before the first."""
@@ -107,14 +128,17 @@ class RecurrentState:
             return self.window
         return BatchRow(self.window.alone()[:, self.end - length : self.end], 0)
 
-    def advance(self, state: BatchRow, window: BatchRow, stash: UncertainTokens | None, end: int | None = None) -> None:
-        """A step ran: `state` is after the window's certain tokens, `stash` holds its uncertain ones.
+    def advance(
+        self, state: BatchRow, window: BatchRow, after: BatchRow | None = None, stash: WindowTokens | None = None
+    ) -> None:
+        """A step ran; `window` ends with its last raw input.
 
-        end: raw inputs in `window` that are this row's; None means all.
+        after, stash: the state after the step's tokens, and these, if some may be dropped; `state` is then from before
+        them.
         """
-        self.state, self.window, self.stash = state, window, stash
-        self.end = window.array.shape[1] if end is None else end
-        self.num_replay = stash.num_tokens if stash is not None else 0
+        self.state, self.after, self.window, self.stash = state, after, window, stash
+        self.end = window.array.shape[1]
+        self.num_replay = 0 if stash is None else stash.num_tokens
 
     def take_snapshot(self, length: int) -> None:
         """At `length`, where a scan is interrupted."""
@@ -123,19 +147,20 @@ class RecurrentState:
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens; the replay itself waits for the next step or checkpoint."""
-        self.end -= num_window - num_kept
-        if self.stash is not None:
-            self.num_replay = self.stash.num_tokens - (num_window - num_kept)
+        num_dropped = num_window - num_kept
+        self.end -= num_dropped
+        if self.stash is not None and num_dropped:
+            self.after, self.num_replay = None, self.stash.num_tokens - num_dropped
 
     def settle(self) -> None:
         """Replay what is pending, so that `state` is the state at the committed length."""
-        pending = self.pending()
-        if pending is not None:
-            assert self.state is not None
+        if not self.is_settled:
+            pending = self.pending()
+            assert pending is not None and self.state is not None
             k, v, g, beta = (array[None] for array in pending)
             form = self._kernels.gated_delta(k.shape[1])
             self.state = BatchRow(scan(form, k, k, v, g, beta, self.state.alone()).end_state, 0)
-        self.stash, self.num_replay = None, 0
+        self.state, self.after, self.stash, self.num_replay = self.settled, None, None, 0
 
     def checkpoint(self, length: int) -> RecurrentRecord:
         if self.state is None or self.window is None:
@@ -149,12 +174,12 @@ class RecurrentState:
         self.state = None if record.state is None else BatchRow(record.state, 0)
         self.window = None if record.context is None else BatchRow(record.context, 0)
         self.end = 0 if record.context is None else record.context.shape[1]
-        self.stash, self.num_replay = None, 0
+        self.after, self.stash, self.num_replay = None, None, 0
 
     def cost(self) -> LayerCost:
         rows = [row.array for row in (self.state, self.window) if row is not None]
         return LayerCost(fixed=sum(array.nbytes // array.shape[0] for array in rows))
 
     def arrays(self) -> tuple[mx.array, ...]:
-        held = [row.array for row in (self.state, self.window) if row is not None]
+        held = [row.array for row in (self.state, self.after, self.window) if row is not None]
         return (*held, *(self.stash.inputs if self.stash is not None else ()))

@@ -13,10 +13,9 @@ from mlx_lm.models.gated_delta import compute_g
 
 from headrace.backend.cuda import shapes
 from headrace.backend.delta_rule import convolved
-from headrace.backend.gated_delta import scan
-from headrace.backend.kernels import Kernels
+from headrace.backend.gated_delta import scan, scan_behind
 from headrace.models.step import PackedStep, RowSpan, View
-from headrace.state.recurrent import BatchRow, RecurrentState, UncertainTokens, gather
+from headrace.state.recurrent import BatchRow, RecurrentState, WindowTokens, gather, shared_array
 
 SHORT_SPAN = 8
 """Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
@@ -85,10 +84,10 @@ class GatedDeltaMixer(nn.Module):
     ) -> mx.array:
         """What `_mix` gives, for rows of one token each with nothing to replay."""
         group = _Group(step.spans, tuple(states))
-        context, state = self._contexts(group, qkv), self._states(group)
+        context, state = self._contexts(step, group, qkv), self._settled(group)
         normed, context, state = self._one_token(context, state, qkv, z, b, a)
         for row, one in enumerate(states):
-            one.advance(BatchRow(state, row), BatchRow(context, row), None)
+            one.advance(BatchRow(state, row), BatchRow(context, row))
         return normed
 
     def _token(
@@ -112,11 +111,13 @@ class GatedDeltaMixer(nn.Module):
         groups = _groups(step.spans, states)
         outputs = []
         for group in groups:
-            windows = mx.concatenate([self._contexts(group, qkv), group.rows_of(qkv)], axis=1)
-            q, k, v = self._heads(nn.silu(convolved(windows, self._taps)))
+            windows = mx.concatenate([self._contexts(step, group, qkv), group.rows_of(qkv)], axis=1)
+            by_library = step.kernels.convolves_by_library
+            mixed = inner.conv1d(windows) if by_library else convolved(windows, self._taps)
+            q, k, v = self._heads(nn.silu(mixed))
             tokens = shapes.Prepared(q, k, v, group.rows_of(decay), group.rows_of(beta))
             scan_group = self._scan_with_snapshots if group.spans[0].state.snapshot_points else self._scan
-            y = scan_group(group, tokens, windows, step.kernels)
+            y = scan_group(step, group, tokens, windows)
             outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
         return self._normed(_in_step_order(groups, outputs), z)
 
@@ -139,12 +140,19 @@ class GatedDeltaMixer(nn.Module):
         z = inner.in_proj_z(x).reshape(1, num_tokens, inner.num_v_heads, inner.head_v_dim)
         return inner.in_proj_qkv(x), z, inner.in_proj_b(x), inner.in_proj_a(x)
 
-    def _contexts(self, group: _Group, qkv: mx.array) -> mx.array:
+    def _contexts(self, step: PackedStep, group: _Group, qkv: mx.array) -> mx.array:
         """The raw inputs before each row's tokens, `[B, kernel - 1, channels]`."""
         length = self.inner.conv_kernel_size - 1
-        empty = BatchRow(mx.zeros((1, length, qkv.shape[-1]), qkv.dtype), 0)
-        contexts = [state.context(length) for state in group.states]
-        return gather([empty if one is None else one for one in contexts])
+        shared = shared_array([state.window for state in group.states])
+        if shared is None:
+            empty = BatchRow(mx.zeros((1, length, qkv.shape[-1]), qkv.dtype), 0)
+            contexts = [state.context(length) for state in group.states]
+            return gather([empty if one is None else one for one in contexts])
+        ends = [state.end for state in group.states]
+        if min(ends) == max(ends):
+            return shared[:, ends[0] - length : ends[0]]
+        places = step.shared(tuple([tuple(range(end - length, end)) for end in ends]))
+        return mx.take_along_axis(shared, places[..., None], axis=1)
 
     def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys `[B, n, num_k_heads, head_k_dim]`, values `[B, n, num_v_heads, head_v_dim]`."""
@@ -156,7 +164,7 @@ class GatedDeltaMixer(nn.Module):
         return normed[:, :, 0], normed[:, :, 1], v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
 
     def _scan_with_snapshots(
-        self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels
+        self, step: PackedStep, group: _Group, tokens: shapes.Prepared, windows: mx.array
     ) -> mx.array:
         """One row, its scan cut at the snapshot points."""
         (span,), (state,) = group.spans, group.states
@@ -168,41 +176,52 @@ class GatedDeltaMixer(nn.Module):
             piece = replace(span, lo=done, hi=end, start=span.start + done, num_certain=num_certain)
             part = _Group((piece,), (state,))
             own = shapes.Prepared(*(array[:, done:end] for array in tokens))
-            outputs.append(self._scan(part, own, windows[:, done : end + context], kernels))
+            outputs.append(self._scan(step, part, own, windows[:, done : end + context]))
             if not is_last:
                 state.take_snapshot(span.start + end)
             done = end
         return mx.concatenate(outputs, axis=1)
 
-    def _scan(self, group: _Group, tokens: shapes.Prepared, windows: mx.array, kernels: Kernels) -> mx.array:
-        """Replay what is pending, then run the new tokens, in one scan; advances the states.
+    def _scan(self, step: PackedStep, group: _Group, tokens: shapes.Prepared, windows: mx.array) -> mx.array:
+        """Replay what is pending, then run the new tokens; advances the states.
 
         Gives `[B, n, num_v_heads, head_v_dim]`.
         """
-        pending = [state.pending() for state in group.states]
-        num_replay = max(state.num_replay for state in group.states)
-        fed = _behind_pending(pending, num_replay, tokens) if num_replay else tokens
-        keep = num_replay + group.num_certain if group.is_drafted else None
-        # the grid of the chunked form stands at absolute positions; a verified window needs none
-        start = group.spans[0].start if len(group.spans) == 1 and not num_replay else 0
-        form = kernels.gated_delta(num_replay + group.num_tokens)
-        result = scan(form, *fed, self._states(group), keep=keep, start=start)
-        if result.kept_state is None:
+        states, form = group.states, step.kernels.gated_delta
+        if all(state.is_settled for state in states):
+            # the grid of the chunked form stands at absolute positions
+            start = group.spans[0].start if len(states) == 1 else 0
+            before = self._settled(group)
+            result = scan(form(group.num_tokens), *tokens, before, start=start)
+        else:
+            pending = _pending(step, states, tokens)
+            result = scan_behind(form(pending.k.shape[1] + group.num_tokens), pending, tokens, self._states(group))
+            assert result.kept_state is not None
+            before = result.kept_state
+        if group.is_drafted:
+            stash = shapes.Stash(*tokens[1:])
+            for row, state in enumerate(states):
+                window, after = BatchRow(windows, row), BatchRow(result.end_state, row)
+                state.advance(BatchRow(before, row), window, after, WindowTokens(stash, row))
+        else:
             # nothing to roll back: only the context of the next token stays
             context = mx.contiguous(windows[:, group.num_tokens :])
-            for row, state in enumerate(group.states):
-                state.advance(BatchRow(result.end_state, row), BatchRow(context, row), None)
-        else:
-            for row, state in enumerate(group.states):
-                num_uncertain = group.num_tokens - group.num_certain
-                stash = UncertainTokens(shapes.Stash(*tokens[1:]), row, group.num_certain, num_uncertain)
-                state.advance(BatchRow(result.kept_state, row), BatchRow(windows, row), stash)
-        return result.y[:, num_replay:]
+            for row, state in enumerate(states):
+                state.advance(BatchRow(result.end_state, row), BatchRow(context, row))
+        return result.y
+
+    def _settled(self, group: _Group) -> mx.array:
+        """The rows' states after all committed tokens."""
+        return self._gathered([state.settled for state in group.states])
 
     def _states(self, group: _Group) -> mx.array:
+        """The rows' states before what is pending."""
+        return self._gathered([state.state for state in group.states])
+
+    def _gathered(self, rows: Sequence[BatchRow | None]) -> mx.array:
         inner = self.inner
         empty = BatchRow(mx.zeros((1, inner.num_v_heads, inner.head_v_dim, inner.head_k_dim), mx.float32), 0)
-        return gather([empty if state.state is None else state.state for state in group.states])
+        return gather([empty if one is None else one for one in rows])
 
 
 def _are_decoding(step: PackedStep, states: Sequence[RecurrentState]) -> bool:
@@ -211,7 +230,7 @@ def _are_decoding(step: PackedStep, states: Sequence[RecurrentState]) -> bool:
         step.num_tokens == len(step.spans)
         and step.kernels.gated_delta(1) == "fused"
         and all(span.num_certain for span in step.spans)
-        and not any(state.num_replay for state in states)
+        and all(state.is_settled for state in states)
     )
 
 
@@ -234,21 +253,34 @@ def _in_step_order(groups: Sequence[_Group], outputs: Sequence[mx.array]) -> mx.
     return joined[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
-def _behind_pending(
-    pending: Sequence[shapes.Stash | None], num_replay: int, tokens: shapes.Prepared
-) -> shapes.Prepared:
-    """The rows' pending tokens in front of their new ones, `[B, num_replay + n, …]`.
+def _pending(step: PackedStep, states: Sequence[RecurrentState], tokens: shapes.Prepared) -> shapes.Stash:
+    """The rows' pending tokens `[B, n, …]`; rows with fewer are filled up with no-ops: k = 0, g = 1, beta = 0."""
+    counts = tuple([state.num_replay for state in states])
+    longest, stash = max(counts), _shared_stash(states)
+    if stash is None:
+        rows = [state.pending() for state in states]
+        return shapes.Stash(
+            *(
+                _padded([None if one is None else one[place] for one in rows], longest, new, fill)
+                for place, (new, fill) in enumerate(zip(tokens[1:], (0.0, 0.0, 1.0, 0.0), strict=True))
+            )
+        )
+    k, v, g, beta = (array[:, :longest] for array in stash)
+    if min(counts) < longest:
+        counted = step.cached((_pending, counts), lambda: mx.arange(longest) < mx.array(counts)[:, None])
+        k = mx.where(counted[..., None, None], k, 0)
+        g, beta = mx.where(counted[..., None], g, 1), mx.where(counted[..., None], beta, 0)
+    return shapes.Stash(k, v, g, beta)
 
-    Rows with fewer pending tokens are padded in front with no-ops: k = 0, g = 1, beta = 0.
-    """
-    # the output of a pending token is not used, so its key stands in for its query
-    k, v, g, beta = (
-        _padded([None if one is None else one[place] for one in pending], num_replay, new, fill)
-        for place, (new, fill) in enumerate(zip(tokens[1:], (0.0, 0.0, 1.0, 0.0), strict=True))
-    )
-    return shapes.Prepared(
-        *(mx.concatenate([old, new], axis=1) for old, new in zip((k, k, v, g, beta), tokens, strict=True))
-    )
+
+def _shared_stash(states: Sequence[RecurrentState]) -> shapes.Stash | None:
+    """The stash that holds the window of all of these rows, in order; None if there is none."""
+    first = states[0].stash
+    if first is None or len(states) != first.inputs.k.shape[0]:
+        return None
+    stashes = [state.stash for state in states]
+    is_shared = all(one is not None and one.inputs is first.inputs and one.row == i for i, one in enumerate(stashes))
+    return first.inputs if is_shared else None
 
 
 def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:
