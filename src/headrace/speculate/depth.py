@@ -19,7 +19,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from headrace.speculate.step_times import StepTimes, bucket
+from headrace.speculate.step_times import TIME_EVERY, StepTimes, bucket
 
 _BUDGET_SHARE = 0.015
 """Share of the time without drafts that may be lost."""
@@ -33,9 +33,6 @@ stay affordable."""
 
 _ATTEMPT_RESERVE = 4
 """The next attempt is due when this many times what a failed one costs has flowed in."""
-
-_TIME_EVERY = 128
-"""Steps with drafts after which ones without are timed again."""
 
 _TIMING_STEPS = 3
 """Steps that this takes at most: the first and the last of an overlapped run are not representative."""
@@ -110,7 +107,7 @@ class DepthPlanner:
 
     def _is_timing(self, rows: Sequence[DraftForecast]) -> bool:
         """Whether the next step has no drafts because the time without them is unknown, or was measured long ago."""
-        is_late = self._since_timed >= _TIME_EVERY and self._num_undrafted < _TIMING_STEPS
+        is_late = self._since_timed >= TIME_EVERY and self._num_undrafted < _TIMING_STEPS
         return is_late or self.times(len(rows)).undrafted_s(_num_context(rows)) is None
 
     def _cost(self, rows: Sequence[DraftForecast], num_drafts: int, head_depth: int) -> float:

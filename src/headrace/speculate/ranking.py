@@ -22,8 +22,8 @@ _MEMORY = 32
 _HEAD_ACCEPTANCE = 0.75
 """Assumed acceptance of a head's draft before any was verified."""
 
-_HIGHEST = 0.98
-"""Upper limit of all estimates but certain ones."""
+_HIGHEST = 1 - 1 / (2 * _MEMORY)
+"""Upper limit of all estimates but certain ones: half an outcome of those remembered may still be a failure."""
 
 _NUM_GRADES = 8
 """Grades of confidence."""

@@ -7,7 +7,10 @@ from functools import cache
 
 from headrace.recent_times import RecentTimes
 
-_STALE_AFTER = 500
+TIME_EVERY = 128
+"""Steps with drafts after which ones without are timed again."""
+
+_STALE_AFTER = 4 * TIME_EVERY
 """Steps after which a time is forgotten: drafts that seem too slow are never made, so never measured again."""
 
 _PASS_SHARE = 0.1

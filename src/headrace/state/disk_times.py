@@ -12,8 +12,8 @@ FILE_S = 0.0005
 """Added per file."""
 _LEAST_TOKENS = 16
 """Steps with fewer prompt tokens are dominated by fixed costs."""
-_LEAST_BYTES = 1 << 20
-"""Smaller reads don't show the disk's speed."""
+_LEAST_BYTES = READ_BYTES_PER_S * READ_START_S
+"""Smaller reads don't show the disk's speed: they take less time than their start."""
 _LEAST_TIMEOUT_S = 2.0
 
 
