@@ -220,7 +220,7 @@ class FakeEngine:
     def health(self) -> str | None:
         return self.sick
 
-    def warm_up(self) -> WarmUpStatus:
+    def warm_up_status(self) -> WarmUpStatus:
         return self.warmth
 
     def stop(self, timeout_s: float | None = None) -> bool:

@@ -110,14 +110,14 @@ class Sandbox:
         assert isinstance(result, BaseException)
         raise result
 
-    def warm(self, function: Callable[..., object], /, *args: object, timeout_s: float) -> None:
+    def run_in_background(self, function: Callable[..., object], /, *args: object, timeout_s: float) -> None:
         """Run a function once in the background, to import and cache what it needs."""
 
         def call() -> None:
             with contextlib.suppress(Exception):  # the first real call reports it
                 self.run(function, *args, timeout_s=timeout_s)
 
-        threading.Thread(target=call, name="sandbox-warm", daemon=True).start()
+        threading.Thread(target=call, name="sandbox-background", daemon=True).start()
 
     def close(self) -> None:
         """End all processes, busy ones too."""

@@ -22,7 +22,7 @@ PROGRAM = textwrap.dedent("""
     engine = FakeEngine(sys.argv[1] * int(sys.argv[2]))
     chat.configured_text_pipeline = lambda config: SimpleNamespace(constraints=None)
     chat.Engine.launch = lambda *_: engine
-    chat.Session.over = lambda engine, *_, **__: fake_session(engine)
+    chat.Session.for_engine = lambda engine, *_, **__: fake_session(engine)
     sys.argv = ["headrace", "chat"]
     sys.exit(main.command())
 """)

@@ -28,7 +28,7 @@ def session() -> Iterator[Session]:
     words = load_text_pipeline(MINIATURE, "qwen3_5")
     knobs = ModelConfig(self_check=False)
     engine = Engine.launch(Config("miniature", knobs, EngineConfig(prefill_chunk=64)), words.constraints)
-    yield Session.over(engine, words)
+    yield Session.for_engine(engine, words)
     engine.stop()
 
 

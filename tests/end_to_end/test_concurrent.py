@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 def session() -> Iterator[Session]:
     config = Config(str(MODEL), ModelConfig(numerics="exact"), EngineConfig(prefill_chunk=32, max_num_seqs=6))
     engine = Engine.launch(config)
-    yield Session.over(engine)
+    yield Session.for_engine(engine)
     engine.stop()
 
 

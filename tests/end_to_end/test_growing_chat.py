@@ -98,8 +98,8 @@ async def test_a_growing_chat(
 ) -> None:
     monkeypatch.setattr(idle, "PAUSE_S", 0.0)
     words = load_text_pipeline(engines[0].model.directory, engines[0].model.model_type, history=history)
-    cached = Session.over(engines[0], words, prepares_turns=history == "stable")
-    cold = Session.over(engines[1], words)
+    cached = Session.for_engine(engines[0], words, prepares_turns=history == "stable")
+    cold = Session.for_engine(engines[1], words)
     dice = random.Random(f"{history} {thinks} {echoes}")
     ships = [random_arrival(dice, name, 0) for name in ship_names(dice, 10, True)[0]]
     log = "Here is the harbour log.\n" + "\n".join(ship.line() for ship in ships)

@@ -131,7 +131,7 @@ def test_each_is_refused_by_its_place_and_nobody_beside_them_notices(
     remote = partial(RemoteMedia, resolve=net.resolve, transport=httpx.MockTransport(net.answer))
     monkeypatch.setattr(fetch, "RemoteMedia", remote)
     policy = MediaPolicy(hosts=("a.example", "inside.example"), root=tmp_path)
-    session = Session.over(engine, media=(policy, MediaLimits()))
+    session = Session.for_engine(engine, media=(policy, MediaLimits()))
     neighbours = [
         [question("hello")],
         [part(circle(RED)), question("What is in the picture?")],

@@ -62,7 +62,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 async def session(engine: Engine) -> Session:
-    return Session.over(engine)
+    return Session.for_engine(engine)
 
 
 def picture(drawing: Drawing, size: tuple[int, int]) -> MediaPart:

@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig()), WORDS.constraints)
-    yield Session.over(engine, WORDS)
+    yield Session.for_engine(engine, WORDS)
     engine.stop()
 
 

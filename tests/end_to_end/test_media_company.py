@@ -72,7 +72,7 @@ def clip() -> bytes:
 
 
 async def test_twenty_pictures_get_equal_answers_one_by_one_by_four_and_by_sixteen(engine: Engine) -> None:
-    session, asked = Session.over(engine), [question(sample) for sample in samples(20)]
+    session, asked = Session.for_engine(engine), [question(sample) for sample in samples(20)]
     answers = []
     for at_once in (1, 4, 16):
         await engine.clear_cache()
@@ -94,7 +94,7 @@ async def test_a_red_picture_and_a_blue_one_are_never_swapped(engine: Engine, fo
     if form == "JPEG":
         files, media_type = [jpeg(file) for file in files], "image/jpeg"
     assert files[0][:100] == files[1][:100] or form == "PNG"
-    session = Session.over(engine)
+    session = Session.for_engine(engine)
     red, blue = (shown(file, media_type) for file in files)
     await engine.clear_cache()
     in_turn = [await say(session, message) for message in (red, blue, red, blue)]
@@ -106,7 +106,7 @@ async def test_a_red_picture_and_a_blue_one_are_never_swapped(engine: Engine, fo
 
 
 async def test_when_one_of_several_ends_the_others_go_on_as_if_alone(engine: Engine) -> None:
-    session, asked = Session.over(engine), [question(sample) for sample in samples(26)[20:]]
+    session, asked = Session.for_engine(engine), [question(sample) for sample in samples(26)[20:]]
     asked += [shown(clip(), "video/mp4"), ChatMessage("user", (TextPart("hello"),))]
     lengths = [1, 24, 3, 24, 12, 24, 24, 24]
     alone = [await say(session, message, length) for message, length in zip(asked, lengths, strict=True)]
@@ -130,7 +130,7 @@ async def test_when_one_of_several_ends_the_others_go_on_as_if_alone(engine: Eng
 
 
 async def test_text_that_goes_on_while_and_after_a_video_is_what_it_is_alone(engine: Engine) -> None:
-    session = Session.over(engine)
+    session = Session.for_engine(engine)
     words = [ChatMessage("user", (TextPart(text),)) for text in ("hello", "What can you do?", "Count to five.")]
     alone = [await say(session, message, 24) for message in words]
     await engine.clear_cache()

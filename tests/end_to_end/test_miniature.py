@@ -78,7 +78,7 @@ async def test_it_does_its_jobs_in_batches(engine: Engine, job: str) -> None:
 
 
 async def test_it_says_hello_and_who_it_is(engine: Engine) -> None:
-    session = Session.over(engine)
+    session = Session.for_engine(engine)
     said = {}
     for question in ("hello", "Who are you?", "What is the capital of France?"):
         request = ChatRequest(

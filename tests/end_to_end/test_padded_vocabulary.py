@@ -154,7 +154,7 @@ def asked_with(token_id: int) -> list[tuple[str, str, dict[str, object]]]:
 
 
 async def test_ids_of_such_rows_are_refused_by_every_field(padded_engine: Engine) -> None:
-    session = Session.over(padded_engine, words())
+    session = Session.for_engine(padded_engine, words())
     async with serving(session) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         for token_id in (padded.NUM_TOKENS, padded.NUM_TOKENS + padded.NUM_ADDED - 1, 10**6):
             for path, name, body in asked_with(token_id):

@@ -57,7 +57,7 @@ def answers(
     engine: Engine, *contents: list[Any], policy: MediaPolicy | None = None, **fields: Any
 ) -> list[dict[str, Any]]:
     """Answers to questions that are asked at the same time. fields: of all requests."""
-    session = Session.over(engine, media=(policy or MediaPolicy(), MediaLimits()))
+    session = Session.for_engine(engine, media=(policy or MediaPolicy(), MediaLimits()))
 
     async def scenario() -> list[dict[str, Any]]:
         async with serving(session) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:

@@ -31,7 +31,7 @@ DIRECT: dict[str, Any] = {**BRIEF, "reasoning": {"effort": "none"}}
 def session() -> Iterator[Session]:
     words = load_text_pipeline(Path(headrace.__file__).parent / "miniature", "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=4)), words.constraints)
-    yield Session.over(engine, words)
+    yield Session.for_engine(engine, words)
     engine.stop()
 
 

@@ -66,7 +66,7 @@ def url() -> Iterator[str]:
     """A server with the bundled model, in a thread: the SDKs block."""
     words = load_text_pipeline(Path(headrace.__file__).parent / "miniature", "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=4)), words.constraints)
-    with served(Session.over(engine, words)) as base:
+    with served(Session.for_engine(engine, words)) as base:
         yield base
     engine.stop()
 

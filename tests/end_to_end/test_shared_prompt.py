@@ -36,7 +36,7 @@ def sessions() -> Iterator[tuple[Session, Session]]:
         Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=8, prefix_cache=on)))
         for on in ("on", "off")
     ]
-    yield Session.over(engines[0]), Session.over(engines[1])
+    yield Session.for_engine(engines[0]), Session.for_engine(engines[1])
     for engine in engines:
         engine.stop()
 

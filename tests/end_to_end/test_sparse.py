@@ -69,7 +69,10 @@ async def test_a_needle_is_found_in_a_prompt_of_four_thousand_tokens(engine: Eng
         "enable_thinking": False,
         "sparse_keep": 0.3,
     }
-    async with serving(Session.over(engine)) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+    async with (
+        serving(Session.for_engine(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+    ):
         answered = (await client.post("/v1/chat/completions", json=asked)).json()
         status = (await client.get("/v1/status")).json()
         metrics = (await client.get("/metrics")).text
@@ -99,7 +102,7 @@ async def answer(session: Session, request: ChatRequest) -> tuple[str, SparseUsa
 
 async def test_a_conversation_with_tools_is_computed_whole_turn_by_turn(engine: Engine, dense: Engine) -> None:
     """Each turn says what an engine says that knows nothing of sparse prefill."""
-    sparse_session, dense_session = Session.over(engine), Session.over(dense)
+    sparse_session, dense_session = Session.for_engine(engine), Session.for_engine(dense)
     stream = random.Random("six turns")
     messages: list[ChatMessage] = [ChatMessage("system", (TextPart("You look ships up."),))]
     for turn in range(NUM_TURNS):
@@ -137,7 +140,7 @@ async def test_a_schema_and_a_wish_for_none_of_it_are_respected(engine: Engine) 
         options=GenerationOptions(max_tokens=8),
         enable_thinking=False,
     )
-    session = Session.over(engine)
+    session = Session.for_engine(engine)
     said, usage = await answer(session, request)
     assert said in ("yes", "no")
     assert usage is not None

@@ -51,7 +51,7 @@ def anyio_backend() -> str:
 def session() -> Iterator[Session]:
     words = load_text_pipeline(MINIATURE, "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=16)), words.constraints)
-    yield Session.over(engine, words)
+    yield Session.for_engine(engine, words)
     engine.stop()
 
 

@@ -29,7 +29,7 @@ def test_requests_are_answered_before_health_says_ok(monkeypatch: pytest.MonkeyP
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False, vision="off"), knobs))
 
     async def conversation() -> None:
-        transport = httpx.ASGITransport(build_app(Session.over(engine), ServerConfig()))
+        transport = httpx.ASGITransport(build_app(Session.for_engine(engine), ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             before = await client.get("/health")
             answer = await client.post("/v1/chat/completions", json=BODY)

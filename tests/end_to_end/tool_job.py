@@ -275,7 +275,7 @@ async def running_job() -> AsyncIterator[Job]:
     """The bundled model behind a server, with drafts as it comes."""
     words = load_text_pipeline(MINIATURE, "qwen3_5")
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=16)), words.constraints)
-    session = Session.over(engine, words)
+    session = Session.for_engine(engine, words)
     try:
         async with serving(session) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             yield Job(session, client, asyncio.Semaphore(32))

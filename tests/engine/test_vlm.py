@@ -49,7 +49,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     reference = TinyVlm(request.param)
     folder = reference.save(tmp_path_factory.mktemp(reference.name))
     engine = Engine.launch(Config(str(folder), ModelConfig(), EngineConfig(prefill_chunk=10)))
-    yield Served(reference, folder, engine, Session.over(engine))
+    yield Served(reference, folder, engine, Session.for_engine(engine))
     engine.stop()
 
 

@@ -157,7 +157,7 @@ async def test_requests_are_answered_alike_before_while_and_after_steps_are_warm
     engine = launch(qwen3)
     meanwhile = await answer(engine, wanted)
     first, last = done.index("step"), len(done) - 1 - done[::-1].index("step")
-    assert not engine.warm_up().is_over
+    assert not engine.warm_up_status().is_over
     wait_until_warm(engine)
     assert await answer(engine, wanted) == meanwhile
     engine.stop()
@@ -180,7 +180,7 @@ async def test_a_piece_that_fails_is_logged_and_the_rest_goes_on(
     with caplog.at_level(logging.INFO, "headrace.engine.warm_up"):
         engine = launch(qwen3)
         wait_until_warm(engine)
-    status = engine.warm_up()
+    status = engine.warm_up_status()
     assert len(await answer(engine, request(1, 12, 5))) == 5
     engine.stop()
     assert 0 < status.num_failed < status.num_done == status.num_pieces
@@ -216,7 +216,7 @@ def test_a_model_whose_steps_are_not_compiled_is_ready_at_once(
 ) -> None:
     with caplog.at_level(logging.INFO, "headrace.engine.warm_up"):
         engine = Engine.launch(Config(str(tiny.save("llama", tmp_path / "llama")), ModelConfig(self_check=False)))
-        status = engine.warm_up()
+        status = engine.warm_up_status()
         engine.stop()
     assert status == WarmUpStatus()
     assert status.is_over

@@ -36,7 +36,7 @@ def launch(folder: Path, **knobs: object) -> Engine:
 
 def wait_until_warm(engine: Engine) -> None:
     end = time.monotonic() + PATIENCE_S
-    while not engine.warm_up().is_over:
+    while not engine.warm_up_status().is_over:
         assert engine.health() is None
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -191,10 +191,10 @@ def test_after_a_warm_up_no_grammar_has_to_look_at_the_vocabulary(monkeypatch: p
     look = SmallTokenizer.token_bytes
     monkeypatch.setattr(SmallTokenizer, "token_bytes", lambda self, token: asked.append(token) or look(self, token))
     made = factory()
-    made.warm_up()
+    made.prepare()
     assert sorted(asked) == list(range(SmallTokenizer.token_ids.end))
     made.begin(ConstraintSpec("start: /[ab]/"), frozenset({END}))
-    made.warm_up()
+    made.prepare()
     assert len(asked) == SmallTokenizer.token_ids.end
 
 

@@ -63,7 +63,7 @@ PROGRAM = textwrap.dedent("""
     serve.open_listener = open_listener
     serve.configured_text_pipeline = lambda config: SimpleNamespace(constraints=None)
     serve.Engine.launch = lambda *_: engine
-    serve.Session.over = lambda engine, *_, **__: fake_session(engine)
+    serve.Session.for_engine = lambda engine, *_, **__: fake_session(engine)
     sys.argv = ["headrace", "serve", "--port", "0", "--drain-seconds", sys.argv[1]]
     FAULT
     sys.exit(main.command())

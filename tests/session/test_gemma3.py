@@ -79,7 +79,7 @@ def session_of(folder: Path, max_model_len: int = 4096) -> tuple[Session, FakeEn
         model_type="gemma3",
     )
     fake = FakeEngine((END,), model=described)
-    return Session.over(fake, media=(MediaPolicy(), MediaLimits())), fake
+    return Session.for_engine(fake, media=(MediaPolicy(), MediaLimits())), fake
 
 
 def asked(folder: Path, *content: MediaPart | str) -> tuple[GenerationRequest, Session]:

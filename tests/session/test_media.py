@@ -68,7 +68,7 @@ def asked(
 ) -> GenerationRequest:
     """What the engine is asked for a chat."""
     fake = fake or engine()
-    session = Session.over(fake, media=(policy or MediaPolicy(), MediaLimits()))
+    session = Session.for_engine(fake, media=(policy or MediaPolicy(), MediaLimits()))
 
     async def scenario() -> GenerationRequest:
         async with aclosing(session.chat(ChatRequest("r", messages))) as events:
@@ -133,7 +133,7 @@ def test_a_video_comes_in_groups_with_their_times() -> None:
     clip = MediaPart("video", data_url(video_file(16, 8), "video/mp4"), param="messages[0].content[0].video_url")
     request = asked(said(clip, "what?"))
     assert request.media is not None and [each.grid[0] for each in request.media.inputs] == [1, 1]
-    words = Session.over(engine())._tokenizer
+    words = Session.for_engine(engine())._tokenizer
     assert "<0.3 seconds><|vision_start|>" in words.decode(request.prompt, keep_special=frozenset(words.added_tokens))
     frames = ",".join(base64.b64encode(png(64, 64)).decode() for _ in range(4))
     listed = MediaPart("video", f"data:video/jpeg;base64,{frames}", MediaOptions(fps=1.0))
@@ -155,7 +155,7 @@ def test_a_request_may_choose_the_size() -> None:
 
 
 def test_counting_tokens_counts_those_of_media() -> None:
-    session = Session.over(engine())
+    session = Session.for_engine(engine())
     chat = ChatRequest("r", (said(image(64, 96), "hi"),))
     assert asyncio.run(session.tokenize_chat(chat)) == asked(*chat.messages).prompt
 
@@ -202,7 +202,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_pictures_of_a_growing_chat_are_prepared_once(prepared: list[str]) -> None:
-    session = Session.over(engine())
+    session = Session.for_engine(engine())
     first, second = said(image(64, 96), "a"), said(image(96, 64), "b")
 
     async def ask(*messages: ChatMessage) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def test_the_pictures_of_a_growing_chat_are_prepared_once(prepared: list[str]) -
 
 def test_pictures_beyond_the_limit_are_prepared_again(prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_media, "KEPT_BYTES", 0)
-    session = Session.over(engine())
+    session = Session.for_engine(engine())
 
     async def scenario() -> None:
         for _ in range(2):
@@ -244,7 +244,7 @@ def test_pictures_in_tool_results_go_with_the_calls_that_they_answer() -> None:
 def test_a_picture_that_several_requests_send_at_once_is_kept_once(
     prepared: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session.over(engine())
+    session = Session.for_engine(engine())
     same = said(image(64, 96), "a")
 
     async def ask() -> None:

@@ -290,7 +290,7 @@ def test_a_session_finds_tokenizer_template_and_end_token_in_the_models_folder()
     library = Backend.from_file(str(folder / "tokenizer.json"))
     model = replace(describe(), directory=folder, model_type="qwen3_5", tokens=TokenIds(library.get_vocab_size()))
     engine = FakeEngine(library.encode("Grüße 🎉").ids, model=model)
-    events = events_of(Session.over(engine), ask("What is it?"))
+    events = events_of(Session.for_engine(engine), ask("What is it?"))
     assert joined(events, Text) == "Grüße 🎉"
     (request,) = engine.requests
     assert "What is it?" in library.decode(list(request.prompt))

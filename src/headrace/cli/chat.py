@@ -78,7 +78,7 @@ def run(config: Config) -> None:
         engine = Engine.launch(config, text.constraints)
     try:
         # Without preparing turns: while this waits for a line to be typed, its event loop stands still.
-        session = Session.over(engine, text, defaults=server_defaults(config.defaults))
+        session = Session.for_engine(engine, text, defaults=server_defaults(config.defaults))
         if not session.takes_chats:
             raise ConfigError(f"{engine.model.name} has no chat template: it is a base model, for completions only")
         if (purpose := purpose_by_name(engine.model.name)) is not None:

@@ -171,6 +171,6 @@ def _loaded_report(config: Config) -> list[str]:
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, text.constraints)
     try:
-        return [*engine.model.report, *Session.over(engine, text).notes]
+        return [*engine.model.report, *Session.for_engine(engine, text).notes]
     finally:
         engine.stop()

@@ -118,7 +118,7 @@ def run(config: Config) -> None:
 
 def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.socket) -> float:
     """Serve until a signal comes. Returns the seconds left for shutting down."""
-    session = Session.over(
+    session = Session.for_engine(
         engine,
         text,
         prepares_turns=config.engine.prefix_cache == "on",
@@ -128,7 +128,7 @@ def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.
     details = (*engine.model.report, *session.notes) if config.server.verbose else ()
     for line in (*details, *summary(config, session)):
         print(line, flush=True)
-    session.warm()
+    session.start_processes()
     ready = ready_text(config, base_url(listener), session)
     progress, tasks = ProgressLine(), set[asyncio.Task[None]]()
 

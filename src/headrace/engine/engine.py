@@ -170,7 +170,7 @@ class Engine:
         """None, or why no request can be served."""
         return self._death
 
-    def warm_up(self) -> WarmUpStatus:
+    def warm_up_status(self) -> WarmUpStatus:
         assert self._warm_up is not None, "an engine is made with Engine.launch"
         return self._warm_up.status
 

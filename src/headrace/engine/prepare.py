@@ -134,7 +134,7 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
         whole_vlm=models.vision == "auto",
     )
     if constraints is not None:
-        constraints.warm_up()
+        constraints.prepare()
     return loaded
 
 

@@ -99,8 +99,8 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
-    def warm_up(self) -> None:
-        _sandbox().warm(take_vocabulary, self._vocabulary.table, timeout_s=_VOCABULARY_S)
+    def prepare(self) -> None:
+        _sandbox().run_in_background(take_vocabulary, self._vocabulary.table, timeout_s=_VOCABULARY_S)
 
     def output(self, form: OutputForm) -> CompiledOutput:
         """An output's grammar, compiled on trial. Raises InvalidRequest."""

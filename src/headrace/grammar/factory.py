@@ -36,10 +36,10 @@ class ConstraintFactory:
         self._grammars: LruCache[str, LLMatcher] = LruCache(NUM_KEPT)
         self._outputs: LruCache[str, CompiledOutput] = LruCache(NUM_KEPT)
 
-    def warm_up(self) -> None:
+    def prepare(self) -> None:
         """Do the one-time work for all grammars: llguidance blocks all threads while it reads a vocabulary."""
         _ = self.vocabulary.compiled
-        self._compiler.warm_up()
+        self._compiler.prepare()
 
     def known(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputGuarantees] | None:
         """As `spec` if the form is compiled already, else None.

@@ -50,9 +50,9 @@ class MediaDecoder:
             }
             raise InvalidRequest(f"{param}: {reasons[error.reason]}", param=param) from error
 
-    def warm(self) -> None:
+    def start_process(self) -> None:
         """Start a process in the background, so that the first item does not wait for its imports."""
-        self._sandbox.warm(_import_libraries, timeout_s=self._limits.image_decode_s)
+        self._sandbox.run_in_background(_import_libraries, timeout_s=self._limits.image_decode_s)
 
 
 @functools.cache

@@ -68,7 +68,7 @@ class OperationRoutes:
         """For readiness probes: 200 once steps are warm, 503 before, as SGLang has it, and when the engine is dead."""
         if (reason := self._session.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
-        warm_up = self._session.warm_up()
+        warm_up = self._session.warm_up_status()
         return JSONResponse(health_body(warm_up), 200 if warm_up.is_over else 503)
 
     async def status(self, request: Request) -> Response:

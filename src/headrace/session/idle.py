@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
-from headrace.session.source import TokenSource
 from headrace.text.template import PromptHead
 from headrace.text.template_probe import common_length
 from headrace.types.chat import ChatMessage, ChatRequest
@@ -50,9 +50,7 @@ class IdleTurns:
     render: how a request and its answer begin the next prompt.
     """
 
-    def __init__(
-        self, engine: TokenSource, render: Callable[[ChatRequest, ChatMessage], Awaitable[PromptHead]]
-    ) -> None:
+    def __init__(self, engine: Engine, render: Callable[[ChatRequest, ChatMessage], Awaitable[PromptHead]]) -> None:
         self._engine = engine
         self._render = render
         self._waiting: deque[FinishedTurn] = deque(maxlen=_MAX_WAITING)

@@ -219,8 +219,8 @@ class MediaReader:
         self._kept.put(key, prepared, sum(item.num_bytes for item in prepared))
         return prepared
 
-    def warm(self) -> None:
-        self._decoder.warm()
+    def start_process(self) -> None:
+        self._decoder.start_process()
 
 
 def _with_frames(request: ChatRequest, num_frames: Mapping[int, int]) -> ChatRequest:

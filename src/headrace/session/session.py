@@ -18,6 +18,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from headrace.cancellation import run_in_thread
+from headrace.engine.engine import Engine, OutputStream
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
@@ -39,7 +40,6 @@ from headrace.session.settings import (
     model_defaults,
     naming,
 )
-from headrace.session.source import TokenSource, TokenStream
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.text.history import with_thinking_apart
 from headrace.text.template import ChatTemplate
@@ -65,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        engine: TokenSource,
+        engine: Engine,
         tokenizer: Tokenizer,
         template: ChatTemplate,
         family: ModelFamily,
@@ -97,9 +97,9 @@ class Session:
         self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 
     @classmethod
-    def over(
+    def for_engine(
         cls,
-        engine: TokenSource,
+        engine: Engine,
         text: TextPipeline | None = None,
         *,
         prepares_turns: bool = False,
@@ -163,16 +163,16 @@ class Session:
         """Whether calls of tools are read from the model's answers."""
         return self.takes_chats and self._family.tool_format is not None
 
-    def warm(self) -> None:
+    def start_processes(self) -> None:
         """Start the media helper process in the background, so that the first requests do not wait for it."""
         if self._media is not None:
-            self._media.warm()
+            self._media.start_process()
 
     def health(self) -> str | None:
         return self._engine.health()
 
-    def warm_up(self) -> WarmUpStatus:
-        return self._engine.warm_up()
+    def warm_up_status(self) -> WarmUpStatus:
+        return self._engine.warm_up_status()
 
     async def status(self) -> EngineStatus:
         """Raises EngineDead."""
@@ -278,7 +278,7 @@ class Session:
 
     async def _submit(
         self, prompts: Sequence[PromptOutputProcessor], open_streams: AsyncExitStack
-    ) -> list[TokenStream]:
+    ) -> list[OutputStream]:
         """Submit all prompts at once, so that the engine accepts them together between two steps.
 
         Accepted ones are closed with `open_streams`, even if others are refused.
@@ -295,7 +295,7 @@ class Session:
                     open_streams.push_async_callback(each.aclose)
         return [task.result() for task in submitting]
 
-    async def _events(self, prompt: PromptOutputProcessor, outputs: TokenStream) -> AsyncGenerator[Event, None]:
+    async def _events(self, prompt: PromptOutputProcessor, outputs: OutputStream) -> AsyncGenerator[Event, None]:
         async for output in outputs:
             if output.reuse is not None:
                 log.info("%s: %s", output.request_id, output.reuse)
