@@ -74,7 +74,7 @@ def talk(engine: Engine, words: TextPipeline) -> Callable[[Callable[[Client], Aw
 
     async def run(scenario: Callable[[Client], Awaitable[Any]]) -> Any:
         async with (
-            serving(Session.over(engine, words)) as url,
+            serving(Session.for_engine(engine, words)) as url,
             Client(base_url=url, timeout=PATIENCE_S) as client,
         ):
             return await scenario(client)
@@ -254,7 +254,7 @@ def test_properties_are_those_of_the_server(talk: Any) -> None:
 def test_properties_need_the_key(engine: Engine, words: TextPipeline) -> None:
     async def scenario() -> list[int]:
         async with (
-            serving(Session.over(engine, words), ServerConfig(api_key="k")) as url,
+            serving(Session.for_engine(engine, words), ServerConfig(api_key="k")) as url,
             Client(base_url=url) as client,
         ):
             keys = ({}, {"authorization": "Bearer k"})
