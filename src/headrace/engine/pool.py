@@ -30,8 +30,9 @@ WAIT_TOKENS = 64
 NEAR_TOKENS = 16
 """Behind a snapshot no other one is taken within so many tokens: requests that continue there compute them again.
 
-A generation prompt is that short, so the state behind it helps only requests for another answer to the same prompt. At
-Qwen3.5-4B's shape a snapshot takes 50 MB.
+The same holds behind a prompt's start: what a chat template begins with is that short, and so is a generation prompt,
+behind which the state helps only requests for another answer to the same prompt. At Qwen3.5-4B's shape a snapshot takes
+50 MB, and on an H200 copying and restoring it took longer than computing so few tokens.
 """
 
 
@@ -193,7 +194,8 @@ class PrefixPool(PrefixCache):
         restore = plan_restore(match, request.boundaries, needs_snapshots=self.needs_snapshots)
         self._tree.lock(match)
         counts = request.priority < IDLE_PRIORITY
-        self._prompts[request.request_id] = _Prompt(lookup, set(restore.snapshot_points), match.num_tokens, counts)
+        points = {length for length in restore.snapshot_points if length > NEAR_TOKENS}
+        self._prompts[request.request_id] = _Prompt(lookup, points, match.num_tokens, counts)
         return replace(plan, num_cached=match.num_tokens, reuse=restore.report)
 
     def still_waits(self, request_id: str) -> bool:
@@ -208,7 +210,7 @@ class PrefixPool(PrefixCache):
                 continue
             common = min(common_length(other.lookup.key, lookup.key), match.limit)
             if self.needs_snapshots:
-                if common > other.num_computed:
+                if common > max(other.num_computed, NEAR_TOKENS):
                     other.snapshot_points.add(common)
                 taken = {length for length in other.snapshots.keys() | other.snapshot_points if length <= common}
                 common = max(taken, default=0)
