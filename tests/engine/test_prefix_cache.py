@@ -210,7 +210,7 @@ async def test_reuse_is_told_with_the_first_output(engines: tuple[Engine, Engine
     assert told[0] is not None
     assert "of 64 prompt tokens" in told[0]
     assert "parted at token 55" in told[0]
-    assert [part.reuse async for part in await cold.submit(request)] == [None] * 4
+    assert {part.reuse async for part in await cold.submit(request)} == {None}
 
 
 async def test_the_cache_gives_way_and_is_counted(engines: tuple[Engine, Engine]) -> None:

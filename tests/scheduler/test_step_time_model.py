@@ -241,3 +241,11 @@ def test_beside_fast_streams_chunks_fill_a_gap_that_no_reader_sees(num_rows: int
     # by hand: of 25 ms the plain step and the fixed cost go off
     assert max(budgets) == pytest.approx((0.025 - fast.step_s(num_rows, 0) - 0.004) / 28e-6, abs=1)
     assert fast.step_s(num_rows, max(budgets)) <= STREAM_GAP_S * (1 + 1e-9)
+
+
+def test_a_burst_of_prompts_may_take_longer_gaps_of_few_streams() -> None:
+    model = StepTimeModel()
+    for _ in range(3):
+        model.observe(4, 0, 0.005)
+    assert model.spare_s(4, num_prompts=8) == pytest.approx(STREAM_GAP_S - 0.005)
+    assert model.spare_s(4, num_prompts=40) == pytest.approx(5 * STREAM_GAP_S - 0.005)

@@ -65,7 +65,7 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
         live.state.begin(1, num_certain=0)
     rows = [row for _, _, row in continuing]
     logits = model.forward(rows, range(len(rows)), pick(draws.tokens, [at for at, _, _ in continuing]))
-    mx.async_eval(logits, model.unevaluated(rows))
+    model.launch(logits, rows)
     for at, (_, live, _) in enumerate(continuing):
         live.ahead = Ahead(logits, at)
 

@@ -242,11 +242,10 @@ class Runner:
             mx.async_eval(logits)
         positions = isolate_each(windows, Window.positions, Window.fail)
         draws = Draws(logits, [position for of_one in positions for position in of_one])
-        states = self._model.unevaluated(rows)
         prompts = [one for one in windows if one.chunk.output_index == 0]
+        states = self._model.launch(logits, rows) if prompts else self._model.unevaluated(rows)
         if prompts:
-            mx.async_eval(logits, states)  # copies of the states are launched after them
-            self._close_prompts(prompts)
+            self._close_prompts(prompts)  # copies of the states are launched after them
         if self._may_launch_next(windows):
             launch_next(self._model, windows, draws, states)
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}

@@ -157,6 +157,16 @@ class PackedModel:
             logits = logits[:, : self._num_ids]
         return logits if self._is_token is None else mx.where(self._is_token, logits, -mx.inf)
 
+    def launch(self, logits: mx.array, rows: Sequence[Row]) -> list[mx.array]:
+        """Launch what is left to launch of the last forward of these rows; returns `unevaluated`.
+
+        Without a call to MLX if nothing is: each gives other threads the interpreter, and waits to get it back.
+        """
+        states = self.unevaluated(rows)
+        if states or not self._adapters.writes_in_place:
+            mx.async_eval(logits, states)
+        return states
+
     def unevaluated(self, rows: Sequence[Row]) -> list[mx.array]:
         """Arrays that the rows' next steps start from and that are not computed with the last logits."""
         if self._compiled is None:

@@ -247,7 +247,7 @@ class Scheduler:
         if prompts_s is None:
             has_media = any(each.request.media is not None for each in prompts)
             slowdown = MEDIA_SLOWDOWN if has_media else SLOWDOWN
-            budget = self._step_times.prompt_budget(num_rows, self._chunk_tokens, slowdown, depth)
+            budget = self._step_times.prompt_budget(num_rows, self._chunk_tokens, slowdown, depth, len(prompts))
         else:
             budget = self._step_times.budget_within(prompts_s, self._chunk_tokens, depth)
         return self._prefill.plan(prompts, budget) if budget > 0 else []

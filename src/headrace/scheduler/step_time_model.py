@@ -19,7 +19,8 @@ STREAM_GAP_S = 0.025
 """A step with prompts may take this long in any case: at 40 tokens a second a stream is faster than its reader.
 
 On an H200, whose steps took 5 ms, 35,200 tokens of prompts came in 199 chunks of 12 ms beside streams: 3.3 s, of which
-at most 1.1 s were the tokens' own.
+at most 1.1 s were the tokens' own. Where more than two prompts wait for each stream, it may take longer by as much:
+the prompts of a burst of 64 requests had been computed one in a step beside the first of them.
 """
 
 MEDIA_SLOWDOWN = 1.75
@@ -85,24 +86,27 @@ class StepTimeModel:
         """Seconds per prompt token beyond that; 0 if never measured."""
         return median_low(_nearest(self._token_s, depth + _SHALLOW))
 
-    def spare_s(self, num_rows: int, slowdown: float = SLOWDOWN) -> float:
-        """Seconds that a step may spend on prompts beside `num_rows` decoding rows; 0 if unknown."""
+    def spare_s(self, num_rows: int, slowdown: float = SLOWDOWN, num_prompts: int = 1) -> float:
+        """Seconds that a step may spend on that many prompts beside `num_rows` decoding rows; 0 if unknown."""
         if not self._plain_s.known():
             return 0.0
         rising = _nearest(self._plain_s, num_rows)
         slow_s = rising[max(len(rising) - 2, (len(rising) - 1) // 2)]
-        return max(slowdown * slow_s, STREAM_GAP_S) - self.decode_step_s(num_rows)
+        gap_s = STREAM_GAP_S * max(1.0, num_prompts / (2 * num_rows))
+        return max(slowdown * slow_s, gap_s) - self.decode_step_s(num_rows)
 
-    def prompt_budget(self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN, depth: int = 0) -> int:
+    def prompt_budget(
+        self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN, depth: int = 0, num_prompts: int = 1
+    ) -> int:
         """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a decode-only step.
 
-        All of `chunk_tokens` if there are no such rows.
+        All of `chunk_tokens` if there are no such rows. num_prompts: that the tokens may come from.
         """
         if num_rows == 0:
             return chunk_tokens
         if not self._plain_s.known() or self._num_mixed >= REMEASURE_EVERY:
             return 0
-        budget = self._tokens_within(self.spare_s(num_rows, slowdown), chunk_tokens, depth)
+        budget = self._tokens_within(self.spare_s(num_rows, slowdown, num_prompts), chunk_tokens, depth)
         is_half = self._num_mixed % 2 if self._chunk_s.usual(None) is None else self._num_mixed == REMEASURE_EVERY - 1
         return -(-budget // 2) if is_half else budget
 

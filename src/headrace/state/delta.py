@@ -221,7 +221,8 @@ class DeltaSlot:
         layers = self.tables.layers
         if not self.end:
             return {layer: RecurrentRecord(None, None) for layer in layers}
-        mx.async_eval(self.settle())
+        if replayed := self.settle():
+            mx.async_eval(replayed)
         num_inputs = next(iter(layers.values())).raw.shape[1]
         num_context = num_inputs - LONGEST_WINDOW
         states = _collected([table.state for table in layers.values()], 1, self.index, 1)

@@ -95,7 +95,7 @@ class SequenceState:
     """
 
     def __init__(self, pool: StatePool, num_expected_tokens: int = 0) -> None:
-        self._pool = pool
+        self.pool = pool
         self._slot = pool.allocate(max(1, num_expected_tokens))
         self._is_released = False
         self._layers: dict[LayerKey, LayerState] = {}
@@ -140,14 +140,14 @@ class SequenceState:
         needed = self.length + num_tokens
         if needed > self._slot.capacity:
             # a prediction head may hold an entry for the next token already
-            self._pool.grow(self._slot, needed, min(self.length + 1, self._slot.capacity))
+            self.pool.grow(self._slot, needed, min(self.length + 1, self._slot.capacity))
 
     def layer(self, key: LayerKey, make: Callable[[], State]) -> State:
         """The state of one layer, made on first use and then filled from a record that was restored before."""
         if key not in self._layers:
             state = make()
             for record in self._sources.pop(key, ()):
-                self._pool.launch(state.restore(record, self.length) or [])
+                self.pool.launch(state.restore(record, self.length) or [])
             self._layers[key], self._closing = state, None
         found: State = self._layers[key]  # type: ignore[assignment]
         return found
@@ -158,7 +158,7 @@ class SequenceState:
     def delta(self, num_context: int) -> DeltaSlot:
         """The running states of all gated delta layers. num_context: raw inputs that a token needs of earlier ones."""
         if self._delta is None:
-            tables = self._pool.delta
+            tables = self.pool.delta
             self._delta, self._closing = DeltaSlot(tables, tables.allocate()), None
             for key, (record, *_) in list(self._sources.items()):
                 if isinstance(record, RecurrentRecord):
@@ -208,7 +208,7 @@ class SequenceState:
         layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
         if self._delta is not None:
             layers.update(self._delta.checkpoint())
-        self._pool.launch([array for record in layers.values() for array in record.arrays])
+        self.pool.launch([array for record in layers.values() for array in record.arrays])
         return SequenceRecord(self.length, layers)
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
@@ -224,7 +224,7 @@ class SequenceState:
         if self._delta is not None:
             for length, records in self._delta.take_snapshots().items():
                 snapshots[length].update(records)
-        self._pool.launch(
+        self.pool.launch(
             [array for records in snapshots.values() for record in records.values() for array in record.arrays]
         )
         self.snapshot_points = ()
@@ -242,7 +242,7 @@ class SequenceState:
         self._check_layers()
         sliceable = {key: state for key, state in self._layers.items() if isinstance(state, FullAttentionState)}
         layers = copy_layers(sliceable, start, end)
-        self._pool.launch([array for record in layers.values() for array in record.arrays])
+        self.pool.launch([array for record in layers.values() for array in record.arrays])
         return SpanRecord(start, end, layers)
 
     def _check_layers(self) -> None:
@@ -279,7 +279,7 @@ class SequenceState:
                 self._sources.setdefault(key, []).append(record)
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
         if length > self._slot.capacity:
-            self._pool.grow(self._slot, length, 0)
+            self.pool.grow(self._slot, length, 0)
 
     def own_arrays(self) -> list[mx.array]:
         """The layers' arrays that don't lie in the pool; rows of a batch may share some of them."""
@@ -303,14 +303,14 @@ class SequenceState:
         """Free the slot, unless that was done. Any other later use fails: another sequence may have the slot."""
         if not self._is_released:
             self._is_released = True
-            self._pool.free(self._slot)
+            self.pool.free(self._slot)
             self._clear()
             del self._slot
 
     def _clear(self) -> None:
         self._layers.clear()
         if self._delta is not None:
-            self._pool.delta.free(self._delta.index)
+            self.pool.delta.free(self._delta.index)
         self._delta = self._closing = self._restored = None
         self._sources = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -258,12 +259,12 @@ class AttentionLayers:
         return KindInputs(places.plans, arrays, (places.most,)) if places.all_together else None
 
     def _in_slots(self, step: PackedStep) -> tuple[_Places, list[mx.array]]:
-        states = []
-        for span in step.spans:
-            if not span.state.has_layer(self._last):
-                for layer in self._mixers:
-                    span.state.full_attention(layer)
-            states.append(span.state.full_attention(self._last))
+        new = [span.state for span in step.spans if not span.state.has_layer(self._last)]
+        if new:
+            with new[0].pool.together():  # what layers are restored from
+                for state, layer in product(new, self._mixers):
+                    state.full_attention(layer)
+        states = [span.state.full_attention(self._last) for span in step.spans]
         places = _in_slots(step, states)
         return places, [one for layer, mixer in self._mixers.items() for one in mixer.stored(layer, places.slabs)]
 

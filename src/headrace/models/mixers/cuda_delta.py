@@ -73,7 +73,8 @@ def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
     if all(is_window(span) for span in step.spans):
         windows = [_window(span, slot, num_context) for span, slot in zip(step.spans, slots, strict=True)]
         return DeltaPlan(slots, tuple(windows))
-    mx.async_eval([array for slot in slots for array in slot.settle()])
+    if replayed := [array for slot in slots for array in slot.settle()]:
+        mx.async_eval(replayed)
     if any(span.num_tokens - span.num_certain >= shapes.LONGEST_WINDOW for span in step.spans):
         raise ValueError(f"more than {shapes.LONGEST_WINDOW - 1} draft tokens in a row of gated delta layers")
     rows: list[tuple[int, ...]] = []
