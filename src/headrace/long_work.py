@@ -29,7 +29,6 @@ _holds_turn: ContextVar[bool] = ContextVar("holds_turn", default=False)
 
 
 def hand_over_soon() -> None:
-    """Let threads that need the interpreter briefly have it soon."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

@@ -40,7 +40,6 @@ class LruCache(Generic[Key, Value]):
         return made
 
     def put(self, key: Key, value: Value, size: int = 1) -> None:
-        """Store a value, and evict old ones until the total size is within the limit."""
         with self._lock:
             self._remove(key)
             self._entries[key] = value, size
@@ -50,7 +49,6 @@ class LruCache(Generic[Key, Value]):
                 self._size -= evicted
 
     def remove(self, key: Key) -> None:
-        """Remove an entry, if there is one."""
         with self._lock:
             self._remove(key)
 

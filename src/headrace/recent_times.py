@@ -37,11 +37,9 @@ class RecentTimes(Generic[Key]):
         self._added_at[key] = self._num_added
 
     def known(self) -> dict[Key, float]:
-        """The usual times of all keys with enough measurements, none of them stale."""
         return {key: median_low(kept) for key, kept in self._kept.items() if self._is_known(key)}
 
     def usual(self, key: Key) -> float | None:
-        """None if there are too few measurements, or they are stale."""
         return median_low(self._kept[key]) if self._is_known(key) else None
 
     def nearest(self, distance: Callable[[Key], int]) -> list[float]:

@@ -120,7 +120,6 @@ class Sandbox:
         threading.Thread(target=call, name="sandbox-background", daemon=True).start()
 
     def close(self) -> None:
-        """End all processes, busy ones too."""
         self._is_closed = True
         for process in tuple(self._running):
             self._discard(process)

@@ -155,7 +155,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _fold(data: dict[str, Any], message: dict[str, Any]) -> None:
-    """Apply one stream event to the message, as clients do."""
     match data["type"]:
         case "message_start":
             message.update(data["message"])

@@ -49,7 +49,6 @@ def refuse_too_much(texts: Iterable[bytes], what: str, param: str | None = None)
 
 
 def _structure(text: bytes) -> Iterator[bytes]:
-    """The characters outside of strings, in slices."""
     is_in_string = False
     for piece in slices(text):
         # Backslashes occur in strings only. Once escaped ones are removed, every quote begins or ends a string.
@@ -233,7 +232,6 @@ def unknown_fields(body: StrictBody, path: str = "") -> set[str]:
 
 
 def ignored_names(unknown: Iterable[str]) -> tuple[str, ...]:
-    """Unknown fields as they are reported, outer ones first."""
     return tuple(sorted(unknown, key=lambda path: (path.count("."), path)))
 
 

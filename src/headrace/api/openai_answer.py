@@ -122,7 +122,6 @@ class ChunkedAnswer(ABC):
             yield {**self._heading.of(self.chunk_kind), **choices}
 
     def empty_chunk(self) -> dict[str, Any]:
-        """A chunk without text, of an unfinished choice."""
         index = self._open[0] if self._open else 0
         return {**self._heading.of(self.chunk_kind), **self._piece(index)}
 

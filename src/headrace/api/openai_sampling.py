@@ -199,7 +199,6 @@ def _limit(max_tokens: int | None) -> int | None:
 def sampling_options(
     parsed: SamplingBody, defaults: GenerationOptions, max_tokens: int | None, num_logprobs: int | None
 ) -> GenerationOptions:
-    """The options that a body of one of OpenAI's dialects sets, else the defaults."""
     stop = parsed.stop or ()
     return replace(
         generation_options(parsed, defaults, max_tokens),
@@ -227,7 +226,6 @@ def requested_max_tokens(given: Mapping[str, int | None]) -> int | None:
 def chunked_options(
     parsed: ChunkedBody, defaults: GenerationOptions, max_tokens: int | None, num_logprobs: int | None
 ) -> GenerationOptions:
-    """The options of a chat or a completion."""
     return replace(
         sampling_options(parsed, defaults, max_tokens, num_logprobs),
         counts_progress=_counts_in_chunks(parsed) or _times_chunks(parsed),
@@ -236,7 +234,6 @@ def chunked_options(
 
 
 def chunked_call(parsed: ChunkedBody, request: Asked, ignored: tuple[str, ...]) -> Call[Asked]:
-    """The call of a chat or a completion."""
     return Call(
         request=request,
         model=parsed.model,
@@ -257,7 +254,6 @@ def _times_chunks(parsed: ChunkedBody) -> bool:
 
 
 def check_stream(parsed: SamplingBody) -> None:
-    """Raise InvalidRequest and UnsupportedField for options that contradict `stream`."""
     if parsed.stream and parsed.prompt_logprobs is not None:
         message = "prompt_logprobs is not supported when stream is true"
         raise UnsupportedField(message, param="prompt_logprobs")

@@ -105,7 +105,6 @@ class ResponsesAnswer:
         return self.response()
 
     def so_far(self, status: str = "in_progress") -> dict[str, Any]:
-        """The response under this status, with the unfinished item."""
         item_status = "in_progress" if status == "in_progress" else "incomplete"
         unfinished = [] if self._open is None else [self._open.body(item_status)]
         return {**self.response(), "status": status, "output": [*self._done, *unfinished]}

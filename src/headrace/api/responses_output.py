@@ -52,7 +52,6 @@ class CustomInput:
         return self._give("".join(added))
 
     def finish(self) -> str:
-        """The rest of the text, once all arguments are there."""
         whole = _whole(self._arguments)
         # If the text was cut off or occurs twice, what was given out stays.
         return self._give(whole[len(self.text) :] if whole.startswith(self.text) else "")

@@ -107,7 +107,6 @@ class DeclaredTools:
 
 
 def visible_name(name: str, namespace: str | None = None) -> str:
-    """The name under which the model knows a tool."""
     if namespace is None:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -181,7 +180,6 @@ def _custom_description(tool: CustomToolBody) -> str | None:
 
 
 def _leave_out(tool: object, path: str, unused: set[str]) -> None:
-    """Ignore a tool that the model does not see, or refuse it if its client depends on it."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{path}: input should be an object", param=path)
     kind = tool.get("type")

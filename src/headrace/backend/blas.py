@@ -157,7 +157,6 @@ def _fault_in_products() -> str | None:
 
 
 def _held(matrices: NDArray[Any], dtype: mx.Dtype, transposed: bool) -> mx.array:
-    """The same matrices as an MLX array, its memory the other way round if `transposed`."""
     if transposed:
         return mx.array(np.ascontiguousarray(matrices.swapaxes(-1, -2)), dtype=dtype).swapaxes(-1, -2)
     return mx.array(matrices, dtype=dtype)

@@ -28,7 +28,6 @@ class Tokens:
         return self.map(lambda x: x[:, begin:end])
 
     def at(self, t: int) -> Tokens:
-        """Token t alone, without its axis."""
         return self.map(lambda x: x.squeeze(1) if x.shape[1] == 1 else x[:, t])
 
     def map(self, change: Callable[[mx.array], mx.array]) -> Tokens:

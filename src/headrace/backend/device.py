@@ -51,7 +51,6 @@ class Device:
 
 
 def current() -> Device:
-    """The device that MLX computes on by default."""
     kind = device_kind()
     info = mx.device_info(mx.default_device())
     memory_bytes, mac = host_memory_bytes(), None

@@ -69,7 +69,6 @@ class Kernels:
         return replace(self, fuses=False)
 
     def gated_delta(self, num_tokens: int) -> Form:
-        """Form of the gated delta rule for a scan of `num_tokens` per row."""
         if self.device == "metal":
             return "metal"  # mlx-lm's own kernel
         if self.numerics == "exact":

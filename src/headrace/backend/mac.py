@@ -54,7 +54,6 @@ class Mac:
 
     @property
     def usable_bytes(self) -> int:
-        """What arrays may take at most."""
         return min(self.working_set_bytes, self.memory_bytes - SYSTEM_BYTES)
 
     @property
@@ -74,7 +73,6 @@ class Mac:
 
     @property
     def has_accelerators(self) -> bool:
-        """Whether MLX multiplies with the GPU's neural accelerators."""
         return self.generation >= _ACCELERATED_GENERATION and not self.accelerators_need
 
     @property
@@ -127,7 +125,6 @@ def read_mac(info: Mapping[str, str | int], memory_bytes: int) -> Mac:
 
 
 def _sysctl(name: str) -> str | None:
-    """A setting of macOS; None if it doesn't exist."""
     try:
         done = subprocess.run([_SYSCTL, "-n", name], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

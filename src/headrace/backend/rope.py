@@ -14,7 +14,6 @@ import mlx.nn as nn
 
 
 def takes_angles(rope: Any, x: mx.array) -> bool:
-    """Whether `RopeAngles.rotate` does what the rope does with x."""
     is_plain = type(rope) is nn.RoPE and not rope.traditional
     return is_plain and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 

@@ -93,7 +93,6 @@ class AnswerReader:
         return bool(self._arrivals_s)
 
     def take(self, data: str, now_s: float) -> None:
-        """Process an event that came at `now_s`."""
         if data.strip() in {"", "[DONE]"}:
             return
         try:

@@ -90,7 +90,6 @@ async def play(plan: Plan, clients: Sequence[Client], on_done: OnDone) -> list[P
 
 
 def _repeats(plan: Plan) -> tuple[int, ...]:
-    """Round numbers in order: the first one is repeated at the end."""
     return (*range(plan.num_repeats), 0)
 
 

@@ -37,12 +37,10 @@ class DiskCache:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a read for a request is still with the disk."""
         return False
 
     @property
     def num_bytes(self) -> int:
-        """In transit to or from the disk."""
         return 0
 
     def limit(self, num_bytes: int) -> None:
@@ -91,7 +89,6 @@ class DiskLoader(DiskCache):
         return WaitReason.DISK
 
     def _begin(self, request_id: str, lookup: Lookup) -> Load | None:
-        """Begin a read if the disk has more than the match and reading pays off."""
         if request_id in self._asked:
             return None
         self._asked.add(request_id)

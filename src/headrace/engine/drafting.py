@@ -79,7 +79,6 @@ class StepReports:
         self._started_at = time.monotonic()
 
     def finish(self, windows: Sequence[Window]) -> None:
-        """Report a step whose tokens are known now."""
         self._known_at = time.monotonic()
         if self._speculator is None:
             return
@@ -104,7 +103,6 @@ class StepReports:
         )
 
     def drafted(self) -> None:
-        """Note that drafts have been proposed for the next step."""
         self._drafting_s = time.monotonic() - self._known_at
 
 
@@ -196,7 +194,6 @@ class Rehearsal:
         return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
 
     def time_steps(self, drafter: HeadDrafter, times: StepTimes, max_drafts: int) -> None:
-        """Give the draft planner the times of one row's steps with drafts, over those without."""
         self._state.restore(self._record)
         ids = [*self._ids, self._following[0]]
         started = self._clock()

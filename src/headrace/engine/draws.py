@@ -50,7 +50,6 @@ class Draws:
             self._scores = token_logprobs(own[rows], ids, max(positions[index].num_top or 0 for index in self._scored))
 
     def arrays(self) -> list[object]:
-        """To be evaluated."""
         return [self._fetched.arrays, [] if self._scores is None else self._scores.arrays()]
 
     def read(self) -> list[Drawn]:
@@ -70,7 +69,6 @@ class PromptLogprobs:
         self._scores = token_logprobs(logits[: len(following)], to_device(following, mx.int32), num_top)
 
     def arrays(self) -> object:
-        """To be evaluated."""
         return self._scores.arrays()
 
     def read(self) -> tuple[TokenLogprobs, ...]:

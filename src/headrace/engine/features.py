@@ -71,7 +71,6 @@ class Features:
 
     @property
     def num_bytes(self) -> int:
-        """Of all embeddings that are held."""
         return 0
 
     def advance(self, plain_step_s: float | None) -> None:
@@ -82,7 +81,6 @@ class Features:
         """
 
     def media_of(self, request: GenerationRequest) -> LiveMedia | None:
-        """A starting request's media; None for text alone."""
         return None
 
     def evict(self, num_bytes: int) -> int:
@@ -161,7 +159,6 @@ class FeatureCache(Features):
         self._failed.add(missing.pop(0).digest)
 
     def _embed(self, one: MediaInput, spare_s: float) -> None:
-        """Encode one slice of an input; discard partial work on an abandoned one."""
         if self._begun is None or self._begun[0] != one.digest:
             self._begun = (one.digest, self._tower.begin(one))
         embedding = self._begun[1]

@@ -40,7 +40,6 @@ class HeadCheck:
         return measure_acceptance(self.trunk, self.head, self.texts, num_tokens, depth)
 
     def other_readings(self) -> Iterator[tuple[str, float]]:
-        """Other readings of the head's file, with the acceptance of first drafts."""
         for group in self.weights.norms:
             form = "plain" if group.is_centred else "zero-centred"
             yield f"{group.label} norms {form}", self._first(self.build(self.weights.with_other_norms(group.label)))

@@ -186,7 +186,6 @@ class Loop:
         self._sparse.advance(0.0 if spare_s is not None and self._num_prompt_tokens else spare_s)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """End every request with an error, including those in the inbox."""
         queues = list(self._queues.values())
         try:
             while not self._inbox.empty():
@@ -224,7 +223,6 @@ class Loop:
         return self._inbox.get()
 
     def _wait_for_disk(self) -> None:
-        """Nothing can be computed before a read ends; a command may come first."""
         if self._disk.is_waiting:
             with suppress(queue.Empty):
                 self._take(self._inbox.get(timeout=DISK_POLL_S))

@@ -24,7 +24,6 @@ DEFAULT_CONTEXT = 4096
 
 
 def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
-    """The cost of a sequence's state by its length, with a prediction head's."""
     return sample_state(model, head).cost()
 
 

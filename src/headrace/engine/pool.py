@@ -108,11 +108,9 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all records."""
         return 0
 
     def status(self) -> CacheStatus | None:
-        """What is held, and the lookups' results; None if the cache is off."""
         return None
 
     def restore(self, request_id: str, state: SequenceState) -> None:
@@ -181,7 +179,6 @@ class PrefixPool(PrefixCache):
         return replace(self._tree.summary(), disk=disk, lookups=tuple(self._lookups))
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
-        """Find and lock the cached part of the prompt; at least one token is left to compute."""
         namespace = Namespace(self._weights, salt=request.cache_salt)
         media = request.media.inputs if request.media is not None else ()
         key = cache_key(request.prompt, [MediaKey(each.start, each.end, each.digest) for each in media])
@@ -333,7 +330,6 @@ class PrefixPool(PrefixCache):
         disk.save(prompt.lookup.namespace, key, ends, state, spans, snapshots)
 
     def end(self, request_id: str) -> None:
-        """Forget a request; whatever waits for its prompt waits no longer."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             self._tree.unlock(prompt.lookup.match)

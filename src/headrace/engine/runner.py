@@ -85,7 +85,6 @@ class Runner:
 
     @property
     def permanent_bytes(self) -> int:
-        """Bytes that stay when all sequences have ended."""
         return self._pool.num_bytes if self._pool.is_permanent else 0
 
     @property
@@ -93,7 +92,6 @@ class Runner:
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
 
     def recorded(self, sequence_id: str) -> tuple[SequenceState, QueryRecorder]:
-        """The state of a sequence that has not been freed, and its recorded queries."""
         live = self._live[sequence_id]
         assert live.recorder is not None, "queries were not recorded"
         return live.state, live.recorder
@@ -354,7 +352,6 @@ class Runner:
         return {each: live.row.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
 
     def free(self, sequence_ids: Iterable[str]) -> None:
-        """Drop the states of ended sequences, once the prefix cache has stored them."""
         found = [self._live.pop(each, None) for each in sequence_ids]
         ended = [live for live in found if live is not None and live.record is None]
         if not ended:

@@ -73,12 +73,10 @@ class WarmUpPiece:
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer: more than the piece has steps for."""
         return 8 + sum(1 + each.number for each in self.drafts)
 
     @property
     def num_tokens(self) -> int:
-        """The longest that a row may get."""
         return max(self.prompt_tokens, self.joining) + self.max_tokens
 
     def num_bytes(self, memory: MemoryBudget) -> int:
@@ -195,7 +193,6 @@ class WarmUp:
 
     @property
     def num_bytes(self) -> int:
-        """What the next piece may take while it runs."""
         return self._left[0].num_bytes(self._served.memory)
 
     def fits(self, num_running: int, reserved_bytes: int) -> bool:
@@ -208,7 +205,6 @@ class WarmUp:
         return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)
 
     def served(self, seconds: float) -> None:
-        """Record the time of a step with requests."""
         self._since_s += seconds
 
     def advance(self) -> None:
@@ -313,7 +309,6 @@ class _MadeUpRequests:
         self._scheduler.add(request, time.monotonic())
 
     def _step_behind_prompts(self) -> None:
-        """A step without prompts, once all of them are computed."""
         while self._step():
             pass
 

@@ -103,7 +103,6 @@ class LiveSequence:
         return self.request.max_tokens - self.num_output - 1
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` next tokens to which its constraint leaves no alternative."""
         return () if self.constraint is None else self.constraint.forced_tokens(limit)
 
 
@@ -184,7 +183,6 @@ class Window:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that the chunk needs, for its last tokens."""
         return self.num_tokens if self.following else int(self.chunk.samples) * (1 + self.num_drafts)
 
     @property
@@ -220,7 +218,6 @@ class Window:
         return []
 
     def take(self, drawn: Sequence[Drawn]) -> None:
-        """Set the result from what was drawn at `positions`."""
         num_own = len(drawn) - len(self.chunk.forks)
         self.gained, self.forked = self._accepted(drawn[:num_own]), drawn[num_own:]
 
@@ -277,12 +274,10 @@ def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:
 
 
 def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
-    """A failure for the chunk and for each of its forks."""
     return [ChunkFailure(sequence_id, error) for sequence_id in (chunk.sequence_id, *chunk.forks)]
 
 
 def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
-    """The failure of a sequence for which no token could be drawn."""
     if constraint is not None:
         return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
     error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")

@@ -51,7 +51,6 @@ class ModelFamily:
 
     @property
     def call_syntax(self) -> CallSyntax | None:
-        """None if the family's calls are text."""
         return None if self.tool_format is None else SYNTAXES[self.tool_format]
 
     @property

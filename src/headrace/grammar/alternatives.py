@@ -28,7 +28,6 @@ def alternatives(schema: Any, root: Any) -> tuple[Alternative, ...]:
 
 
 def types_of(option: Alternative) -> frozenset[str]:
-    """The JSON types of a value; `integer` is among them wherever `number` is."""
     return reduce(frozenset.intersection, map(types_of_part, option), ALL_TYPES)
 
 
@@ -40,7 +39,6 @@ class Shape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Listed or required properties, in order."""
         listed = [name for part in self.option for name in part.get("properties") or {}]
         return tuple(dict.fromkeys((*listed, *self.required)))
 
@@ -49,7 +47,6 @@ class Shape:
         return tuple(dict.fromkeys(name for part in self.option for name in part.get("required") or ()))
 
     def schema_of(self, name: str) -> Any:
-        """A property's schema; False if it is forbidden."""
         schemas = [each for part in self.option for each in _schemas_of(part, name)]
         limits = [each for each in schemas if each is not True]
         if any(each is False for each in limits):

@@ -66,7 +66,6 @@ class Arguments:
         return self._tool.name
 
     def whole(self) -> Any:
-        """All arguments as one JSON object."""
         if not self._is_schema:
             return compiled_schema(_ANY_OBJECT, _FIELD)
         # llguidance accepts nothing beside a recursive reference.
@@ -175,7 +174,6 @@ def _told_apart(parameter: Parameter) -> Parameter:
 
 
 def _with_references_moved(schema: Any) -> Any:
-    """The schema with references into the whole redirected to its copy beside the part."""
     if isinstance(schema, Mapping):
         moved = {name: _with_references_moved(each) for name, each in schema.items()}
         target = moved.get("$ref")

@@ -82,7 +82,6 @@ def _elements(rules: Rules, tags: TagSyntax, parameters: Sequence[Parameter]) ->
 
 
 def _element(rules: Rules, tags: TagSyntax, parameter: Parameter) -> str:
-    """One argument with its tags: text unquoted, anything else as JSON."""
     head = rules.marker(tags.key_open + parameter.name + tags.after_key(is_text=bool(parameter.raw)))
     values = [text for raw in parameter.raw if (text := _text(rules, tags, raw)) is not None]
     if parameter.rest is not None:
@@ -151,7 +150,6 @@ def _check_name(name: str, form: re.Pattern[str]) -> None:
 
 
 def _listed(rules: Rules, elements: Sequence[str], is_required: Sequence[bool]) -> str:
-    """Elements in order with commas between them, optional ones possibly omitted."""
     first = more = rules.rule('""')
     for element, required in reversed(list(zip(elements, is_required, strict=True))):
         begun, following = f"{element} {more}", f'", " {element} {more}'

@@ -36,7 +36,6 @@ class Rules:
         return self._named("rule", f"[lazy]: {body}" if lazy else f": {body}")
 
     def terminal(self, body: str) -> str:
-        """Add a regular expression and return its name."""
         return self._named("TEXT", f": {body}")
 
     def text_of(self, start: str) -> str:

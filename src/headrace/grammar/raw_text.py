@@ -110,7 +110,6 @@ def raw_value(found: Sequence[Alternative]) -> RawValue | None:
 
 
 def has_brackets(found: Sequence[Alternative]) -> bool:
-    """Whether a value that matches one of the alternatives may begin with a bracket."""
     return any(not types_of(option).isdisjoint(_BRACKETS) for option in found)
 
 
@@ -139,7 +138,6 @@ def _limits_others(option: Alternative) -> bool:
 
 
 def _without_texts(found: Sequence[Alternative]) -> Any:
-    """The schema of the values of the alternatives that are no texts."""
     return {"anyOf": [{"allOf": [{"type": sorted(types_of(option) - {"string"})}, *option]} for option in found]}
 
 

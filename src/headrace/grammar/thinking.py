@@ -115,7 +115,6 @@ class ThinkingBudget:
         return self._settled(after)
 
     def _read(self, state: _State) -> _State:
-        """The state after the markers in its tail."""
         if state.phase is _Phase.THINKING:
             _, found, rest = state.tail.partition(self._end_marker)
             if found:

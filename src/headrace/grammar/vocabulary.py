@@ -91,7 +91,6 @@ class Vocabulary:
         return self.size
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's text, or a special token's name; empty for an invalid id."""
         if not 0 <= token_id < self.size:
             return b""
         data = self.tokenizer.token_bytes(token_id)
@@ -112,7 +111,6 @@ class Vocabulary:
 
     @cached_property
     def table(self) -> TokenTable:
-        """The tokens without the tokenizer, to send to another process."""
         return TokenTable(tuple(self._token_bytes), self.tokenizer.special_ids, self.special_tokens)
 
     @property

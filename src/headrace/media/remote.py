@@ -154,7 +154,6 @@ class RemoteMedia:
 
 
 async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: Sequence[str]) -> httpx.Response:
-    """The response, its body unread, from the first reachable address."""
     *others, last = addresses
     for address in others:
         try:
@@ -196,7 +195,6 @@ def _matches(pattern: tuple[str, int | None], host: str, target: httpx.URL) -> b
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, and the IPv4 address it may embed, are on the public internet."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -31,7 +31,6 @@ def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str
 
 
 def _figures(status: EngineStatus, process: ProcessStatus) -> Iterator[tuple[Metric, Any]]:
-    """All metrics with their values; none of parts that are switched off."""
     parts = [status, status.counters, status.cache, status.cache and status.cache.disk, status.sparse]
     for part in (*parts, status.memory, status.step_forms, process):
         yield from _figures_of(part)

@@ -39,7 +39,6 @@ class ChunkRecorder:
         return array
 
     def take(self) -> list[tuple[mx.array, int]]:
-        """Everything recorded since the last time."""
         taken, self._recorded = self._recorded, []
         return taken
 
@@ -75,7 +74,6 @@ class ChunkedEncoding(Generic[Result]):
         return done
 
     def _has_next(self) -> bool:
-        """Build as far as the next chunk, if there is one."""
         while not self._left and not self._results:
             self._recorder.take()  # of a failed computation
             try:

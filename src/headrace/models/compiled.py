@@ -179,7 +179,6 @@ def _layout_of(inputs: KindInputs, index_of: Mapping[int, int]) -> _KindLayout:
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:
-    """Extended to a length along an axis."""
     count = array.shape[axis]
     return array if count == length else mx.take(array, _first_again(count, length), axis)
 
@@ -193,7 +192,6 @@ def _first_again(count: int, length: int) -> mx.array:
 
 
 def _kinds(mixers: Mapping[LayerKey, FusedMixer], windows: Windows) -> dict[tuple[LayerKey, ...], FusedLayers]:
-    """The layers by kind: those with mixers of one class and the same window."""
     kinds: dict[Any, dict[LayerKey, FusedMixer]] = {}
     for (layer, mixer), window in zip(mixers.items(), windows, strict=True):
         kinds.setdefault((type(mixer), window), {})[layer] = mixer

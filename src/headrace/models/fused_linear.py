@@ -52,7 +52,6 @@ class FusedLinear:
 
 
 def weights_of(part: Any) -> Weights:
-    """The weights of a linear, or of a switch linear's experts, in the kernels' form."""
     if "scales" in part:
         return Weights(part.weight, part.scales, part.get("biases"), part.bits, part.group_size)
     return Weights(part.weight)

@@ -190,7 +190,6 @@ def square_order(rows: int, columns: int, side: int) -> npt.NDArray[np.int32]:
 
 
 def square_side(config: Mapping[str, Any]) -> int:
-    """Patches on a side of a square, of a checkpoint's config.json."""
     vision = config["vision_config"]
     num_tokens = config.get("mm_tokens_per_image")
     if num_tokens is None:

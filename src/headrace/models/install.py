@@ -103,7 +103,6 @@ class Adapters:
 
     @property
     def has_axes(self) -> bool:
-        """Whether positions may have three axes."""
         return self._sections is not None
 
     def _install(self, path: ModulePath, level: Level, fresh_cache: FreshCache) -> None:
@@ -125,7 +124,6 @@ class Adapters:
         self._restores.append(lambda: setattr(path.parent, path.name, path.module))
 
     def _hand_residuals(self, model: Any) -> None:
-        """Let parts of layers, or the following norms, compute the residual sums."""
         for layer, following in zip(model.layers, [*model.layers[1:], None], strict=True):
             if is_of_kernels(layer):
                 behind = _final_norm(model) if following is None else _norm_of(following, "input_layernorm")
@@ -169,7 +167,6 @@ def _paths_where(fits: Callable[[nn.Module], bool], model: Any) -> list[ModulePa
 
 
 def _users_of(names: Mapping[str, Any], model: Any) -> list[nn.Module]:
-    """Modules around the mixers whose forward calls a replaced function."""
     found = []
     for _, module in model.named_modules():
         code = getattr(type(module).__call__, "__code__", None)

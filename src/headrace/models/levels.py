@@ -72,7 +72,6 @@ def _forward(module_class: type[nn.Module]) -> ast.AST:
 
 @cache
 def _passes_cache_on(module_class: type[nn.Module]) -> bool:
-    """Whether the forward only passes its cache to a child."""
     tree = _forward(module_class)
     uses = sum(isinstance(node, ast.Name) and node.id == "cache" for node in ast.walk(tree))
     passed = 0

@@ -132,7 +132,6 @@ class StepMedia:
 
 
 def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
-    """The media of rows with these numbers of tokens; None if there are none."""
     spans: list[EmbeddedSpan] = []
     lo = 0
     for num_tokens, media in rows:

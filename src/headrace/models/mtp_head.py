@@ -102,7 +102,6 @@ class MtpHead:
         return self._trunk.num_new_variants + (0 if self._compiled is None else self._compiled.num_new_variants)
 
     def hidden_of(self, state: SequenceState) -> HiddenState:
-        """The hidden rows of a sequence that the head has not read."""
         return state.layer(self._trunk.hidden_key, HiddenState)
 
     def read(

@@ -58,7 +58,6 @@ class HeadWeights:
 
     @property
     def conventions(self) -> str:
-        """The detected formats of the norms, for the start-up report."""
         return ", ".join(f"{one.label} norms {ZERO_CENTRED if one.is_centred else 'plain'}" for one in self.norms)
 
     @property

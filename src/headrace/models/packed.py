@@ -73,7 +73,6 @@ class PackedModel:
 
     @property
     def layer_lines(self) -> tuple[str, ...]:
-        """How each class of mixers takes part, and how many of them our kernels replace."""
         replaced = self._adapters.replaced
         levels = (
             f"{one.__name__}: {'kernels' if one in replaced else level.value}" for one, level in self.levels.items()
@@ -109,7 +108,6 @@ class PackedModel:
     def _in_two(
         self, rows: Sequence[Row], are_windows: Sequence[bool], picks: Sequence[int], ids: mx.array | None
     ) -> mx.array:
-        """Run the windows as one step, then the prompt chunks beside them as another."""
         starts = [0, *accumulate([len(row.token_ids) for row in rows])]
         parts: list[mx.array] = []
         order: list[int] = []
@@ -305,7 +303,6 @@ class PackedModel:
 
     @property
     def hidden_key(self) -> LayerKey:
-        """The key of the hidden states that a prediction head has not processed."""
         return (len(self._windows) + 1,)
 
     def keep_tokens(self, tokens: TokenIds) -> None:
@@ -347,7 +344,6 @@ class PackedModel:
 
 
 def _is_window(row: Row) -> bool:
-    """As `mixers.fused.is_window`, but rows with a recorder go with the chunks."""
     return len(row.token_ids) <= LONGEST_WINDOW and not row.state.snapshot_points and row.recorder is None
 
 

@@ -81,7 +81,6 @@ class QwenTower(VisionTower):
         return Embedded(hidden, arguments, order)
 
     def _ordered(self, rows: mx.array, order: mx.array) -> mx.array:
-        """Rows in another order of the blocks that make one token each."""
         return rows.reshape(-1, self._merged, rows.shape[-1])[order].reshape(rows.shape)
 
     def deep(self, index: int, hidden: mx.array) -> Sequence[mx.array]:

@@ -58,7 +58,6 @@ class Margin:
     scale: float
 
     def within(self, precision: str) -> bool:
-        """Whether the difference is rounding."""
         return math.isfinite(self.difference) and self.difference <= TOLERANCE[precision] * max(1.0, self.scale)
 
     def __str__(self) -> str:
@@ -133,7 +132,6 @@ def _as(level: Level) -> str:
 
 
 def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
-    """Run the reference's rows in mixed steps; None if a step raised."""
     pool = StatePool()
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]

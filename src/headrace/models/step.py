@@ -111,7 +111,6 @@ class RowSpan:
 
     @property
     def end(self) -> int:
-        """The sequence's length if all are kept."""
         return self.start + self.num_tokens
 
 
@@ -145,7 +144,6 @@ class PackedStep:
         return tuple([(span.lo, span.hi - span.lo, span.num_certain) for span in self.spans])
 
     def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
-        """The table as an int32 array."""
         numbers = [number for row in table for number in row]
         return self.cached(table, lambda: to_device(numbers, mx.int32).reshape(len(table), -1))
 
@@ -194,7 +192,6 @@ class View:
         return KVReference(self, keys), KVReference(self, values)
 
     def __getitem__(self, index: int) -> View:
-        """The part of an entry that holds several caches."""
         if not isinstance(self.window, tuple):
             raise TypeError(f"layer {self.layer} reads its cache by index, which packed mixers do not support")
         return View(self.step, (*self.layer, index), self.window[index])

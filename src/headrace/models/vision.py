@@ -59,7 +59,6 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
 
 
 def _tower_weights(files: ModelFiles, kind: type[VisionTower]) -> dict[str, mx.array]:
-    """The tower's weights under the names that its module gives them, not yet read."""
     weights: dict[str, mx.array] = {}
     for file in sorted(files.directory.glob("model*.safetensors")):
         try:

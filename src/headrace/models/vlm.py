@@ -92,7 +92,6 @@ Tower = VisionTower | WholeTower
 
 
 def runs_whole(files: ModelFiles) -> bool:
-    """Whether a checkpoint has a vision tower that only mlx-vlm supports."""
     if not files.config.get("vision_config") or knows_tower(files):
         return False
     try:

@@ -89,7 +89,6 @@ def _classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def has_text_model(files: ModelFiles) -> bool:
-    """Whether mlx-lm supports a model of the checkpoint's type."""
     try:
         _classes_of(dict(files.config))
     except (ModelError, ValueError):
@@ -98,7 +97,6 @@ def has_text_model(files: ModelFiles) -> bool:
 
 
 def _broken_file(folder: Path) -> Path | None:
-    """The first file of weights that can't be read on its own; mlx's errors don't name it."""
     for file in sorted(folder.glob("model*.safetensors")):
         try:
             mx.load(str(file))
@@ -108,13 +106,11 @@ def _broken_file(folder: Path) -> Path | None:
 
 
 def parameters_of(module: Any) -> dict[str, mx.array]:
-    """A module's arrays by their dotted names."""
     flat: Any = tree_flatten(module.parameters())
     return dict(flat)
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - LISTED_NAMES} more" if len(ordered) > LISTED_NAMES else ""
     return ", ".join(ordered[:LISTED_NAMES]) + more

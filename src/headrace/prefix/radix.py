@@ -95,7 +95,6 @@ class PrefixTree:
         return path, len(key), Mismatch.WHOLE
 
     def _deepest(self, path: list[Node], limit: int) -> tuple[Node, int]:
-        """The deepest length on the path with state, and the node at or around it."""
         best, num_tokens = Node(), 0
         for node in path:
             if node.start >= limit:

@@ -67,7 +67,6 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
 
 
 def _snapshot_points(match: Match, boundaries: tuple[Boundary, ...], max_snapshots: int) -> tuple[int, ...]:
-    """The best `max_snapshots` lengths that have no snapshot yet."""
     chosen: list[int] = []
     for length in _by_value(match, boundaries):
         if length > match.num_tokens and length not in match.snapshot_lengths and length not in chosen:
@@ -108,7 +107,6 @@ def _branch_point(match: Match, places: list[int]) -> list[int]:
 
 
 def _place(length: int, boundaries: tuple[Boundary, ...]) -> str:
-    """A length described by the last boundary up to it."""
     before = [one for one in boundaries if 0 < one.num_tokens <= length]
     if not before:
         return "before the first boundary"

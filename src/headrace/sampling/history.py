@@ -86,7 +86,6 @@ class History:
         return Continuation(self, token_ids) if token_ids else self
 
     def index_of(self, token_id: int) -> int | None:
-        """The index of an id in `output_ids`; None if it has not occurred."""
         return self._positions.get(token_id)
 
     def has_id(self, token_id: int) -> bool:

@@ -28,7 +28,6 @@ class LogprobRows:
     top_logprobs: mx.array
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, to be evaluated with the rest of a step."""
         return [self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
 
 

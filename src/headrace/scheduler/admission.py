@@ -90,7 +90,6 @@ class Admission:
         return self._reserved_bytes
 
     def has_rows(self, num_rows: int) -> bool:
-        """Whether `num_rows` more sequences fit, bytes aside."""
         return self._num_rows + num_rows <= self.max_num_seqs
 
     def check(self, request: GenerationRequest) -> None:

@@ -74,7 +74,6 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens sampled so far, without a stop token."""
         return len(self.token_ids) - len(self.request.prompt)
 
     @property
@@ -190,7 +189,6 @@ class LiveRequest:
 
     @property
     def num_output(self) -> int:
-        """Tokens sampled so far, over all choices."""
         return sum(sequence.num_output for sequence in self.sequences)
 
     @property

@@ -52,7 +52,6 @@ class PrefillTurns:
 
 
 def first_in_turn(prompts: Iterable[Sequence]) -> Sequence:
-    """The prompt that gets a step's first tokens, usually all of them."""
     return min(prompts, key=_turn)
 
 

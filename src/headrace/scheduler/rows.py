@@ -40,7 +40,6 @@ class Rows:
         """Preemptions of sequences so far."""
 
     def running(self) -> list[Sequence]:
-        """Sequences that hold rows."""
         return [sequence for sequence in self._started.values() if not sequence.is_preempted]
 
     @property
@@ -123,7 +122,6 @@ class Rows:
                 none_may_start |= lacking in ROOM
 
     def _next_preempted(self) -> Sequence | None:
-        """The next to resume of those preempted before this step; ties: the oldest."""
         passed = {*self._held_back, *self._preempted}
         preempted = [each for each in self._started.values() if each.is_preempted and each.id not in passed]
         return min(preempted, key=lambda each: self._waiting.turn(each.request), default=None)

@@ -107,7 +107,6 @@ class Scheduler:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved for running and preempted sequences; never over the budget."""
         return self._admission.reserved_bytes
 
     @property
@@ -232,7 +231,6 @@ class Scheduler:
         return released
 
     def forget_ended(self) -> None:
-        """Tell the stages which requests are over, once their rows have been freed."""
         for request_id in self._ended:
             self._stages.end(request_id)
         self._ended.clear()

@@ -92,7 +92,6 @@ class PromptStages:
         return sum(self.waits_for(request_id) in OWN_PREPARATION for request_id in self._waits)
 
     def end(self, request_id: str) -> None:
-        """The request is over, whether it started or not."""
         self._waits.pop(request_id, None)
         for stage in self._stages:
             stage.end(request_id)

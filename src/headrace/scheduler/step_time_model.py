@@ -150,5 +150,4 @@ class _ChunkTime:
 
 
 def _nearest(times: RecentTimes[int], count: int) -> list[float]:
-    """Rising measurements at about this count; 0 if there are none."""
     return times.nearest(lambda octave: 2 * abs(octave - count.bit_length()) + (octave > count.bit_length())) or [0.0]

@@ -134,7 +134,6 @@ class WaitingQueue:
         return (has_row and self._is_oldest_turn) or self.turn(preempted) <= self.turn(waiting)
 
     def turn(self, request: GenerationRequest) -> tuple[int, tuple[float, int]]:
-        """Sort key of a request in progress: the lowest goes first."""
         return request.priority, self._shares.rank(request.session)
 
     @property

@@ -213,7 +213,6 @@ async def _first(answer: _Answer) -> Event:
 
 
 def _end_of(error: HeadraceError) -> str:
-    """The end that the log shows for an answer without a finish reason."""
     if isinstance(error, RequestCancelled):
         return "abort"
     return "refused" if isinstance(error, RequestError) else "error"

@@ -51,7 +51,6 @@ class LiveRequests:
         return request_id
 
     def attach(self, request_id: str, answer_id: str, work: tuple[str, ...]) -> None:
-        """Register the id of a request's answer and the engine's ids for it."""
         self._live[request_id] = _Work(answer_id, work)
         self._owner_of_answer[answer_id] = request_id
 
@@ -233,5 +232,4 @@ class UnknownFields:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """By name, the most frequent first."""
         return dict(self._counts.most_common())

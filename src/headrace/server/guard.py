@@ -117,7 +117,6 @@ class Guard:
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or pass a lifespan through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -153,7 +152,6 @@ class Guard:
                 log.log(level, "%s", record.line(), extra={FIELDS: record.fields()})
 
     def _admit(self, scope: Scope, headers: Headers) -> ASGIApp:
-        """What answers the request: the routes, or a refusal."""
         if "content-length" in headers and "transfer-encoding" in headers:
             message = "Content-Length and Transfer-Encoding contradict each other: send one of them"
             return _refusal(scope, headers, InvalidRequest(message))
@@ -171,12 +169,10 @@ class Guard:
         return self._app
 
     def _allowed(self, origin: str | None) -> str | None:
-        """The origin, if it may use the server."""
         listed = origin in self._allowed_origins or "*" in self._allowed_origins
         return origin if listed else None
 
     def _has_key(self, headers: Headers) -> bool:
-        """Whether credentials were sent and all of them are right."""
         if self._key is None:
             return True
         sent = [_bearer(value) for value in headers.getlist("authorization")] + headers.getlist("x-api-key")
@@ -203,7 +199,6 @@ def _is_own(origin: str, headers: Headers) -> bool:
 
 
 def _bearer(authorization: str) -> str:
-    """The key in an Authorization header; empty for another scheme."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 

@@ -20,7 +20,6 @@ _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def use_log_format(log_format: str) -> None:
-    """Make every handler of the root logger write in this format."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines() if log_format == "json" else TextLines(TEXT_FORMAT))
 

@@ -112,7 +112,6 @@ class ResponseRoutes:
 
 @contextmanager
 def _own_field_names() -> Iterator[None]:
-    """The session's errors name the fields of a chat; rename them."""
     try:
         yield
     except HeadraceError as error:

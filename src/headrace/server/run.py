@@ -78,7 +78,6 @@ def open_listener(config: ServerConfig) -> socket.socket:
 
 
 def base_url(listener: socket.socket) -> str:
-    """The URL of a bound socket, with its actual port."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"

@@ -117,7 +117,6 @@ class ChatPrompts:
     async def _prompt(
         self, request: ChatRequest, max_model_len: int | None
     ) -> tuple[RenderedPrompt, PromptMedia | None]:
-        """The prompt of a chat with all of its media. max_model_len: as in `_render`."""
         parts = media_parts(request.messages)
         if parts and self._media is None:
             message = f"{parts[0].param}: the model takes no {parts[0].kind}s"

@@ -81,7 +81,6 @@ class ChatConstraints:
         return OutputForm(request.structure, calls, self._family.tool_format, thinking)
 
     def _calls(self, request: ChatRequest) -> AllowedCalls | None:
-        """The constraint on calls; None if there may be none, or any."""
         choice, tools = request.tool_choice, callable_tools(request)
         if choice.mode == "required" and not tools:
             raise InvalidRequest("a call is required, but there is no tool that may be called", param="tool_choice")
@@ -160,7 +159,6 @@ def callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
 
 
 def _thinking_form(request: ChatRequest, prompt: RenderedPrompt, family: ModelFamily) -> ThinkingForm | None:
-    """Thinking that may come, None if the answer begins at once."""
     if family.think_open is None or family.think_close is None:
         return None
     is_off = request.enable_thinking is False or request.reasoning_effort == "none"

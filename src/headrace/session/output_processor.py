@@ -119,7 +119,6 @@ class ChoiceOutputProcessor:
         return FinishReason.TOOL_CALLS if called else reason
 
     def echo_events(self, text: str, scores: tuple[TokenScore, ...]) -> list[ChoiceEvent]:
-        """Events that echo the prompt, which is neither counted nor parsed."""
         if text:
             return [Text(text, self.choice, scores)]
         return [HiddenScores(scores, self.choice)] if scores else []
@@ -166,7 +165,6 @@ class ChoiceOutputProcessor:
 
 
 def _joined(first: ChoiceEvent, second: ChoiceEvent) -> ChoiceEvent | None:
-    """Both as one event, None if they are of different kinds."""
     match first, second:
         case (Text() as earlier, Text() as later) | (Reasoning() as earlier, Reasoning() as later):
             return replace(earlier, text=earlier.text + later.text, scores=earlier.scores + later.scores)
@@ -249,7 +247,6 @@ class PromptOutputProcessor:
         return PrefillProgress(self.choices[0].choice, num_tokens, num_cached, num_processed, seconds)
 
     def _begin(self, output: TokenOutput) -> list[Event]:
-        """Events before the model's text: the prompt's scores and, in every choice, its echo."""
         self._has_begun = True
         events: list[Event] = []
         scores: tuple[TokenScore, ...] = ()

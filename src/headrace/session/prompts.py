@@ -92,7 +92,6 @@ def generation_ids(request_id: str, num_prompts: int) -> tuple[str, ...]:
 
 
 def _num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """The larger of what is requested directly and with an echo."""
     wanted = [request.options.num_prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo:
         wanted.append(request.options.num_logprobs)

@@ -145,7 +145,6 @@ class Session:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """Texts of the named special tokens (`bos_token`, ...)."""
         return self._tokenizer.template_variables
 
     @property
@@ -160,7 +159,6 @@ class Session:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether calls of tools are read from the model's answers."""
         return self.takes_chats and self._family.tool_format is not None
 
     def start_processes(self) -> None:
@@ -203,7 +201,6 @@ class Session:
         return self._answer(request, partial(self._chats.make, request), partial(self._on_chat_answered, request))
 
     def complete(self, request: CompletionRequest) -> AsyncGenerator[Event, None]:
-        """Events of a completion's answers, as for a chat. Prompts run concurrently."""
         return self._answer(request, partial(self._completion_prompts, request))
 
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
@@ -234,7 +231,6 @@ class Session:
         prepare: Callable[[], Awaitable[Sequence[PromptOutputProcessor]]],
         on_answered: Callable[[Sequence[PromptOutputProcessor]], None] = lambda prompts: None,
     ) -> AsyncGenerator[Event, None]:
-        """Events of all prompts. on_answered: called with the prompts after the last event."""
         self._refuse_if_dead()
         async with AsyncExitStack() as open_streams:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())

@@ -80,7 +80,6 @@ class _Continued:
 
 
 def _advance(trunk: PackedModel, rows: Sequence[_Continued], num_tokens: int = 1) -> None:
-    """Compute each row's last tokens, and append the likeliest next one."""
     packed = []
     for one in rows:
         one.state.begin(num_tokens)

@@ -79,7 +79,6 @@ class DepthPlanner:
         """Consecutive steps without drafts."""
 
     def times(self, num_rows: int) -> StepTimes:
-        """What is known of the times of steps of about this many rows."""
         return self._load(num_rows).times
 
     def _load(self, num_rows: int) -> _Load:
@@ -111,7 +110,6 @@ class DepthPlanner:
         return is_late or self.times(len(rows)).undrafted_s(_num_context(rows)) is None
 
     def _cost(self, rows: Sequence[DraftForecast], num_drafts: int, head_depth: int) -> float:
-        """What these drafts cost at most if all are wrong, in steps without drafts."""
         return self.times(len(rows)).upper_bound(num_drafts, head_depth) - 1
 
     def _fastest(self, rows: Sequence[DraftForecast], budget: float) -> tuple[tuple[int, ...], float]:
@@ -194,7 +192,6 @@ def _cut_numbers(num_drafts: int, num_rows: int) -> tuple[int, ...]:
 
 
 def _ranked(rows: Sequence[DraftForecast]) -> list[_Draft]:
-    """All drafts by falling survival; each row's in order."""
     drafts = [
         _Draft(survival, number, depth if row.uses_head else 0)
         for number, row in enumerate(rows)

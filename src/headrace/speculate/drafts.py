@@ -29,15 +29,12 @@ class DraftBatch:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """To be evaluated before reading."""
         return self._fetched.arrays
 
     def indices(self, row: int, num_drafts: int) -> list[int]:
-        """Of a sequence's first drafts."""
         return [start + row for start in self._starts[:num_drafts]]
 
     def read(self, row: int, num_drafts: int) -> tuple[int, ...]:
-        """A sequence's first drafts; waits for the device once for all."""
         if self._read is None:
             self._read = self._fetched.read()
         return tuple([self._read[index] for index in self.indices(row, num_drafts)])

@@ -50,7 +50,6 @@ class HeadDrafter:
         return self._head.num_new_variants
 
     def num_pending(self, state: SequenceState) -> int:
-        """Tokens whose hidden states the head has not processed."""
         return state.length - self._head.hidden_of(state).num_folded
 
     def catch_up(self, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None = None) -> None:
@@ -58,7 +57,6 @@ class HeadDrafter:
         self.catch_up_together([(state, token_ids, media)])
 
     def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
-        """The same for several sequences in one call."""
         behind = [
             (state, token_ids, state.length, media) for state, token_ids, media in rows if self.num_pending(state) > 0
         ]
@@ -66,7 +64,6 @@ class HeadDrafter:
             self._process(behind, launch=True)
 
     def skip(self, state: SequenceState) -> None:
-        """Drop the pending hidden states of a sequence whose head has failed."""
         self._head.hidden_of(state).fold(state.length + 1)
 
     def draft(self, rows: Sequence[HeadRow]) -> DraftBatch:

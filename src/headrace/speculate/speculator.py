@@ -142,7 +142,6 @@ class Speculator:
         self._catch_up_pending([one for one in decoding if not (one.row.has_failed or one.row.drafts.num_drafts)])
 
     def _candidates(self, rows: Iterable[Drafting]) -> list[tuple[Drafting, Candidate]]:
-        """The candidate drafts of each row; a row that fails is left out."""
         candidates: list[tuple[Drafting, Candidate]] = []
         for one in rows:
             with self._isolated([one.row]):

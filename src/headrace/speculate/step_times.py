@@ -57,13 +57,11 @@ class StepTimes:
         self.observe_ratio(num_drafts, head_depth, max(seconds / undrafted_s, 1.0))
 
     def _is_first(self, kind: tuple[int, int] | None) -> bool:
-        """Whether a step is the first of its kind, which may have waited for a compiler."""
         is_first = kind not in self._seen
         self._seen.add(kind)
         return is_first
 
     def observe_ratio(self, num_drafts: int, head_depth: int, ratio: float) -> None:
-        """Add the time of a step with drafts over that of one without."""
         self._times.add((bucket(num_drafts), head_depth), ratio)
         self._ratios = None
 
@@ -111,7 +109,6 @@ class StepTimes:
         return self._ratios
 
     def _of_more(self, drafts: Drafts) -> float:
-        """The least measured ratio of as many drafts or more."""
         more = [ratio for each, ratio in self._known().items() if each[0] >= drafts[0] and each[1] >= drafts[1]]
         return min(more, default=math.inf)
 

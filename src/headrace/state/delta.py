@@ -30,12 +30,10 @@ class DeltaTables:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tables."""
         return sum(array.nbytes for table in self._layers.values() for array in arrays_of(table))
 
     @property
     def layers(self) -> Mapping[LayerKey, DeltaTable]:
-        """By layer key."""
         return self._layers
 
     @property
@@ -44,7 +42,6 @@ class DeltaTables:
         return [sum(array.nbytes for array in arrays_of(table)) // self._num_slots for table in self._layers.values()]
 
     def prepare(self, layer: LayerKey, shape: DeltaShape, dtype: mx.Dtype) -> DeltaTable:
-        """A layer's table, for activations in `dtype`."""
         if layer not in self._layers:
             self._layers[layer] = _empty(shape, dtype, self._num_slots)
         return self._layers[layer]
@@ -74,7 +71,6 @@ class DeltaTables:
 
 
 def arrays_of(table: DeltaTable) -> tuple[mx.array, ...]:
-    """State, raw inputs, and the four arrays of the stash."""
     return (table.state, table.raw, *table.stash)
 
 

@@ -116,7 +116,6 @@ class DiskFolder:
         return sorted(found, key=lambda file: (file.used_ns, file.name))
 
     def held(self) -> tuple[int, int]:
-        """Number of files and their bytes."""
         files = self.files()
         return len(files), sum(file.num_bytes for file in files)
 

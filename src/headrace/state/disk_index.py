@@ -133,7 +133,6 @@ class DiskIndex:
                 self._blocks[entry.digest] = entry
 
     def discard(self, names: Iterable[str]) -> None:
-        """Forget files; unknown names are ignored."""
         with self._lock:
             for name in names:
                 entry = self._entries.pop(name, None)
@@ -151,7 +150,6 @@ class DiskIndex:
             return list(self._entries)
 
     def clear(self) -> list[str]:
-        """Forget all files. Returns their names."""
         with self._lock:
             names = list(self._entries)
             self._entries.clear()
@@ -183,7 +181,6 @@ class DiskIndex:
             return best if self.needs_snapshots else self._within(blocks, before, start, key, limit)
 
     def _longest_tail(self, before: bytes, start: int, key: tuple[int, ...], limit: int) -> Entry | None:
-        """The longest state after `before` that ends with a snapshot."""
         digests: dict[int, bytes] = {}
         found: Entry | None = None
         for entry in self._following.get(before, {}).values():

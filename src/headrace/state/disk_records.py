@@ -178,7 +178,6 @@ def _named(span: SpanRecord) -> dict[str, mx.array]:
 
 
 def _covering(files: Sequence[NewFile], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
-    """Records that cover the files' tokens, rising; they may overlap."""
     records = list(spans)
     covered = sorted((span.start, span.end) for span in spans)
     for start, end in _merged(files):
@@ -195,7 +194,6 @@ def _covering(files: Sequence[NewFile], state: SequenceState, spans: Sequence[Sp
 
 
 def _merged(files: Sequence[NewFile]) -> list[tuple[int, int]]:
-    """Runs of tokens `(start, end)` that the files cover."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted((file.start, file.end) for file in files if file.tokens):
         if runs and start <= runs[-1][1]:

@@ -29,7 +29,6 @@ class StateCost:
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether any layer is not sliceable."""
         return not all(layer.in_slots for layer in self.layers)
 
     @property
@@ -40,7 +39,6 @@ class StateCost:
         )
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes at a length of `num_tokens`, at least 1."""
         capacity = slot_capacity(num_tokens)
         return sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
 
@@ -212,7 +210,6 @@ class SequenceState:
         return SequenceRecord(self.length, layers)
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
-        """The snapshots of the last window, by length; evaluated with `arrays`."""
         if not self.snapshot_points:
             return {}
         snapshots = {

@@ -54,12 +54,10 @@ class Slab:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no slot is in use."""
         return bool(self.free.get(self.capacity))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers' arrays."""
         return sum(array.nbytes for part in (self.keys, self.values) for array in part.values())
 
     def prepare(self, layer: LayerKey, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
@@ -118,7 +116,6 @@ class Slot:
         return self.slab.keys[layer][place], self.slab.values[layer][place]
 
     def has(self, layer: LayerKey) -> bool:
-        """Whether any row of the slab has written this layer."""
         return layer in self.slab.keys
 
 

@@ -65,7 +65,6 @@ def describe(layers: Mapping[LayerKey, LayerRecord]) -> tuple[Description, dict[
 
 
 def rebuild(description: Description, arrays: Mapping[str, mx.array]) -> dict[LayerKey, LayerRecord]:
-    """The layers of a description that `describe` gave, out of arrays with the same names."""
     return {tuple(one["key"]): _REBUILD[one["sort"]](one, arrays) for one in description}
 
 
@@ -178,7 +177,6 @@ class StateForm:
             raise BadFile("its arrays differ from those of the model's states")
 
     def _check_span(self, entry: Entry, stored: Any, found: Mapping[str, Outline]) -> set[str]:
-        """The names of a span's arrays."""
         num_tokens = entry.end - entry.start
         expected = self.spans if num_tokens else {}
         if {tuple(key) for key in stored} != expected.keys() or len(stored) != len(expected):
@@ -222,7 +220,6 @@ class _SnapshotCheck:
                 self._tree(stored["caches"], expected["caches"])
 
     def _tree(self, stored: Any, expected: Any) -> None:
-        """Check a module's caches. All but numbers of tokens must be the same."""
         if _is_kv_cache(expected):
             keys, values, *numbers = stored["tuple"]
             _, _, *others = expected["tuple"]

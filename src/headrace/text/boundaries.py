@@ -88,7 +88,6 @@ def find_boundaries(
 
 
 def _prompt_length(messages: tuple[ChatMessage, ...], prefixes: RenderedPrefixes) -> int:
-    """Characters that are also in the history once there is an answer."""
     length = shared_length(messages, "assistant", prefixes)
     answered = prefixes.render((*messages, _probe("assistant")))
     return length if answered is None else min(length, common_length(prefixes.rendered, answered))
@@ -154,7 +153,6 @@ def digest_of_variables(variables: Mapping[str, Any]) -> bytes:
 
 
 def chain(values: Iterable[object], before: bytes) -> list[bytes]:
-    """Digests of the first 0, 1, 2, … of some frozen values, after `before`."""
     digests = [before]
     for value in values:
         digests.append(digest_of(repr(value), digests[-1]))

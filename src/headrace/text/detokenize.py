@@ -56,7 +56,6 @@ class TokenPieces:
         """`bytes_of(token_id, piece)`: the bytes that a token alone stands for."""
 
     def piece(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, None if there is no such token."""
         try:
             return self._pieces[token_id]
         except KeyError:

@@ -79,7 +79,6 @@ class TextEncoder:
         return np.concatenate([before, self._encode_segments(text), behind])
 
     def _encode_segments(self, text: str) -> EncodedIds:
-        """Encode a text without a frame; only its new segments are encoded."""
         segments = self._cuts.segments(text)
         known = [self._cache.get(segment) for segment in segments]
         missing = [segment for segment, token_ids in zip(segments, known, strict=True) if token_ids is None]

@@ -67,7 +67,6 @@ class HarmonyOutput:
             yield from self._body()
 
     def _header(self) -> Reading[str | None]:
-        """The next header without the role, which is skipped; None if none comes."""
         reader, start = self._reader, self._reader.pos
         if (yield from reader.take_any((_START, _CHANNEL, " to=", MESSAGE))) is None:
             return None

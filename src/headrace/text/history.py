@@ -177,7 +177,6 @@ class TurnCache:
 
 
 def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
-    """The assistant's turns, each with the tool results that follow it."""
     groups: list[list[ChatMessage]] = []
     is_open = False
     for message in messages:

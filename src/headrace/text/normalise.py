@@ -52,7 +52,6 @@ def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
 
 
 def template_message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
-    """A message in the form of OpenAI's chat API, as templates expect."""
     fields: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.reasoning is not None:
         fields.update(dict.fromkeys(traits.reasoning_keys, message.reasoning))

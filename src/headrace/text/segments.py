@@ -52,7 +52,6 @@ class Cuts:
         return segments
 
     def fit(self, parts: Sequence[npt.NDArray[np.uint32]]) -> bool:
-        """Whether the segments' token ids confirm that they were cut at tokens."""
         return all(
             len(first) and len(second) and first[-1] == second[0] and int(second[0]) in self._ids
             for first, second in pairwise(parts)
@@ -84,7 +83,6 @@ def _draws(model: Model) -> bool:
 
 
 def _apart(spellings: Collection[str]) -> list[str]:
-    """The spellings that no other one can overlap."""
     joined = "\0".join(spellings)
     ends = {each[start:] for each in spellings for start in range(1, len(each))}
     return [

@@ -19,7 +19,6 @@ from headrace.types.request import OutputGuarantees
 
 
 def visible_tokens(family: ModelFamily) -> frozenset[str]:
-    """Texts of the special tokens that the parser needs to see."""
     syntax = family.call_syntax
     return family.keep_special_tokens | frozenset(() if syntax is None else syntax.parser.markers)
 
@@ -79,7 +78,6 @@ class StreamParser:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end that are not classified yet."""
         return self._reader.num_unread + self._emitter.num_held
 
     @property

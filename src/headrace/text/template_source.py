@@ -127,7 +127,6 @@ class RequestRenderer:
         return self._run(messages, add_generation_prompt=False)
 
     def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
-        """The text without a generation prompt; None if the template refuses."""
         if messages not in self._rendered:
             try:
                 self._rendered[messages] = self._run(messages, add_generation_prompt=False)

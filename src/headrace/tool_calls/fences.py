@@ -40,7 +40,6 @@ class LineTracker:
 
     @property
     def may_be_quoted(self) -> bool:
-        """Whether the next text is in a code fence, or in backticks if these are closed."""
         return self.is_fenced or bool(self.open_ticks)
 
     @property

@@ -61,12 +61,10 @@ class Reader:
 
     @property
     def safe_pos(self) -> int:
-        """How far the text has been read for good."""
         return self.pos if self.settled is None else self.settled
 
     @property
     def num_unread(self) -> int:
-        """Characters that have not been read for good."""
         return len(self.text) - self.safe_pos + len(self._waiting)
 
     @property
@@ -173,7 +171,6 @@ class Reader:
 
 
 def run_to_end(reading: Reading[T]) -> T:
-    """The result of a reading over a text that has ended."""
     while True:
         try:
             next(reading)

@@ -125,7 +125,6 @@ class TagReader:
         yield from self._value(schema, is_json=self._sink.is_json(key))
 
     def _unlisted(self, key: str) -> Schema:
-        """The schema of an undeclared parameter: that of additional properties, else a text."""
         schema = self._schema.of_property(key)
         return TEXT if schema is ANY else schema
 

@@ -21,7 +21,6 @@ class TokenIds:
         return 0 <= token_id < self.end and token_id not in self.missing
 
     def first_unknown(self, token_ids: Iterable[int]) -> int | None:
-        """The first invalid id; None if all are valid."""
         return next((token_id for token_id in token_ids if token_id not in self), None)
 
     def up_to(self, num_rows: int) -> TokenIds:

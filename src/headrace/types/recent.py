@@ -24,14 +24,12 @@ class StepHistory:
     num_hit_tokens: tuple[int, ...] = ()
 
     def since(self, second: int) -> StepHistory:
-        """Without the seconds before this one."""
         num_old = max(0, second - self.start)
         columns = {each.name: getattr(self, each.name)[num_old:] for each in fields(self) if each.name != "start"}
         return StepHistory(self.start + num_old, **columns)
 
     @property
     def last(self) -> int:
-        """The number of the second in progress."""
         return self.start + max(0, len(self.num_steps) - 1)
 
 

@@ -34,7 +34,6 @@ _NORMS = ("q_norm", "k_norm", "eps")
 
 
 def _heads(normed: bool) -> str:
-    """Heads of a projection, in a kernel's body."""
     norms = "q_norm, k_norm, eps[0]" if normed else "nullptr, nullptr, 0.0f"
     return (
         f"ProjectedHeads<T, D, ROTARY, WIDTH, Q_STRIDE, K_AT, V_AT, {str(normed).lower()}>"
@@ -79,7 +78,6 @@ def _rope_append(num_slabs: int, normed: bool) -> CudaKernel:
 
 
 def _slab_pointers(keys: Sequence[str], values: Sequence[str]) -> str:
-    """In a kernel's body."""
     lists = (
         (name, ", ".join([f"const_cast<T*>({each})" for each in of]))
         for name, of in (("keys", keys), ("values", values))
@@ -197,7 +195,6 @@ def refusal(shape: HeadShape, dtype: mx.Dtype) -> str | None:
 
 
 def _stage_bytes(head_dim: int) -> int:
-    """Of keys and values, for all warps of a block."""
     return (_THREADS // 32) * 2 * _TILE * head_dim * 2
 
 

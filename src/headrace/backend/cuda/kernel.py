@@ -31,8 +31,6 @@ _TYPES = {
 
 
 def or_ops(form: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a kernel's function: without CUDA it is `form`, which takes and gives the same."""
-
     def choose(kernel: Callable[P, R]) -> Callable[P, R]:
         @wraps(kernel)
         def chosen(*args: P.args, **kwargs: P.kwargs) -> R:

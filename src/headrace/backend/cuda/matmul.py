@@ -43,22 +43,18 @@ class Weights:
 
     @property
     def activations(self) -> mx.Dtype:
-        """Their type."""
         return self.weight.dtype if self.scales is None else self.scales.dtype
 
     @property
     def num_features(self) -> int:
-        """N."""
         return int(self.weight.shape[-2])
 
     @property
     def num_inputs(self) -> int:
-        """K."""
         return int(self.weight.shape[-1]) * (1 if self.scales is None else 32 // self.bits)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """As a kernel takes them."""
         return (self.weight,) if self.scales is None or self.biases is None else (self.weight, self.scales, self.biases)
 
 
@@ -95,7 +91,6 @@ def refusal(weights: Weights, dtype: mx.Dtype) -> str | None:
 
 
 def step_of(weights: Weights) -> int:
-    """Inputs that a warp takes at a time: STEP in stream.cuh."""
     return 64 if weights.scales is None else max(128, 2 * weights.group_size)
 
 
@@ -125,7 +120,6 @@ def cut_of(weights: Weights, num_tokens: int) -> Cut:
 
 
 def token_tiles(num_tokens: int) -> int:
-    """Tiles of eight tokens that a kernel is built for."""
     return 1 << (-(-num_tokens // 8) - 1).bit_length()
 
 
@@ -156,7 +150,6 @@ class _ProductVariant:
 
 
 def residual_of(is_there: bool) -> str:
-    """The argument of a kernel's function."""
     return "residual" if is_there else _NONE
 
 

@@ -170,12 +170,10 @@ class _MoEVariant:
         return f"if (blockIdx.y >= num_tokens[0] * {each}) return; " * self.is_guarded
 
     def names(self, matrix: str) -> list[str]:
-        """Arguments for the experts' matrices, and for the shared one."""
         owners = (matrix, *[f"own_{matrix}"] * self.has_shared)
         return [f"{owner}_{kind}" for owner in owners for kind in ("wsb" if self.bits < 16 else "w")]
 
     def experts(self, matrix: str) -> str:
-        """`Experts` made of these."""
         given, every = self.names(matrix), [f"{owner}_{kind}" for owner in (matrix, f"own_{matrix}") for kind in "wsb"]
         return f"Experts<T>{{{', '.join(name if name in given else 'nullptr' for name in every)}}}"
 
@@ -249,7 +247,6 @@ def _gate_up(variant: _MoEVariant, tiles: int, stages: int, room: int) -> CudaKe
 
 @cache
 def _down(variant: _MoEVariant, tiles: int, stages: int, room: int, has_residual: bool) -> CudaKernel:
-    """has_residual: of a token's sum, which only one tile makes."""
     inputs, pairs = variant.pairs(tiles)
     kind = f"{variant.bits}, {variant.group_size}, {variant.counts}"
     call, residual = f"{variant.guard(1)}down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "

@@ -49,7 +49,6 @@ def _put(kernel: str, code: bytes, folder: Path) -> bytes | None:
 
 @cache
 def _are_found() -> bool:
-    """Whether MLX finds a kernel by its short name, which it doesn't promise."""
     kernel, numbers = f"place_{_PROBE}", list(range(_PROBE))
     name = _put(kernel, place_source(_PROBE), _folder())
     if name is None:

@@ -192,7 +192,6 @@ def silu(x: mx.array) -> mx.array:
 
 
 def normed(x: mx.array, weight: mx.array, eps: mx.array, dtype: mx.Dtype) -> mx.array:
-    """RMS norm over the last axis."""
     scale = mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
     return rounded(x * scale * weight.astype(mx.float32), dtype)
 

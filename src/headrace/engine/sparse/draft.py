@@ -215,7 +215,6 @@ def _place(ids: Mapping[str, int], token: str) -> str:
 
 
 def _token_ids(directory: Path) -> dict[str, int]:
-    """Tokens, added ones too, and their ids, from tokenizer.json."""
     path = directory / "tokenizer.json"
     try:
         said: Any = json.loads(path.read_text(encoding="utf-8"))

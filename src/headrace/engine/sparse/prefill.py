@@ -39,22 +39,18 @@ class Sparse:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the draft model has work."""
         return False
 
     @property
     def reserved_bytes(self) -> int:
-        """Reserved for the draft model's states."""
         return 0
 
     @property
     def state_bytes(self) -> int:
-        """Held by these states."""
         return 0
 
     @property
     def records_bytes(self) -> int:
-        """Held by the draft model's prefix cache."""
         return 0
 
     def advance(self, limit_s: float | None) -> None:
@@ -65,11 +61,9 @@ class Sparse:
         return 0
 
     def clear(self) -> int:
-        """Drop what is kept of prompts and isn't in use. Returns the bytes freed."""
         return 0
 
     def status(self) -> SparseStatus | None:
-        """None if it is off."""
         return None
 
 
@@ -205,7 +199,6 @@ class SparsePrefill(Sparse):
                 self._note(self._scoring.pop(one.request_id), one)
 
     def _note(self, key: tuple[str, tuple[int, ...]], one: Scored) -> None:
-        """Keep the draft model's result for the request, and for others with the same prompt."""
         if one.importance is None:
             self._scored[one.request_id] = Bypass.DRAFT_FAILED
             return

@@ -49,7 +49,6 @@ MoEParts = tuple[moe.Routing, moe.Experts, moe.Experts]
 
 
 def moe_parts(inner: Any) -> MoEParts | None:
-    """The parts of a MOE_LAYER that the kernels support; None for others."""
     shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
     switch = inner.switch_mlp
     linears = [inner.gate, inner.shared_expert_gate, shared.gate_proj, shared.up_proj, shared.down_proj]

@@ -79,7 +79,6 @@ def padded_rows(num_rows: int) -> int:
 
 
 def padded_chunk_tokens(num_tokens: int) -> int:
-    """The next power of two up to 512, at least 64; above that the next multiple of 256."""
     return max(64, next_power_of_two(num_tokens)) if num_tokens <= 512 else -(-num_tokens // 256) * 256
 
 

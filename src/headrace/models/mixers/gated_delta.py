@@ -166,7 +166,6 @@ class GatedDeltaMixer(nn.Module):
     def _scan_with_snapshots(
         self, step: PackedStep, group: _Group, tokens: shapes.Prepared, windows: mx.array
     ) -> mx.array:
-        """One row, its scan cut at the snapshot points."""
         (span,), (state,) = group.spans, group.states
         context = self.inner.conv_kernel_size - 1
         outputs, done = [], 0
@@ -225,7 +224,6 @@ class GatedDeltaMixer(nn.Module):
 
 
 def _are_decoding(step: PackedStep, states: Sequence[RecurrentState]) -> bool:
-    """Whether each row has one token, which is kept, and nothing to replay before it."""
     return (
         step.num_tokens == len(step.spans)
         and step.kernels.gated_delta(1) == "fused"

@@ -164,7 +164,6 @@ class MLPParts:
 
 
 def _named(module: Any) -> str:
-    """Module and name of a class of mlx-lm; the full module name for others."""
     return f"{type(module).__module__}.{type(module).__name__}".removeprefix("mlx_lm.models.")
 
 
@@ -176,7 +175,6 @@ def mixer_name(layer: Any) -> str | None:
 
 
 def mlp_parts(inner: Any) -> MLPParts | None:
-    """The parts of an MLP of MLPS; None for others."""
     names = MLPS.get(_named(inner))
     if names is None or not can_fuse([inner[name] for name in (*names[0], names[1])]):
         return None
