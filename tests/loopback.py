@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,3 +29,29 @@ async def serving(session: Session, config: ServerConfig | None = None) -> Async
         finally:
             server.should_exit = True
             await task
+
+
+class served:  # noqa: N801 (it is used like a function)
+    """A server for a session in a thread of its own."""
+
+    def __init__(self, session: Session, config: ServerConfig | None = None) -> None:
+        self._session = session
+        self._config = config
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._url = ""
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        self._started.wait()
+        return self._url
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with serving(self._session, self._config) as self._url:
+            self._started.set()
+            await self._stop.wait()

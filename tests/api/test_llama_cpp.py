@@ -147,9 +147,9 @@ def test_limits_of_two_names_must_agree(options: Any) -> None:
 
 
 def props(defaults: GenerationOptions, chat_template: str | None = "{{ messages }}") -> dict[str, Any]:
-    model = replace(describe("org/model", max_model_len=4096), max_num_seqs=8, takes_media=True)
+    model = replace(describe("org/model", max_model_len=4096), takes_media=True)
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return props_body(model, defaults, tokens, chat_template, alias="alias", version="1.2")
+    return props_body(model, defaults, tokens, chat_template, alias="alias", max_num_seqs=8, version="1.2")
 
 
 def test_props_say_what_the_model_and_its_defaults_are() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +12,7 @@ import httpx
 import openai
 import pytest
 from fakes import END, FakeEngine, fake_session
-from loopback import serving
+from loopback import served
 from pydantic import BaseModel
 
 import headrace
@@ -69,31 +67,6 @@ def url() -> Iterator[str]:
     with served(Session.for_engine(engine, words)) as base:
         yield base
     engine.stop()
-
-
-class served:  # noqa: N801 (it is used like a function)
-    """A server for a session in a thread of its own."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._url = ""
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        self._started.wait()
-        return self._url
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(self._session) as self._url:
-            self._started.set()
-            await self._stop.wait()
 
 
 @pytest.fixture(scope="module")

@@ -66,12 +66,13 @@ def props_body(
     chat_template: str | None,
     *,
     alias: str,
+    max_num_seqs: int,
     version: str,
 ) -> dict[str, Any]:
-    """alias: the first served name. special_tokens: texts by name (`bos_token`, ...)."""
+    """special_tokens: texts by name (`bos_token`, ...). alias: the first served name."""
     return {
         "default_generation_settings": {"n_ctx": model.max_model_len, "params": _default_params(defaults)},
-        "total_slots": model.max_num_seqs,
+        "total_slots": max_num_seqs,
         "model_alias": alias,
         # llama.cpp's page shows the last part as the model's name; the hub's cache names folders by commits.
         "model_path": model.name,

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from headrace.cli.chat_state import NAMES
 
-# A model may say anything, also what moves a terminal's cursor or changes its title.
-_CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+# Text of models and clients may contain what moves a terminal's cursor or changes its title.
+CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 _LOCAL_MODES = 3
 """Their place among a terminal's attributes."""
@@ -72,11 +72,11 @@ class PlainDisplay:
         pass
 
     def reasoning(self, text: str) -> None:
-        self._write(text.translate(_CONTROL_CHARACTERS))
+        self._write(text.translate(CONTROL_CHARACTERS))
         self._ends_thinking = True
 
     def text(self, text: str) -> None:
-        self._write(("\n" if self._ends_thinking else "") + text.translate(_CONTROL_CHARACTERS))
+        self._write(("\n" if self._ends_thinking else "") + text.translate(CONTROL_CHARACTERS))
         self._ends_thinking = False
 
     def end(self) -> None:
@@ -136,7 +136,7 @@ class TerminalDisplay:
         if is_thinking != self._is_thinking:
             self._print(self._open)
             self._open, self._is_thinking = "", is_thinking
-        whole, self._open = split_blocks(self._open + text.translate(_CONTROL_CHARACTERS))
+        whole, self._open = split_blocks(self._open + text.translate(CONTROL_CHARACTERS))
         self._print(whole)
         self._redraw(_Tail(self._form(self._open)))
 

@@ -78,6 +78,30 @@ def _parse_mtp_check(words: Sequence[str]) -> Any:
     )
 
 
+def _parse_status(words: Sequence[str]) -> Any:
+    parser = Parser(
+        prog="headrace status",
+        description="Show what a server is doing: requests, speed, prefix cache, drafts and memory. Ctrl-C ends it.",
+        allow_abbrev=False,
+    )
+    default = "default: the one that `headrace serve` starts here"
+    parser.add_argument("url", nargs="?", metavar="URL", help=f"server, like http://127.0.0.1:8080 ({default})")
+    parser.add_argument("--api-key", metavar="KEY", help="its key (default: without URL that of `headrace serve`)")
+    parser.add_argument("--once", action="store_true", help="print it once; so it does where output is no terminal")
+    parser.add_argument("--json", action="store_true", help="print all of it once, as JSON")
+    parser.add_argument(
+        "--interval", metavar="S", type=_seconds, default=1.0, help="seconds between updates (default: 1)"
+    )
+    return parser.parse_args(list(words))
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"must be from 0.1 to 3600, not {text}")
+    return seconds
+
+
 _MTP = Group(
     "take a model's prediction head out of a checkpoint, or measure it",
     {
@@ -91,6 +115,7 @@ _MTP = Group(
 COMMANDS: Mapping[str, Command | Group] = {
     "serve": Command("headrace.cli.serve", "serve a model over HTTP", _parse_serve),
     "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
+    "status": Command("headrace.cli.status", "show what a server is doing, live", _parse_status),
     "doctor": Command(
         "headrace.cli.doctor", "say what this machine can do, and how a model would run on it", _parse_doctor
     ),

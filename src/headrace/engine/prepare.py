@@ -118,7 +118,7 @@ def prepare(
         packed, end, parts.prefixes, constraints, speculator, parts.features, pool=states, ahead=packed.launches_ahead
     )
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
-    description = _describe(files, loaded, max_model_len, report, knobs.max_num_seqs, takes_media=tower is not None)
+    description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
@@ -242,13 +242,7 @@ def held_weights_bytes(config: Config) -> int:
 
 
 def _describe(
-    files: ModelFiles,
-    loaded: LoadedModel,
-    max_model_len: int,
-    report: tuple[str, ...],
-    max_num_seqs: int,
-    *,
-    takes_media: bool,
+    files: ModelFiles, loaded: LoadedModel, max_model_len: int, report: tuple[str, ...], *, takes_media: bool
 ) -> ModelDescription:
     return ModelDescription(
         name=files.name,
@@ -261,6 +255,5 @@ def _describe(
         tokens=loaded.tokens,
         eos_token_ids=files.eos_token_ids,
         report=report,
-        max_num_seqs=max_num_seqs,
         takes_media=takes_media,
     )

@@ -93,8 +93,16 @@ def _model_routes(session: Session, names: tuple[str, ...]) -> list[Route]:
         return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
 
     async def props(request: Request) -> Response:
-        defaults, tokens, template = session.traits.defaults, session.special_tokens, session.chat_template
-        return JSONResponse(props_body(session.model, defaults, tokens, template, alias=names[0], version=__version__))
+        body = props_body(
+            session.model,
+            session.traits.defaults,
+            session.special_tokens,
+            session.chat_template,
+            alias=names[0],
+            max_num_seqs=(await session.status()).max_num_seqs,
+            version=__version__,
+        )
+        return JSONResponse(body)
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})

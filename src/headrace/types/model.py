@@ -40,7 +40,6 @@ class ModelDescription:
     generation_config: generation_config.json, empty if there is none.
     max_model_len: context in tokens, prompt and answer together, after the server's own limit.
     tokens: those that both the tokenizer and the weights have. eos_token_ids: from generation_config, else config.
-    max_num_seqs: sequences that decode at the same time.
     takes_media: prompts may hold images and videos.
     sparse_draft: the draft model of sparse prefill; None if it is off.
     report: lines for start-up: device, precision, level of each layer class.
@@ -55,7 +54,6 @@ class ModelDescription:
     max_model_len: int
     tokens: TokenIds
     eos_token_ids: tuple[int, ...]
-    max_num_seqs: int = 1
     takes_media: bool = False
     sparse_draft: str | None = None
     report: tuple[str, ...] = field(default=())
