@@ -107,15 +107,17 @@ def test_figures_lookups_and_settings_are_shown_without_content(visit: Visit) ->
 
 
 def test_the_view_opens_with_the_server_s_history(visit: Visit) -> None:
-    with httpx.stream("GET", f"{visit.url}/v1/status/stream") as response:
-        first = next(line for line in response.iter_lines() if line.startswith("data: "))
+    num_seconds = 0
+    while num_seconds < 4:
+        with httpx.stream("GET", f"{visit.url}/v1/status/stream") as response:
+            first = next(line for line in response.iter_lines() if line.startswith("data: "))
+        num_seconds = len(json.loads(first[6:])["history"]["num_steps"])
     assert SECRET not in first
-    history = json.loads(first[6:])["history"]
     page = engine_page(visit)
     expect(page.get_by_role("img", name="Engine busy: now")).to_be_visible()
     line = page.locator("[aria-label^='Engine busy'] .line").get_attribute("d")
     assert line is not None
-    assert len(line.split("L")) >= len(history["num_steps"]) - 1 > 1
+    assert len(line.split("L")) >= num_seconds - 1
 
 
 def test_the_stream_ends_with_the_view(visit: Visit) -> None:
