@@ -25,7 +25,12 @@ Rows = list[list[int]]
 
 def swiglu(projected: mx.array) -> mx.array:
     gate, value = mx.split(projected.astype(mx.float32), 2, axis=-1)
-    return (rounded(silu(gate), projected.dtype) * value).astype(projected.dtype)
+    return _gated(gate, value, projected.dtype).astype(projected.dtype)
+
+
+def _gated(gate: mx.array, value: mx.array, dtype: mx.Dtype) -> mx.array:
+    """silu(gate) · value, each rounded to the type, in float32."""
+    return rounded(rounded(silu(gate), dtype) * value, dtype)
 
 
 def sum_norm(x: mx.array, y: mx.array, weight: mx.array, eps: mx.array) -> tuple[mx.array, mx.array]:
@@ -115,8 +120,7 @@ def _expert(experts: moe.Experts, x: mx.array, chosen: mx.array | None) -> mx.ar
     gate, up, down = (_numbers(weights) if chosen is None else _numbers(weights)[chosen] for weights in experts.all)
     column = x.astype(mx.float32)[..., None]
     gates, values = (rounded(weights @ column, x.dtype) for weights in (gate, up))
-    hidden = rounded(rounded(silu(gates), x.dtype) * values, x.dtype)
-    return (down @ hidden)[..., 0]
+    return (down @ _gated(gates, values, x.dtype))[..., 0]
 
 
 # Attention

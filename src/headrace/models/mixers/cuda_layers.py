@@ -32,8 +32,9 @@ class CudaMLP(nn.Module):
         parts = mlp_parts(inner)
         assert parts is not None
         self.inner = inner
-        self._project = FusedLinear(parts.inputs)
-        self._down = FusedLinear([parts.output])
+        inputs, output = parts
+        self._project = FusedLinear(inputs)
+        self._down = FusedLinear([output])
         self.adds_residual = self._down.adds_residual
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:

@@ -155,14 +155,6 @@ class AttentionParts:
     arguments: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MLPParts:
-    """A gated feed-forward layer's projections of its input, whose outputs side by side are gate and up, and down's."""
-
-    inputs: Sequence[Any]
-    output: Any
-
-
 def _named(module: Any) -> str:
     return f"{type(module).__module__}.{type(module).__name__}".removeprefix("mlx_lm.models.")
 
@@ -174,11 +166,12 @@ def mixer_name(layer: Any) -> str | None:
     return "linear_attn" if "linear_attn" in layer else "self_attn"
 
 
-def mlp_parts(inner: Any) -> MLPParts | None:
+def mlp_parts(inner: Any) -> tuple[list[Any], Any] | None:
+    """A gated feed-forward layer's projections of its input, whose outputs side by side are gate and up, and down's."""
     names = MLPS.get(_named(inner))
     if names is None or not can_fuse([inner[name] for name in (*names[0], names[1])]):
         return None
-    return MLPParts([inner[name] for name in names[0]], inner[names[1]])
+    return [inner[name] for name in names[0]], inner[names[1]]
 
 
 def attention_parts(inner: Any) -> AttentionParts | None:
