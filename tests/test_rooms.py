@@ -20,6 +20,7 @@ RULES: dict[str, set[str]] = {
     "config": {"errors", "knobs", "tool_calls"},
     "knobs": {"errors"},
     "cancellation": set(),
+    "common_prefix": set(),
     "isolation": {"errors", "cancellation"},
     "lru_cache": set(),
     "recent_times": set(),
@@ -27,7 +28,7 @@ RULES: dict[str, set[str]] = {
     "long_work": {"cancellation"},
     "tool_calls": {"types"},
     "families": {"types", "tool_calls"},
-    "prefix": {"types"},
+    "prefix": {"types", "common_prefix"},
     "metrics": {"types"},
     "scheduler": {"types", "prefix", "errors", "recent_times"},
     "api": {"types", "errors"},
@@ -35,21 +36,21 @@ RULES: dict[str, set[str]] = {
     "grammar": {"types", "isolation", "tool_calls", "errors", "sandbox", "cancellation", "lru_cache"},
     "text": {
         *("types", "errors", "isolation", "sandbox", "cancellation", "long_work", "lru_cache"),
-        *("tool_calls", "families"),
+        *("tool_calls", "families", "common_prefix"),
     },
     "media": {"types", "isolation", "families", "errors", "sandbox", "cancellation"},
     "backend": {"config"},
-    "state": {"types", "isolation", "prefix", "backend", "recent_times"},
+    "state": {"types", "common_prefix", "isolation", "prefix", "backend", "recent_times"},
     "sampling": {"types", "backend"},
-    "models": {"types", "families", "state", "backend", "errors"},
+    "models": {"types", "lru_cache", "families", "state", "backend", "errors"},
     "speculate": {"types", "isolation", "models", "state", "sampling", "backend", "recent_times"},
     "engine": {
         *("types", "errors", "config", "families", "prefix", "metrics", "scheduler", "grammar"),
-        *("isolation", "lru_cache", "recent_times"),
+        *("isolation", "common_prefix", "lru_cache", "recent_times"),
         *("backend", "state", "sampling", "models", "speculate"),
     },
     "session": {
-        *("types", "errors", "sandbox", "cancellation", "long_work", "lru_cache"),
+        *("types", "errors", "sandbox", "cancellation", "long_work", "lru_cache", "common_prefix"),
         *("engine", "text", "media", "grammar", "tool_calls", "families"),
     },
     "server": {
@@ -64,6 +65,7 @@ RULES: dict[str, set[str]] = {
 """What each room may import. A room may always import itself and the package's own `__init__` (the version)."""
 
 PURE = {
+    "common_prefix",
     "types",
     "tool_calls",
     "families",

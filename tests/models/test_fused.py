@@ -82,7 +82,7 @@ def fast_blas() -> Iterator[None]:
         for name in [*FAMILIES, *PLAIN, *WINDOWED, *OTHERS]:
             tiny_fused.widen(name, patched)
         # so that a short sentence has chunks of both kinds
-        patched.setattr(cuda_attention, "LONGEST_WINDOW", 16)
+        patched.setattr(cuda_attention, "SHORT_ROW_TOKENS", 16)
         yield
     blas.uninstall()
     fused.cache_clear()
@@ -179,7 +179,6 @@ def test_compiled_variants_are_kept_up_to_a_number(
         mx.eval(logits, state.arrays())
         state.commit(num_tokens)
         assert reference.off(0, start, logits) < TOLERANCE
-    assert len(packed._compiled._variants) == num_variants
     # of one token, of two, and where there is no room for both, of one again
     assert packed.num_new_variants - before == 2 + (num_variants == 1)
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.prefix.key import MediaKey, Namespace, cache_key, common_length
+from headrace.common_prefix import common_length
+from headrace.prefix.key import MediaKey, Namespace, cache_key
 
 CAT = sha256(b"cat").digest()
 DOG = sha256(b"dog").digest()

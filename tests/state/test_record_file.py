@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.state.record_file import BadFile, HostArray, read_about, read_file, to_device, to_host, write_file
+from headrace.state.record_file import BadFile, HostArray, mlx_array, read_about, read_file, to_host, write_file
 
 KEY = b"k" * 32
 ABOUT = {"tokens": [1, -(2**127)], "before": "00"}
@@ -44,7 +44,7 @@ def test_every_type_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert about | ABOUT == about
     assert found.keys() == made.keys()
     for name, array in made.items():
-        back = to_device(found[name])
+        back = mlx_array(found[name])
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         assert mx.array_equal(back, array)
 
@@ -60,7 +60,7 @@ def test_it_is_a_safetensors_file(tmp_path: Path) -> None:
 def test_bfloat16_keeps_bits_that_are_no_numbers(tmp_path: Path) -> None:
     bits = mx.array(np.arange(65536, dtype=np.uint16)).view(mx.bfloat16)
     write(tmp_path / "file", {"bits": bits})
-    back = to_device(read(tmp_path / "file")[1]["bits"])
+    back = mlx_array(read(tmp_path / "file")[1]["bits"])
     assert back.dtype == mx.bfloat16
     assert mx.array_equal(back.view(mx.uint16), bits.view(mx.uint16))
 

@@ -12,9 +12,10 @@ from text.vocabularies import byte_level, chat_tokenizer, template
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from headrace.common_prefix import common_length
 from headrace.families.registry import find_family
 from headrace.text import encoder, segments
-from headrace.text.boundaries import MAX_MESSAGES, common_length
+from headrace.text.boundaries import MAX_MESSAGES
 from headrace.text.history import HistoryPolicy
 from headrace.text.template import ChatTemplate, RenderedPrompt
 from headrace.text.template_source import TemplateSource

@@ -23,7 +23,7 @@ _ROLES: Mapping[str, Role] = {
 }
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_IMAGE_PARTS = frozenset({"image_url", "input_image"})
+IMAGE_PARTS = frozenset({"image_url", "input_image"})
 _VIDEO_PARTS = frozenset({"video_url", "input_video"})
 _UNSUPPORTED_PARTS = frozenset({"image", "video", "input_audio", "audio_url", "audio", "file", "input_file"})
 
@@ -145,7 +145,7 @@ def _content(message: ChatMessageBody, path: str) -> tuple[ContentPart, ...]:
 def _part(part: ChatPartBody, path: str) -> ContentPart:
     if part.type in _UNSUPPORTED_PARTS:
         raise UnsupportedField(f"{path}: {part.type} parts are not supported", param=path)
-    if part.type in _IMAGE_PARTS:
+    if part.type in IMAGE_PARTS:
         return _media_part("image", part, _url(part.image_url, f"{path}.image_url"), path)
     if part.type in _VIDEO_PARTS:
         return _media_part("video", part, _url(part.video_url, f"{path}.video_url"), path)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.api.json_body import required
+from headrace.api.openai_messages import IMAGE_PARTS
 from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_items import (
     CARRIED_CALLS,
@@ -31,7 +32,6 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
-_IMAGE_PARTS = frozenset({"input_image", "image_url"})
 _OTHER_PARTS = frozenset({"input_file", "input_audio", "input_video", "computer_screenshot"})
 
 # Marks an opaque text as ours: another server's can't be read.
@@ -168,7 +168,7 @@ def _part(part: PartBody, path: str) -> ContentPart:
         return TextPart(required(part.text, f"{path}.text"))
     if part.type == "refusal":
         return TextPart(required(part.refusal, f"{path}.refusal"))
-    if part.type in _IMAGE_PARTS:
+    if part.type in IMAGE_PARTS:
         url = part.image_url
         source = required(url if isinstance(url, str | None) else url.url, f"{path}.image_url")
         return MediaPart("image", source, param=f"{path}.image_url")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.common_prefix import common_length
 from headrace.config import Config
 from headrace.engine.pool import WAIT_TOKENS, Lookup, PrefixPool
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
 from headrace.models.vlm import Tower
-from headrace.prefix.key import common_length
 from headrace.scheduler.stages import PromptPlan
 from headrace.state.disk import DiskTier
 from headrace.state.disk_records import Load

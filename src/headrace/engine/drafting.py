@@ -18,7 +18,7 @@ from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel, Row
 from headrace.models.source import ModelFiles
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.sampler import GREEDY_ROW
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.ranking import Ranking
@@ -26,7 +26,6 @@ from headrace.speculate.speculator import Speculator, Verified
 from headrace.speculate.step_times import StepTimes
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
-from headrace.types.request import GREEDY
 
 _NUM_CONTEXT = 32
 """Tokens before the steps."""
@@ -39,8 +38,6 @@ _LONGEST_WINDOW = 8
 
 _STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
 """Time limits of the parts; on a slower machine they end early."""
-
-_GREEDY = SamplingRow(GREEDY, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,7 @@ class Rehearsal:
         """A step as the runner makes it, keeping no draft; returns the next token."""
         window = mx.array(ids[-1:], dtype=mx.int32)
         if num_drafts:
-            drafts = drafter.draft([HeadRow(self._state, ids, num_drafts, _GREEDY)])
+            drafts = drafter.draft([HeadRow(self._state, ids, num_drafts, GREEDY_ROW)])
             window = mx.concatenate([window, drafts.ids])
         self._state.begin(1 + num_drafts, 1)
         row = Row(self._state, (ids[-1], *(0,) * num_drafts))

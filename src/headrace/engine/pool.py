@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headrace.prefix.key import MediaKey, Namespace, cache_key, common_length
+from headrace.common_prefix import common_length
+from headrace.prefix.key import MediaKey, Namespace, cache_key
 from headrace.prefix.node import Match, Piece
 from headrace.prefix.radix import PrefixTree
 from headrace.prefix.restore import plan_restore

@@ -6,7 +6,6 @@ Such steps repeat the same operations; only arrays change.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,6 +16,7 @@ import mlx.core as mx
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
+from headrace.lru_cache import LruCache
 from headrace.models.mixers.cuda_attention import AttentionLayers, CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, DeltaLayers
 from headrace.models.mixers.fused import KindInputs, LayerInputs, LayerIO, padded_size
@@ -66,8 +66,8 @@ class CompiledSteps:
         self._kinds = _kinds(mixers, windows)
         self.num_new_variants = 0
         """Steps so far whose variant was new, or had been evicted."""
-        self._variants: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
-        """By all that a step's operations depend on, in order of last use."""
+        self._variants: LruCache[Any, Callable[..., Any]] = LruCache(MOST_VARIANTS)
+        """By all that a step's operations depend on."""
 
     def run(
         self,
@@ -124,16 +124,13 @@ class CompiledSteps:
         return results
 
     def _variant(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
-        variant = self._variants.pop(key, None)
-        if variant is None:
-            self.num_new_variants += 1
-            run = partial(self._trace, *key[:2])
-            # without CUDA the kernels' in-place writes change array objects, which a trace would lose
-            variant = mx.compile(run) if mx.cuda.is_available() else run
-        self._variants[key] = variant
-        if len(self._variants) > MOST_VARIANTS:
-            self._variants.popitem(last=False)
-        return variant
+        return self._variants.find(key, partial(self._new_variant, *key[:2]))
+
+    def _new_variant(self, layout: _Layout, sizes: _Sizes) -> Callable[..., Any]:
+        self.num_new_variants += 1
+        run = partial(self._trace, layout, sizes)
+        # without CUDA the kernels' in-place writes change array objects, which a trace would lose
+        return mx.compile(run) if mx.cuda.is_available() else run
 
     def _trace(
         self,

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.levels import Level, Levels, choose_levels
-from headrace.models.mixers.cuda_attention import LONGEST_WINDOW
+from headrace.models.mixers.cuda_attention import SHORT_ROW_TOKENS
 from headrace.models.packed import PackedModel, Row
 from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
 from headrace.models.source import ModelFiles, foreign_errors
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 12
 """Tokens per row."""
-LONG_CHUNK = LONGEST_WINDOW + 4
+LONG_CHUNK = SHORT_ROW_TOKENS + 4
 """Tokens that the first row has besides where kernels of ours stand: more than a window of theirs takes."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""

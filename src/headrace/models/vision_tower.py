@@ -19,11 +19,9 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.models.chunked import ChunkedEncoding, ChunkedRows, ChunkRecorder, Stages, by_rows
+from headrace.models.mixers.attention import SCORE_ELEMENTS
 from headrace.models.weights import num_parameters
 from headrace.types.media import MediaInput
-
-SCORE_ELEMENTS = 16 * 1024 * 1024
-"""Attention scores held at once on a device without fused attention (64 MiB in float32)."""
 
 SCORE_WORK = 256
 """Multiply-adds that take as long as the softmax of one score there."""

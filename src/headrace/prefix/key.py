@@ -73,20 +73,3 @@ def _media_numbers(span: MediaKey, key: tuple[int, ...]) -> list[int]:
         place.update(b"/%d/%d" % (index, token_id))
         numbers.append(-1 - int.from_bytes(place.digest()))
     return numbers
-
-
-def common_length(first: Sequence[int], second: Sequence[int], offset: int = 0) -> int:
-    """Length of the common prefix of `first` and `second`, counting from `offset`.
-
-    By slice comparison, which is fast for keys of 100,000 numbers; both must have the same type.
-    """
-    low, high = 0, min(len(first) - offset, len(second))
-    if first[offset : offset + high] == second[:high]:
-        return high
-    while high - low > 1:  # they agree up to `low` and part before `high`
-        middle = (low + high) // 2
-        if first[offset + low : offset + middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.common_prefix import common_length
 from headrace.prefix.eviction import Eviction
-from headrace.prefix.key import Namespace, common_length
+from headrace.prefix.key import Namespace
 from headrace.prefix.node import CutSpan, HeldPieces, Match, Mismatch, Node, NodeStorage, Piece, Store, below
 from headrace.types.status import CacheStatus
 

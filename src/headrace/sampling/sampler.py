@@ -16,7 +16,7 @@ from headrace.sampling.draw import NO_TOKEN, draw, uniforms
 from headrace.sampling.history import Text, needs_history
 from headrace.sampling.rows import in_order, pick, row_sums
 from headrace.sampling.truncation import Candidates, truncate
-from headrace.types.request import SamplingParams
+from headrace.types.request import GREEDY, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Below this temperature the most likely token is taken."""
@@ -50,6 +50,9 @@ class SamplingRow:
         has_ids = params.allowed_token_ids is not None or params.banned_token_ids or params.logit_bias
         is_limited = self.mask is not None or self.output_index < params.min_tokens
         return bool(has_ids) or is_limited or needs_history(params)
+
+
+GREEDY_ROW = SamplingRow(GREEDY, 0)
 
 
 def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from headrace.common_prefix import common_length
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
 from headrace.text.template import PromptHead
-from headrace.text.template_probe import common_length
 from headrace.types.chat import ChatMessage, ChatRequest
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from headrace.prefix.key import Namespace, common_length
+from headrace.common_prefix import common_length
+from headrace.prefix.key import Namespace
 
 BLOCK_TOKENS = 256
 """Tokens of a block: some MB of keys and values, which a disk reads at its full speed."""

@@ -17,7 +17,7 @@ from headrace.state.attention import KVRecord
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Digests, Entry, file_name
 from headrace.state.layer import LayerKey
-from headrace.state.record_file import BadFile, HostArray, join, read_file, to_device, to_host
+from headrace.state.record_file import BadFile, HostArray, join, mlx_array, read_file, to_host
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.state.stored_state import Description, StateForm, describe, rebuild, span_name
 
@@ -284,7 +284,7 @@ class Load:
         made: dict[str, mx.array] = {}
         for arrays in (spans, snapshot):
             for name in list(arrays):
-                made[name] = to_device(arrays.pop(name))
+                made[name] = mlx_array(arrays.pop(name))
                 yield
         if layers and start < end:
             records = {

@@ -76,7 +76,7 @@ def safetensors_name(dtype: mx.Dtype) -> str:
     return _NAMES[dtype]
 
 
-def to_device(array: HostArray) -> mx.array:
+def mlx_array(array: HostArray) -> mx.array:
     """An evaluated array with a copy of the values. On the thread that owns arrays."""
     made = mx.array(array.data)
     if array.dtype == "BF16":

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from headrace.common_prefix import common_length
 from headrace.lru_cache import LruCache
 from headrace.text.normalise import num_leading_system
-from headrace.text.template_probe import Render, common_length
+from headrace.text.template_probe import Render
 from headrace.types.chat import ChatMessage, Role, TextPart
 from headrace.types.request import BoundaryKind
 

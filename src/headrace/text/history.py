@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from headrace.common_prefix import common_length
 from headrace.families.family import ModelFamily
 from headrace.lru_cache import LruCache
 from headrace.text.boundaries import chain, digest_of, digest_of_variables
-from headrace.text.template_probe import QUESTION, TurnTraits, common_length, probe_turns
+from headrace.text.template_probe import QUESTION, TurnTraits, probe_turns
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tool_turns import content_text
 from headrace.types.chat import ChatMessage, TextPart

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.common_prefix import common_length
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.families.vision import PatchVision
@@ -24,7 +25,6 @@ from headrace.text.control_text import CUT, ControlText, Run, find_control_token
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
 from headrace.text.normalise import SystemNotes, normalise, template_tool, with_system_line
-from headrace.text.template_probe import common_length
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.text.tool_turns import content_text, matched_results, tools_note

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from headrace.common_prefix import common_length
 from headrace.families.family import ModelFamily
 from headrace.families.registry import detect_reasoning_keys
 from headrace.tool_calls.calls import IdForm
@@ -201,14 +202,3 @@ def _common_end(texts: Sequence[str | None]) -> str | None:
     if first is None or second is None:
         return None
     return first[len(first) - common_length(first[::-1], second[::-1]) :]
-
-
-def common_length(first: str | tuple[int, ...], second: str | tuple[int, ...]) -> int:
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

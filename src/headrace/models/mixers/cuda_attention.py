@@ -32,7 +32,7 @@ from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slab
 
-LONGEST_WINDOW = 80
+SHORT_ROW_TOKENS = 80
 """Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A
 prediction head leaves fewer unread (speculate/speculator.py), of which the library took 40 ms and more for each row."""
 
@@ -292,7 +292,7 @@ def _pairs(inputs: LayerInputs) -> list[tuple[mx.array, mx.array]]:
 
 def _goes_together(step: PackedStep, span: RowSpan, window: int | None) -> bool:
     """Whether the kernel takes this row: its windows count indices, so positions with gaps don't fit."""
-    if span.num_tokens > max(LONGEST_WINDOW, step.kernels.attention_pairs // span.end):
+    if span.num_tokens > max(SHORT_ROW_TOKENS, step.kernels.attention_pairs // span.end):
         return False
     if window is None:
         return not span.bidirectional.full
