@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = Path(__file__).with_name("prose_words.txt")
-PLACES = ("src", "docs", "scripts", "README.md")
+PLACES = ("src", "tests", "benchmarks", "training", "docs", "scripts", "README.md")
 
 _NUM_SHOWN = 12
 _SPEAKING = frozenset({"print", "knob", "debug", "info", "warning", "error", "exception", "critical"})

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _keep_to_one_core() -> None:
-    """Keep each of several test processes to a core of its own: their matrix products wait for each other otherwise."""
+    """Keep each of several test processes to its own core: their matrix products wait for each other otherwise."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -40,6 +40,6 @@ def _for_metal(init: Callable[..., None]) -> Callable[..., None]:
 def _kernel(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, mask: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """In place of mlx-lm's `gated_delta_kernel`."""
+    """Instead of mlx-lm's `gated_delta_kernel`."""
     y, end_state = gated_delta_ops(q, k, v, g, beta, state, mask)
     return y, end_state

@@ -1,4 +1,4 @@
-"""The values a job hands to the renderer: conversations with known answers, and drawings in place of pixels."""
+"""The values a job hands to the renderer: conversations with known answers, and drawings instead of pixels."""
 
 import zlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What thinned prompts still know: recall of single lines of long logs, by what chose the tokens that are computed.
+"""What sparse prefill keeps: recall of single lines of long logs, by what chose the tokens that are computed.
 
     python -m training.sparse_recall [--lengths 2048 4096 8192] [--keep 0.2 0.3] [--count 20] [--by draft]
 

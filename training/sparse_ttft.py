@@ -1,9 +1,9 @@
-"""Time to the first token of long prompts, computed whole and thinned, and how near sparse_options comes to its bound.
+"""Time to the first token of long prompts, with and without sparse prefill; how near sparse_options comes to its bound.
 
     python -m training.sparse_ttft [--lengths 8192 32768] [--keep 0.1 0.2] [--repeats 3] [--models tiny] [--clock cpu]
 
 Times don't depend on what weights hold, so they are random: of the shapes of Qwen3.5-4B and, as its draft model,
-Qwen3.5-0.8B, text models only, stored in bfloat16 and held as the engine holds such weights by itself. Or they are the
+Qwen3.5-0.8B, text models only, stored in bfloat16 and held as the engine holds such weights. Or they are the
 bundled models', with `--models miniature`; with `--models tiny` all of it is tried in seconds. Requests go through the
 engine, with its defaults, but without a prefix cache: each prompt is new to it. The bound is the share of
 the whole prompt's time that the draft model takes to compute it when it is served alone, plus the share of the prompt
@@ -95,7 +95,7 @@ class SelectedTokens:
 
 
 class Clock:
-    """Asks an engine for first tokens, each time of a prompt of its own."""
+    """Asks an engine for first tokens, each time of a new prompt."""
 
     def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
         self._engine = engine
@@ -108,7 +108,7 @@ class Clock:
         return (await self._ask(self._prompt(length), None))[0]
 
     async def thinned(self, length: int, keep: float) -> SelectedTokens:
-        """The same of one that is thinned. Raises RuntimeError if it was not."""
+        """The same with sparse prefill. Raises RuntimeError if it was not applied."""
         prompt, sparse_options = self._prompt(length), SparseOptions(keep)
         first_s, num_kept = await self._ask(prompt, sparse_options)
         known_s, num_again = await self._ask(prompt, sparse_options)
@@ -133,7 +133,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Medians of one length and share. ratio: of the thinned time to the whole one, and so are the draft model's.
+    """Medians of one length and share. ratio: of the time with sparse prefill to that without, like the draft model's.
 
     alone: its time for the prompt when it is served alone. draft: what it takes to choose.
     """
@@ -163,7 +163,7 @@ HEADINGS = "length  keep   whole s  thinned s  draft alone  choosing  computed  
 
 
 def median_line(length: int, keep: float, alone_s: float, wholes: list[float], rounds: list[SelectedTokens]) -> Line:
-    """Ratios are taken within a round, in which one prompt was computed whole and one thinned."""
+    """Ratios are taken within a round, in which one prompt was computed whole and one by sparse prefill."""
     pairs = list(zip(wholes, rounds, strict=True))
     return Line(
         length,

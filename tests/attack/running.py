@@ -38,7 +38,7 @@ class RunningServer:
 
     @property
     def resident_bytes(self) -> int:
-        """Of the server itself. Its helper processes start when they are needed and have a limit of their own."""
+        """Of the server itself. Its helper processes start when they are needed, with a separate limit."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,4 +1,4 @@
-"""Bodies that nobody would write: every answer is a success or a refusal that names the field."""
+"""Random bodies that no client would send: every answer is a success or a refusal that names the field."""
 
 from __future__ import annotations
 

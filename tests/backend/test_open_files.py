@@ -1,4 +1,4 @@
-"""The number of open files survives the import of mlx-lm. In processes of their own: the limit is the process's."""
+"""The number of open files survives the import of mlx-lm. Each case in its own process: the limit is per process."""
 
 from __future__ import annotations
 

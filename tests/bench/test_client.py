@@ -163,6 +163,6 @@ def test_a_server_that_lists_no_model_must_be_told_one(models: Any) -> None:
 @pytest.mark.parametrize("model", [None, "mine"])
 def test_a_server_that_is_not_there_is_named(model: str | None) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody else can have it
+        taken.bind(("127.0.0.1", 0))  # bound but not listening, so that no other process can take it
         with pytest.raises(ConfigError, match="it: nothing answers at http"):
             prepare(url_of(taken), model)

@@ -1,4 +1,4 @@
-"""A measurement that makes no sense is refused before it begins."""
+"""An invalid measurement plan is refused before it begins."""
 
 from __future__ import annotations
 

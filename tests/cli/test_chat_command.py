@@ -32,7 +32,7 @@ class Interrupted(FakeEngine):
 
 
 def person(*lines: str | BaseException) -> Callable[[str], str]:
-    """Someone who types these lines, or presses these keys, and then ends the input."""
+    """A user who types these lines, or presses these keys, and then ends the input."""
     typed = iter(lines)
 
     def ask(prompt: str) -> str:

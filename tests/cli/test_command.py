@@ -1,4 +1,4 @@
-"""The command at terminals and pipes of all kinds, as a process of its own."""
+"""The command at terminals and pipes of all kinds, as a separate process."""
 
 from __future__ import annotations
 

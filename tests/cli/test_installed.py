@@ -61,7 +61,7 @@ def test_another_failed_import_is_no_matter_of_backends() -> None:
 
 @pytest.mark.parametrize("fault", ["ModuleNotFoundError(\"No module named 'mlx'\", name='mlx')", repr(NO_LIBRARY)])
 def test_a_missing_backend_is_one_line_and_no_traceback(fault: str) -> None:
-    """In a process of its own, in which the import of MLX fails as it does without its compute library."""
+    """In a separate process, in which the import of MLX fails as it does without its compute library."""
     program = f"""
 import importlib.abc, sys
 

@@ -2,7 +2,7 @@
 
 First how many of half as many held-out requests are answered to the letter, each of the APIs in turn; then how many
 answers are valid where they have to be: at temperature 1, with and without thinking and a budget for it, streamed and
-not, tokens guessed ahead.
+not, draft tokens.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ async def test_eight_clients_get_their_solo_answers(session: Session, monkeypatc
     ):
         requests = [body(number) for number in range(6)]
         whole = [(await ask(client, request))[0] for request in requests]
-        # two of them end at a string out of the middle of their own answer
+        # two of them stop at a string from the middle of their answer
         for number in (2, 3):
             requests[number]["stop"] = [whole[number][7:11], "never said"]
         alone = [await ask(client, request) for request in requests]

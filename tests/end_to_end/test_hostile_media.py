@@ -1,4 +1,4 @@
-"""Hostile and broken media over HTTP: each refused by its place, and nobody beside them notices."""
+"""Hostile and broken media over HTTP: each is refused by its place, and other requests are unaffected."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _as_deep_as_asked() -> Iterator[None]:
-    """How far ahead is guessed follows from the request, not from the clock."""
+    """The number of drafts follows from the request, not from the clock."""
 
     def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(len(row.survival) for row in rows)
@@ -63,7 +63,7 @@ def launch(model: str) -> Engine:
 
 
 def prompts() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """One to recall something of, and one to copy, where n-grams guess right."""
+    """One to recall something from, and one to copy, where n-gram drafts are right."""
     tokenizer = Tokenizer.from_file(str(MINIATURE / "tokenizer.json"))
     stream = random.Random("padded")
     found = []

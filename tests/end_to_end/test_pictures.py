@@ -1,4 +1,4 @@
-"""The bundled model looks at pictures and clips that come over HTTP."""
+"""The bundled model describes pictures and clips that come over HTTP."""
 
 from __future__ import annotations
 

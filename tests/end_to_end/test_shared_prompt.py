@@ -42,7 +42,7 @@ def sessions() -> Iterator[tuple[Session, Session]]:
 
 
 def words_of(round_number: int) -> list[str]:
-    """Distinct answers of one word each, which nobody has said before."""
+    """Distinct answers of one word each, all new."""
     dice = random.Random(f"round {round_number}")
     words: dict[str, None] = {}
     while len(words) < NUM_CLIENTS:
@@ -80,7 +80,7 @@ async def test_nobody_gets_anybody_elses_answer(round_number: int, sessions: tup
     async with serving(sessions[1]) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         for number in unlike:
             assert answers[number][0] == (await ask(client, number, words[number]))[0]
-    # whoever came first has paid for the system prompt, all others have found it
+    # the first request has computed the system prompt, all others have found it cached
     shared = [num_cached for _, num_cached in answers]
     assert sum(num_cached == 0 for num_cached in shared) <= 1
     assert sorted(shared)[1] >= len(SYSTEM.split())

@@ -1,4 +1,4 @@
-"""Steps launched ahead change nothing that anybody is told, whoever joins, leaves, stops or makes room."""
+"""Steps launched ahead change no output, whichever rows join, leave, stop or are preempted."""
 
 from __future__ import annotations
 

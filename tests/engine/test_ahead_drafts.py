@@ -1,4 +1,4 @@
-"""Rows that nobody guesses for run ahead beside drafts, and nobody can tell from an answer which steps did."""
+"""Rows without drafts run ahead beside rows with some, and no answer depends on which steps did."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Asked:
         return answers
 
     def next_token(self, known: Sequence[int], place: int) -> int | None:
-        """What some answer that goes on from these tokens has so many places behind them."""
+        """The token so many places after these in an answer that continues them."""
         at, start = len(known) + place, tuple(known)
         return next((text[at] for text in self.texts.values() if text[: len(start)] == start and len(text) > at), None)
 
@@ -103,7 +103,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         asked.num_ahead += sum(one.live.is_ahead for one in windows)
 
     def guessed(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
-        draft(self, rows)  # so that the head reads
+        draft(self, rows)  # so that the head processes its inputs
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
         right = [asked.next_token(row.token_ids, place) for place, some in enumerate(wanting) for row in some]
         ids = [dice.randrange(VOCAB) if each is None or dice.random() < 0.25 else each for each in right]

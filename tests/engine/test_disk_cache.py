@@ -1,4 +1,4 @@
-"""The disk tier in the engine: what a restart finds is skipped, nobody can tell from the output, no disk hurts."""
+"""The disk tier in the engine: what a restart finds is not computed again; no disk fault changes the output."""
 
 import asyncio
 import contextlib
@@ -121,7 +121,7 @@ async def disk_status(engine: Engine) -> DiskStatus:
 
 
 async def num_bytes_left(engine: Engine) -> int:
-    """What can't be cleared: nothing, unless somebody has forgotten to let go."""
+    """Bytes that can't be cleared: none, unless a lock was never released."""
     await engine.clear_cache()
     status = (await engine.status()).cache
     assert status is not None
@@ -289,7 +289,7 @@ async def test_a_server_killed_while_it_writes_leaves_nothing_that_harms(
     try:
         assert writer.stdout.readline() == b"writing\n"
         async with engine_of(folders("llama"), tmp_path, cache_disk_quota=10**9) as engine:
-            # one that is still being written belongs to somebody alive
+            # one that is still being written belongs to a living process
             assert len(list(tmp_path.glob(".*.part"))) == 1
             assert await ask(engine, prompt) == (expected, 0)
         block.unlink()

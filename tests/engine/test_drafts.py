@@ -1,4 +1,4 @@
-"""Nobody can tell from an output whether, by whom and how far ahead it was drafted."""
+"""No output depends on whether, by which drafter and how far ahead it was drafted."""
 
 import asyncio
 import random
@@ -66,7 +66,7 @@ def launch(model: str, **knobs: object) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is looked at, and how far ahead is guessed, follows from the request, not from the clock."""
+    """Which rows get drafts, and how many, follows from the request, not from the clock."""
 
     def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(len(row.survival) for row in rows)
@@ -126,7 +126,7 @@ async def ask(engine: Engine, wanted: GenerationRequest, delay: int = 0) -> Answ
 
 @pytest.fixture(scope="module")
 def asked() -> list[GenerationRequest]:
-    """One of each job, greedy and sampled, plain and with everything that looks at the text before a token."""
+    """One of each job, greedy and sampled, plain and with every option that depends on the text before a token."""
     return [
         request(prompt_of("recall"), GREEDY),
         request(prompt_of("call"), WARM),
@@ -141,7 +141,7 @@ def asked() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine, asked: list[GenerationRequest]) -> list[Answer]:
-    """What each says by itself, without drafts."""
+    """Each job's answer alone, without drafts."""
 
     async def run() -> list[Answer]:
         return [await ask(engine, one) for one in asked]
@@ -153,7 +153,7 @@ Draft = Callable[[HeadDrafter, Sequence[HeadRow]], DraftBatch]
 
 
 def made_up(guess: Callable[[HeadRow, int], int]) -> Draft:
-    """A head that guesses what it is told. The head's own reading goes on, as it does under any guesses."""
+    """A head that drafts given tokens. It still processes its inputs, as it does under any drafts."""
 
     def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
@@ -321,7 +321,7 @@ async def test_a_head_that_fails_costs_drafts_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
-        raise RuntimeError("no more guesses")
+        raise RuntimeError("no more drafts")
 
     before = (await engine.status()).drafts
     with monkeypatch.context() as patch:
@@ -331,7 +331,7 @@ async def test_a_head_that_fails_costs_drafts_and_nothing_else(
     assert answer.num_drafted == 0
     after = (await engine.status()).drafts
     assert after.num_failures == before.num_failures + 1
-    assert "no more guesses" in caplog.text
+    assert "no more drafts" in caplog.text
 
 
 async def test_a_planner_that_fails_costs_drafts_and_nothing_else(

@@ -1,4 +1,4 @@
-"""Slices of the vision tower's work: as long as running streams can bear, in order, for whoever still waits."""
+"""Slices of the vision tower's work: as long as running streams can bear, in order, for requests that still wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk tier on a disk that is really full: the operating system refuses the writes, and nobody's answer changes."""
+"""The disk tier on a disk that is really full: the operating system refuses the writes, and no answer changes."""
 
 import asyncio
 import resource

@@ -1,4 +1,4 @@
-"""Sequences that make room and go on later say what they would have said alone, and compute nothing twice."""
+"""Preempted sequences give the same output as alone, and compute nothing twice."""
 
 import asyncio
 from collections.abc import Iterator

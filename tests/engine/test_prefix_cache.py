@@ -1,4 +1,4 @@
-"""The prefix cache in the engine: what is reused is really skipped, and nobody can tell from the output."""
+"""The prefix cache in the engine: what is reused is really skipped, and the output is the same."""
 
 import asyncio
 import gc

@@ -52,7 +52,7 @@ SENTENCES = (
     _sentence(0)[:37] + _sentence(9)[37:],
     _sentence(2),
 )
-"""What sequences have in mind: three that part on their way, and one of its own."""
+"""The sequences' texts: three that diverge, and a separate one."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -38,7 +38,7 @@ def loaded(folder: Path) -> tuple[PackedModel, MtpHead]:
 
 
 class Clock:
-    """Goes on by the same time whenever it is looked at."""
+    """Advances by the same time at each reading."""
 
     def __init__(self, seconds: float) -> None:
         self.now, self.seconds = 0.0, seconds

@@ -247,7 +247,7 @@ async def test_the_draft_model_reads_only_what_is_new_to_it(engine: Engine, monk
 async def test_guesses_company_and_preemption_change_nothing_of_what_is_said_to_thinned_prompts(
     draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head reads the kept tokens at their positions; whatever it guesses, the answers are the same."""
+    """The head processes the kept tokens at their positions; whatever it drafts, the answers are the same."""
     monkeypatch.setattr(DepthPlanner, "plan", lambda self, rows: tuple(len(row.survival) for row in rows))
     monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
     head = tiny_head.prefixed(tiny_head.draw("qwen3_5"))

@@ -1,4 +1,4 @@
-"""Models that mlx-vlm alone knows: from a chat to the tokens that mlx-vlm gives for the whole prompt by itself."""
+"""Models that only mlx-vlm supports: from a chat to the tokens that mlx-vlm alone gives for the whole prompt."""
 
 from __future__ import annotations
 

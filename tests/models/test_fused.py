@@ -391,7 +391,7 @@ def test_an_output_matrix_is_replaced(is_quantised: bool) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen2_vl"])
 def test_axes_turn_what_they_turn_without_kernels(name: str) -> None:
-    """Beside layers as the library has them, whose positions have references of their own."""
+    """Beside the library's own layers, whose positions have separate references."""
     positions = np.cumsum(np.random.default_rng(3).integers(0, 3, (3, 24)), axis=1).astype(np.int32)
     ids, found = SENTENCES[0], []
     for kernels in (tiny_fused.KERNELS, tiny_fused.KERNELS.without_fusion()):

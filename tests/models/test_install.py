@@ -218,7 +218,7 @@ def test_mlx_lms_own_wrapper_around_attention_is_walked_through() -> None:
     [
         ("llama", (None, None, None)),
         ("gpt_oss", (8, None, 8, None)),
-        # layers that share keys have no cache of their own
+        # layers that share keys have no own cache
         ("gemma4_text", (8, 8, None, 8)),
         ("falcon_h1", ((None, None),) * 3),
     ],
@@ -314,7 +314,7 @@ def test_a_final_norm_without_weights_is_found_although_it_is_false_as_a_value()
 
 
 def test_a_model_without_a_known_final_norm_still_gives_the_picked_rows() -> None:
-    # dbrx keeps its layers under a name of its own
+    # dbrx keeps its layers under another name
     model = tiny.build("dbrx")
     packed = install(model)
     assert not any(isinstance(module, TappedNorm) for _, module in model.named_modules())

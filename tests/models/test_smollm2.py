@@ -1,4 +1,4 @@
-"""Bringing the default model: complete or not there, whoever else does the same, and plain words when it can't be."""
+"""Installing the default model: complete or absent, also beside other installers, with a plain error when it fails."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_context_of_no_tokens_counts_as_none_said(length: int, tmp_path: Path)
 
 
 def qwen(folder: Path, *, raw_convolutions: bool, centred_norms: bool) -> Path:
-    """A hybrid whose convolutions and norms are stored in these forms, each right by itself."""
+    """A hybrid whose convolutions and norms are stored in these forms, each right alone."""
     tiny.save("qwen3_5", folder)
     file = str(folder / "model.safetensors")
     weights: dict[str, mx.array] = dict(mx.load(file))

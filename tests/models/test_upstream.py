@@ -1,6 +1,6 @@
 """What packed steps need different in mlx-lm, and that they still need it.
 
-A contract test here fails once mlx-lm does by itself what our function does: then ours may go.
+A contract test here fails once mlx-lm does what our function does: then remove ours.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_ropes_are_still_false_as_values() -> None:
 
 
 def test_the_number_of_open_files_survives_the_import_of_mlx_lm() -> None:
-    """In a process of its own. mlx-lm lowers both limits; a process that may not raise the hard one gets that."""
+    """In a separate process. mlx-lm lowers both limits; a process that may not raise the hard one gets that."""
     code = """
 import resource
 before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -81,7 +81,7 @@ def test_extra_weights_are_left_aside(name: str, tmp_path: Path) -> None:
     folder = change(tiny.save(name, tmp_path), lambda weights: weights.update({one: mx.ones((3, 3)) for one in extra}))
     loaded = load(folder)
     assert np.array_equal(logits(loaded.model), logits(tiny.build(name)))
-    # what a family drops by itself is not counted
+    # what mlx-lm's model drops is not counted
     assert 1 <= loaded.num_unused <= len(extra)
     if name == "llama":
         assert loaded.num_unused == len(extra)

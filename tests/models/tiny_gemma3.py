@@ -2,7 +2,7 @@
 
 mlx-vlm's own way through them is not taken: it lets every token see every other one, and leaves the tower's last norm
 at another epsilon than the checkpoints'. Which tokens see which is written out here as transformers has it: each those
-before it and those of its own picture, and in layers with a window none that is a window behind.
+before it and those of the same picture, and in layers with a window none that is a window behind.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TinyGemma3:
         return folder
 
     def features(self, picture: np.ndarray) -> mx.array:
-        """What stands in the place of a picture's tokens. picture: bytes `[side, side, 3]`."""
+        """The embeddings of a picture's tokens. picture: bytes `[side, side, 3]`."""
         pixels = mx.array(picture.astype(np.float32) / 127.5 - 1)[None]
         hidden = self.model.vision_tower(pixels)[0]
         return self.model.multi_modal_projector(hidden)[0]

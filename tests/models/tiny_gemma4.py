@@ -2,7 +2,7 @@
 
 Where tokens of a picture see each other (`use_bidirectional_attention`), mlx-vlm lets them do so in all layers and
 beyond the window. There its layers run under masks that are written out here as transformers has them: in layers
-without a window each token sees those before it; in the others those of its own picture too, none a window behind.
+without a window each token sees those before it; in the others also those of the same picture, none a window behind.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TinyGemma4:
         return folder
 
     def features(self, picture: np.ndarray) -> mx.array:
-        """What stands in the place of a picture's tokens. picture: bytes `[height, width, 3]`."""
+        """The embeddings of a picture's tokens. picture: bytes `[height, width, 3]`."""
         rows: mx.array = self.model.encode_image(_pixels(picture))[0]
         return rows
 

@@ -91,7 +91,7 @@ def write(file: Path, tensors: Mapping[str, np.ndarray | mx.array], metadata: Ma
 
 
 def save_with_head(name: str, folder: Path, tensors: Mapping[str, np.ndarray | mx.array], **fields: Any) -> Path:
-    """A tiny model's checkpoint, the tensors in a shard of their own beside it. fields: added to the text config."""
+    """A tiny model's checkpoint, the tensors in a separate shard beside it. fields: added to the text config."""
     tiny.save(name, folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     write(folder / "model-00002-of-00002.safetensors", tensors)

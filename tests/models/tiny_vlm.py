@@ -1,4 +1,4 @@
-"""Tiny models that mlx-vlm alone knows, with the files of their processors, and what it says of them by itself."""
+"""Tiny models that only mlx-vlm supports, with their processors' files, and the tokens that mlx-vlm alone gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who makes room, for whom, and when it goes on."""
+"""Which sequence is preempted, for which request, and when it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of bytes: as many as can be, and never one that could keep somebody from its end."""
+"""Reservations of bytes: as many as possible, and never one that could keep a sequence from finishing."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Run:
         assert chunk.sequence_id == client.sequence_id(chunk.choice)
 
     def _check_decoding(self, decoding: set[str]) -> None:
-        """Whoever has begun to speak goes on in every step, unless it makes room."""
+        """A decoding sequence gets a token in every step, unless it is preempted."""
         speaking = {
             client.sequence_id(choice)
             for client in self.all_clients
@@ -183,7 +183,7 @@ class Run:
         costs = {name: kept if name in self.runner.preempted else live for name in self.runner.computed}
         held = sum(costs[name](len(tokens)) for name, tokens in self.runner.computed.items() if tokens)
         assert self.scheduler.reserved_bytes <= self.memory.budget_bytes
-        if self.num_drafts == 0:  # drafts are not reckoned with here: whoever drafts makes `cost` count them in
+        if self.num_drafts == 0:  # `cost` counts drafts in where there are some
             assert held <= self.scheduler.reserved_bytes
 
     def _take(self, outcome: StepOutcome) -> None:
@@ -221,7 +221,7 @@ class Run:
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Few bytes at a time, and somebody makes room for another's turn after a few tokens."""
+    """Few bytes at a time, and a sequence is preempted for another's turn after a few tokens."""
     with (
         patch.object(admission, "RESERVED_OUTPUT_TOKENS", FEW),
         patch.object(admission, "SLICE_TOKENS", 2),

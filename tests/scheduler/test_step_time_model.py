@@ -164,7 +164,7 @@ def test_on_a_noisy_machine_streams_keep_their_share(
 ) -> None:
     machine = Machine(fixed_s, 0.0, piece * fixed_s, token_s)
     twin, pace = StepTimeModel(), StepTimeModel()
-    # a hiccup beside another could be most of what a median looks at
+    # a hiccup beside another could be most of a median's measurements
     rare = {step for step in hiccups if not hiccups & set(range(step - 5 * (REMEASURE_EVERY + 1), step))}
     for step in range(200):
         budget = pace.prompt_budget(num_rows, CHUNK)

@@ -23,7 +23,7 @@ def test_work_is_found_by_the_requests_id_and_by_its_answers_until_it_is_release
     live.attach("mine", "cmpl-1", ("cmpl-1-0", "cmpl-1-1"))
     assert live.work_of("mine") == live.work_of("cmpl-1") == ("cmpl-1-0", "cmpl-1-1")
     live.release("mine")
-    # An id of nobody may still be one that the engine knows.
+    # An unknown id may still be one that the engine knows.
     assert live.work_of("mine") == ("mine",)
     assert live.work_of("cmpl-1") == ("cmpl-1",)
 

@@ -318,7 +318,7 @@ def test_each_turn_is_a_beginning_of_the_next() -> None:
     ends = [index for index, message in enumerate(messages) if message["role"] == "user"][1:]
     prompts = [prompt(turns, messages=messages[: end + 1]) for end in ends]
     for shorter, longer in zip(prompts, prompts[1:], strict=False):
-        # The prompt for an answer opens a thought; the answer's own thought goes on from there.
+        # The prompt for an answer opens a thought; the answer's own thought continues it.
         assert common(shorter, longer) == len(shorter)
 
 

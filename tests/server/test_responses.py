@@ -164,7 +164,7 @@ def test_signs_of_life_come_while_the_prompt_is_computed() -> None:
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     events.append(json.loads(line.removeprefix("data: ")))
-                    # Nothing but signs of life can have come so far: the engine waits for us.
+                    # Nothing but keep-alives can have come so far: the engine waits for us.
                     if len(events) == 5:
                         computed.set()
         return events

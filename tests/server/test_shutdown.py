@@ -166,7 +166,7 @@ def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(nu
         check_error(whole.json())
     assert "Traceback" not in err
     assert f"stopping: 4 requests may go on for {PATIENCE_S if hurry else 0.1:g} s; Ctrl-C again ends them now" in err
-    # In a hurry nobody waits for the engine, and the process ends with its thread.
+    # In a hurry the command does not wait for the engine, and the process ends with its thread.
     assert (process.returncode, "stopped True\n" in out) == ((130, False) if hurry else (0, True))
 
 

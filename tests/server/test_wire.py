@@ -44,7 +44,7 @@ def test_the_role_and_pings_come_while_the_prompt_is_computed() -> None:
                 if not line.startswith("data: {"):
                     continue
                 deltas.append(json.loads(line.removeprefix("data: "))["choices"][0])
-                # Nothing but signs of life can have come so far: the engine waits for us.
+                # Nothing but keep-alives can have come so far: the engine waits for us.
                 if len(deltas) == 4:
                     computed.set()
         return deltas

@@ -1,4 +1,4 @@
-"""Finished turns are computed for the next one while nobody asks, and only then."""
+"""Finished turns are computed for the next one while there are no requests, and only then."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ def test_a_stop_string_ends_one_choice_and_the_others_go_on() -> None:
     assert [(each.choice, each.reason) for each in finished] == [(0, FinishReason.STOP), (1, FinishReason.LENGTH)]
     assert [each.stop_string for each in finished] == ["STOP", None]
     assert finished[-1].usage.num_output_tokens == len("a STOP") + len("bcde")
-    # The engine still worked on choice 0; it is told why nobody waits for it.
+    # The engine still worked on choice 0; it gets the reason why the session stopped reading.
     assert (engine.finished, engine.aborted) == ([("request-1", FinishReason.STOP)], [])
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of thinned prompts: its figures from times, and a whole run of it at a tiny size."""
+"""The benchmark of sparse prefill: its figures from times, and a whole run of it at a tiny size."""
 
 from __future__ import annotations
 

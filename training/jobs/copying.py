@@ -27,7 +27,7 @@ def made_up_word(stream: random.Random, num_parts: int) -> str:
 
 
 def odd_word(stream: random.Random) -> str:
-    """A word that nobody has said before, such as `thrumes`: letters as frequent as in English."""
+    """A made-up word, such as `thrumes`: letters as frequent as in English."""
     word = "".join(stream.choices(LETTERS, LETTER_WEIGHTS, k=stream.randint(2, 9)))
     return word if stream.random() < 0.75 else word.capitalize()
 

@@ -1,4 +1,4 @@
-"""Float16 in place of bfloat16, which the GPUs of M1 and M2 emulate."""
+"""Float16 instead of bfloat16, which the GPUs of M1 and M2 emulate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """State of a gated delta net layer: valid at exactly one length, rolled back by deferred masked replay.
 
 A window that may lose tokens leaves the state before it, the state after it, and the raw inputs of its tokens (about
-1/150 of a state per token). How many of them count is known only later. If all do, the next step goes on from the state
+1/150 of a state per token). How many of them count is known only later. If all do, the next step continues the state
 after them, if none does from the one before; otherwise it replays those that count, with the others as no-ops: no state
 per draft. A step that was launched ahead of its token so costs a second state and no operation.
 The convolution needs no replay, only an index into its raw inputs.

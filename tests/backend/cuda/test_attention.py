@@ -197,7 +197,7 @@ def check_written(
         for held, new, allowed in zip(slabs[slab], (drawn.keys, drawn.values), (drawn.tolerance, 0.0), strict=True):
             wanted = new[lo : lo + num_tokens].swapaxes(0, 1)
             assert error(held[slot, :, tokens], wanted) <= allowed
-        # so that what is left below is what nobody was to touch
+        # so that the rest, compared below, must be unchanged
         for held, old in zip(slabs[slab], before[slab], strict=True):
             old[slot, :, tokens] = double(held)[slot, :, tokens]
     for pair, olds in zip(slabs, before, strict=True):
@@ -291,7 +291,7 @@ def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dt
 
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
 def test_a_row_finds_the_same_bits_wherever_its_keys_are(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
-    """Keys of all slots behind each other in one array, at multiples of 256, and in a slot of their own."""
+    """Keys of all slots behind each other in one array, at multiples of 256, and in a separate slot."""
     slabs, scale = slabs_of(shape, dtype), mx.array([0.125])
     queries, plan = drawn(7, dtype, 14, shape.num_heads, shape.head_dim), plan_of(window, 1, COMPANY)
     offsets = {(0, 0): 512, (2, 0): 1024, (0, 1): 0, (3, 0): 4096, (1, 0): 3072}
