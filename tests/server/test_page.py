@@ -83,3 +83,25 @@ def test_the_page_may_call_its_own_server_and_no_other_port() -> None:
     assert status("null") == 403
     # The name of another page that was made to lead here: the host is refused.
     assert status("http://evil.example:8080", url="http://evil.example:8080") == 403
+
+
+def test_markdown_becomes_a_fragment_under_the_same_policy() -> None:
+    response = send("/v1/markdown", method="POST", json={"text": "**a** <b>", "zeal": 1})
+    assert (response.status_code, response.text) == (200, "<p><strong>a</strong> &lt;b&gt;</p>\n")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"] == send("/").headers["content-security-policy"]
+    assert response.headers["x-headrace-ignored"] == "zeal"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({}, "text"), ({"text": 1}, "text"), ({"text": "x" * 600_000}, "text"), ([], None)]
+)
+def test_markdown_of_a_wrong_body_is_refused_by_its_field(body: object, param: str | None) -> None:
+    response = send("/v1/markdown", method="POST", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_markdown_needs_the_key_and_the_page() -> None:
+    assert send("/v1/markdown", method="POST", json={"text": "a"}, config=ServerConfig(api_key=KEY)).status_code == 401
+    assert send("/v1/markdown", method="POST", json={"text": "a"}, config=ServerConfig(page="off")).status_code == 404

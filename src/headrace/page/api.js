@@ -45,7 +45,8 @@ async function errorOf(response) {
   return new ApiError(error ? sentence(error.message) : `The server answered ${response.status}`, response.status, error?.param);
 }
 
-const sentence = (message) => message.charAt(0).toUpperCase() + message.slice(1);
+/** With a capital letter, unless it begins with a field's path. */
+const sentence = (message) => message.replace(/^[a-z]+(?= )/, (word) => word.charAt(0).toUpperCase() + word.slice(1));
 
 let asking = null;
 

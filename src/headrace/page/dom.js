@@ -21,14 +21,73 @@ export const number = (value, digits = 0) => value.toLocaleString("en", { maximu
 
 export const percent = (share) => `${number(share * 100)} %`;
 
+const ICONS = {
+  plus: "M12 5v14M5 12h14",
+  send: "M12 19V5M6 11l6-6 6 6",
+  stop: "M7 7h10v10H7z",
+  picture: "M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M15 9h.01",
+  settings: "M4 7h10M18 7h2M4 17h2M10 17h10M16 5v4M8 15v4",
+  more: "M5 12h.01M12 12h.01M19 12h.01",
+  list: "M4 6h16M4 12h16M4 18h10",
+  copy: "M9 9h11v11H9zM5 15V4h11",
+  edit: "M4 20h4L19 9l-4-4L4 16z",
+  retry: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",
+  back: "M14 6l-6 6 6 6",
+  next: "M10 6l6 6-6 6",
+  close: "M6 6l12 12M18 6L6 18",
+};
+
+export function icon(name) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [key, value] of Object.entries({ viewBox: "0 0 24 24", class: "icon", "aria-hidden": "true" })) svg.setAttribute(key, value);
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  path.setAttribute("d", ICONS[name]);
+  svg.append(path);
+  return svg;
+}
+
+/** A button of an icon alone; `label` is its name and tooltip. */
+export const iconButton = (name, label, onclick, properties = {}) =>
+  h("button", { type: "button", class: "quiet icon-only", "aria-label": label, title: label, onclick, ...properties }, icon(name));
+
+/** Copy a text and say so in the button for a moment. */
 export async function copy(text, button) {
-  const before = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
-    announce("Copied");
-  } catch {
-    button.textContent = "Can't copy";
-  }
-  setTimeout(() => (button.textContent = before), 1500);
+  const isCopied = await copyText(text);
+  announce(isCopied ? "Copied" : "Could not copy");
+  button.dataset.copied = isCopied ? "Copied" : "Failed";
+  setTimeout(() => delete button.dataset.copied, 1500);
+}
+
+async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  // Pages that came over plain HTTP from another machine have no clipboard.
+  const field = h("textarea", { class: "hidden" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove();
+  return isCopied;
+}
+
+/** Ask in a dialog, whose one action is `label`. Resolves with whether it was chosen; Escape and Cancel decline. */
+export function ask(title, content, label, kind = "primary") {
+  const cancel = h("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Cancel");
+  const form = h("form", { method: "dialog" }, h("h2", {}, title), content,
+    h("div", { class: "row end" }, cancel, h("button", { class: kind, value: "yes" }, label)));
+  const dialog = h("dialog", { "aria-label": title }, form);
+  document.body.append(dialog);
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.onclose = () => {
+      dialog.remove();
+      resolve(dialog.returnValue === "yes");
+    };
+  });
+}
+
+export function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

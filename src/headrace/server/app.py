@@ -21,7 +21,7 @@ from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecor
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.guard import Guard, OwnNames
 from headrace.server.operations import OperationRoutes
-from headrace.server.page import page_routes
+from headrace.server.page import PageRoutes
 from headrace.server.response_routes import ResponseRoutes
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
@@ -66,7 +66,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/cache", operations.clear_cache, methods=["DELETE"]),
             Route("/metrics", operations.metrics),
             Route("/health", operations.health),
-            *page_routes(config),
+            *PageRoutes(config, ignored).routes,
         ],
         middleware=[Middleware(Guard, config, live, errors, OwnNames(config.host, config.allowed_origin))],
         exception_handlers={

@@ -1,0 +1,41 @@
+"""Texts that would run a script, load something or lead away, if a page took them for HTML."""
+
+from __future__ import annotations
+
+PWN = "window.pwned=1"
+FORMS = (
+    f"<script>{PWN}</script>",
+    f"</textarea></title></script><script>{PWN}</script>",
+    f"<img src=x onerror={PWN}>",
+    f'"><img src=x onerror="{PWN}">',
+    f"<svg onload={PWN}><animate onbegin={PWN} attributeName=x dur=1s>",
+    f"<details open ontoggle={PWN}><summary>x</summary></details>",
+    f"<iframe srcdoc='<script>parent.{PWN}</script>'></iframe>",
+    f"<body onload={PWN}><input autofocus onfocus={PWN}>",
+    f'<noscript><p title="</noscript><img src=x onerror={PWN}>">',
+    f'<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=x onerror={PWN}&gt;">',
+    "<style>@import 'https://evil.example/style.css';</style><link rel=stylesheet href=https://evil.example/x.css>",
+    "<base href=https://evil.example/><meta http-equiv=refresh content='0;url=https://evil.example/'>",
+    f"<form action=javascript:{PWN}><button formaction=javascript:{PWN}>x</button></form>",
+    f"[link](javascript:{PWN})",
+    f"[link](JaVaScRiPt:{PWN})",
+    f"[link](&#106;avascript:{PWN})",
+    f"[link](java&#10;script:{PWN})",
+    f"[link](\x01javascript:{PWN})",
+    f"[link](<javascript:{PWN}>)",
+    f"<javascript:{PWN}>",
+    f"[link][ref]\n\n[ref]: javascript:{PWN}",
+    f"[link](data:text/html,<script>{PWN}</script>)",
+    "[link](vbscript:x) [link](file:///etc/passwd) [link](//evil.example/x) [link](/v1/cache)",
+    f'[link](https://evil.example/"onmouseover="{PWN}")',
+    f'[link](https://evil.example "title" onmouseover={PWN})',
+    f'![picture" onerror="{PWN}](https://evil.example/x.png)',
+    "![picture](https://evil.example/x.png) ![picture](//evil.example/x.png) ![](http://evil.example)",
+    f"![picture](data:image/svg+xml,<svg onload={PWN}>)",
+    f'```html" onload="{PWN}\n<script>{PWN}</script>\n```',
+    f'```"><script>{PWN}</script>\ncode\n```',
+    f"| <img src=x onerror={PWN}> |\n|:-:|\n| <script>{PWN}</script> |",
+    f"&lt;script&gt;{PWN}&lt;/script&gt; \\<script>{PWN}</script>",
+    f"<scr\x00ipt>{PWN}</scr\x00ipt> <ſcript>{PWN}</ſcript> \u2028{PWN}",
+    "{{constructor.constructor('window.pwned=1')()}} ${window.pwned=1}",
+)
