@@ -20,6 +20,8 @@ let chat = newChat();
 let messages = new Map();
 let elements = new Map();
 let attached = [];
+let opened = null; // when the shown conversation is loaded
+let learned = null; // when the server has been asked for its models
 
 export async function mount(element, id) {
   if (ui === null) {
@@ -27,11 +29,11 @@ export async function mount(element, id) {
     element.replaceChildren(ui.root);
     document.addEventListener("keydown", onKey);
     onOtherTab(onChangeElsewhere);
-    learnServer();
+    learned = learnServer();
     showList();
   }
   ui.root.classList.remove("listing");
-  if (!id || id !== chat.id) await open(id);
+  if (!id || id !== chat.id) opened = open(id);
 }
 
 export function unmount() {
@@ -58,11 +60,11 @@ async function learnServer() {
 /** Show a conversation of this browser; a new one without an id, or with an unknown one. */
 async function open(id) {
   keepDraft();
+  ui.field.value = drafts.get(id) ?? "";
+  attach([]);
   chat = (id && (await getChat(id))) || newChat();
   if (id && chat.id !== id) history.replaceState(null, "", "#/chat");
   await load();
-  ui.field.value = drafts.get(chat.id) ?? drafts.get("") ?? "";
-  attach([]);
   elements = new Map();
   ui.list.replaceChildren();
   notice("");
@@ -186,6 +188,7 @@ async function askAgain(message, text) {
 }
 
 async function send() {
+  await opened;
   const text = ui.field.value.trim();
   if (isRunning(chat.id) || (!text && !attached.length)) return;
   const media = attached;
@@ -207,6 +210,7 @@ async function add(message) {
 /** Generate an answer to the branch that ends with a message. It goes on while other conversations are shown. */
 async function answerTo(parent) {
   const mine = chat;
+  await learned;
   const model = server.names.includes(mine.settings.model) ? mine.settings.model : server.names[0];
   stop(mine.id);
   await live.get(mine.id)?.done;
@@ -265,7 +269,7 @@ async function onChangeElsewhere({ chat: id, isDeleted }) {
 
 function leave() {
   chat = newChat();
-  if (location.hash === "#/chat") open("");
+  if (location.hash === "#/chat") opened = open("");
   else location.hash = "#/chat";
 }
 

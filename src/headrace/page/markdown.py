@@ -53,7 +53,7 @@ def render_apart(text: str) -> str:
 
 def warm() -> None:
     """Start a helper process in the background."""
-    _sandbox().warm(to_html, "", timeout_s=_TIMEOUT_S)
+    _sandbox().run_in_background(to_html, "", timeout_s=_TIMEOUT_S)
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def _sandbox() -> Sandbox:
 
 
 def to_html(text: str) -> str:
-    return _parser().render(text)
+    return str(_parser().render(text))
 
 
 class _Parser(MarkdownIt):
@@ -143,4 +143,4 @@ def _coloured(code: str, language: str) -> str:
         lexer = get_lexer_by_name(language, stripnl=False)
     except ClassNotFound:
         return escapeHtml(code)
-    return highlight(code, lexer, HtmlFormatter(nowrap=True))
+    return str(highlight(code, lexer, HtmlFormatter(nowrap=True)))
