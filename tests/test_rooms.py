@@ -58,7 +58,7 @@ RULES: dict[str, set[str]] = {
         *("session", "api", "page", "engine", "metrics"),
     },
     "bench": {"types", "isolation", "errors"},
-    "cli": {"types", "errors", "config", "server", "session", "engine", "models", "bench", "backend"},
+    "cli": {"types", "errors", "config", "knobs", "server", "session", "engine", "models", "bench", "backend"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -96,11 +96,7 @@ class EngineConfig:
         None, "folder for a prefix cache on disk, which survives restarts; models may share it", metavar="FOLDER"
     )
     cache_disk_quota: int = knob(
-        20_000_000_000,
-        "limit of --cache-dir over all models",
-        metavar="BYTES",
-        minimum=1,
-        needs="cache_dir",
+        20_000_000_000, "limit of --cache-dir over all models", metavar="BYTES", minimum=1, needs="cache_dir"
     )
     mtp: str = knob(
         "auto",
@@ -115,11 +111,7 @@ class EngineConfig:
         metavar="MODEL",
     )
     sparse_threshold: int = knob(
-        8192,
-        "prompts with fewer uncached tokens are computed in full",
-        metavar="N",
-        minimum=1,
-        needs="sparse_draft",
+        8192, "prompts with fewer uncached tokens are computed in full", metavar="N", minimum=1, needs="sparse_draft"
     )
     sparse_keep: float = knob(
         0.2,
@@ -151,7 +143,7 @@ class EngineConfig:
 class ServerConfig:
     host: str = knob("127.0.0.1", "address to listen on; a public one needs --api-key", metavar="ADDRESS")
     port: int = knob(8080, "port to listen on, 0 for any free one", metavar="N", minimum=0, maximum=65535)
-    api_key: str | None = knob(None, "key that clients must send as a Bearer token", metavar="KEY")
+    api_key: str | None = knob(None, "key that clients must send as a Bearer token", metavar="KEY", secret=True)
     served_model_name: tuple[str, ...] = knob(
         (), "name to answer under, repeatable; automatic: the model's own", metavar="NAME"
     )
@@ -175,9 +167,7 @@ class ServerConfig:
         minimum=0.0,
     )
     reasoning_field: str = knob(
-        "reasoning_content",
-        "name of the thinking text in chat answers",
-        choices=("reasoning_content", "reasoning"),
+        "reasoning_content", "name of the thinking text in chat answers", choices=("reasoning_content", "reasoning")
     )
     log_format: str = knob("text", "how log lines are written", choices=("text", "json"))
     log_level: str = knob(
@@ -240,10 +230,7 @@ class MediaConfig:
         89_000_000, "largest image, and largest frame of a video, as stored", metavar="N", minimum=1, maximum=89_000_000
     )
     video_fps: float | None = knob(
-        None,
-        "frames sampled per second of a video; automatic: the model's own",
-        metavar="FPS",
-        minimum=0.01,
+        None, "frames sampled per second of a video; automatic: the model's own", metavar="FPS", minimum=0.01
     )
     video_max_frames: int = knob(768, "most frames sampled from a video", metavar="N", minimum=2)
     video_max_s: float = knob(1800.0, "longest video", metavar="S", minimum=0.01)
@@ -282,6 +269,11 @@ _SECTIONS: Mapping[str, type] = {
 _SERVED = ("models", "engine", "server", "media", "defaults")
 
 
+def served_knobs() -> tuple[Knob, ...]:
+    """Those of `headrace serve`."""
+    return tuple(each for section in _SERVED for each in knobs_of(_SECTIONS[section]))
+
+
 def set_up_libraries() -> None:
     """Set variables that libraries read at their first use, unless the user has set them.
 
@@ -293,6 +285,11 @@ def set_up_libraries() -> None:
     os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, to be passed on to others."""
+    return dict(os.environ)
 
 
 def built_modules(mlx_version: str) -> Path:

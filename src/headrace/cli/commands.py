@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.service_arguments import parse_install
 from headrace.config import Parser, load_config, with_suggestion
 from headrace.errors import ConfigError
 
@@ -112,6 +113,35 @@ _MTP = Group(
     },
 )
 
+
+def _parse_nothing(about: str) -> Callable[[Sequence[str]], None]:
+    def parse(words: Sequence[str]) -> None:
+        Parser(prog="headrace service", description=about, allow_abbrev=False).parse_args(list(words))
+
+    return parse
+
+
+_SERVICE = Group(
+    "run a server in the background from login on, by launchd or systemd",
+    {
+        "install": Command(
+            "headrace.cli.service",
+            "[MODEL] [options of serve] [--print]: write its files and start it",
+            parse_install,
+            "run_install",
+        ),
+        "remove": Command(
+            "headrace.cli.service", "stop it, delete its files", _parse_nothing("Stop and remove it."), "run_remove"
+        ),
+        "status": Command(
+            "headrace.cli.service",
+            "whether it is installed and runs",
+            _parse_nothing("Say whether it is installed and runs; ends with 3 if it doesn't run."),
+            "run_status",
+        ),
+    },
+)
+
 COMMANDS: Mapping[str, Command | Group] = {
     "serve": Command("headrace.cli.serve", "serve a model over HTTP", _parse_serve),
     "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
@@ -119,6 +149,7 @@ COMMANDS: Mapping[str, Command | Group] = {
     "doctor": Command(
         "headrace.cli.doctor", "say what this machine can do, and how a model would run on it", _parse_doctor
     ),
+    "service": _SERVICE,
     "mtp": _MTP,
     # Its module is light, and parses its own arguments.
     "bench": Command("headrace.cli.bench", "measure a server, alone or beside others", list),

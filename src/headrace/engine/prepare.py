@@ -75,7 +75,7 @@ def prepare(
     found = _find_tower(config, files, loaded, here)
     draft = _find_draft(config, files, loaded, here)
     weights_bytes = mx.get_active_memory()
-    wired = () if here.mac is None else (*here.mac.lines(), wire(here.mac, knobs.wired, weights_bytes))
+    wired = () if here.mac is None else (wire(here.mac, knobs.wired, weights_bytes),)
     budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
     sample = sample_state(loaded.packed, drafting.head)
     cost = sample.cost()
@@ -89,13 +89,10 @@ def prepare(
     tower = None if found is None else found[0]
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
     report = (
-        f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
+        *_device_lines(here, products),
         *wired,
-        f"BLAS: {products.name} ({products.reason})",
         *loaded.report,
-        f"context: {max_model_len} tokens, {cost.num_bytes(max_model_len) / 1e9:.2f} GB of state at full length; "
-        f"{memory.budget_bytes / 1e9:.1f} GB for all, {memory.budget_bytes // max(1, memory.cost(max_model_len))} "
-        "such requests at a time",
+        _context_line(max_model_len, cost.num_bytes(max_model_len), memory),
         *drafting.report,
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
@@ -120,6 +117,22 @@ def prepare(
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
+
+
+def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
+    return (
+        f"device: {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB, {here.num_cores} cores",
+        *(() if here.mac is None else here.mac.lines()),
+        f"BLAS: {products.name} ({products.reason})",
+    )
+
+
+def _context_line(num_tokens: int, state_bytes: int, memory: MemoryBudget) -> str:
+    return (
+        f"context: {num_tokens} tokens, {state_bytes / 1e9:.2f} GB of state at full length; "
+        f"{memory.budget_bytes / 1e9:.1f} GB for all, {memory.budget_bytes // max(1, memory.cost(num_tokens))} such "
+        "requests at a time"
+    )
 
 
 def _load(config: Config, files: ModelFiles, here: Device, constraints: ConstraintFactory | None) -> LoadedModel:
