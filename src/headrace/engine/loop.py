@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 
 from headrace.backend import device
+from headrace.backend.gpu_use import gpu_utilization
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
@@ -323,7 +324,7 @@ class Loop:
             sparse=self._sparse.status(),
             warm_up=self.warm_up.status,
             step_forms=self.warm_up.forms(),
-            device=self._device,
+            device=replace(self._device, utilization=gpu_utilization()),
             history=self._stats.history(now),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )
