@@ -238,10 +238,12 @@ class MediaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """Where `headrace chat` finds its model, if not in its own process."""
+    """The server that `headrace chat` and `headrace launch` use instead of a model or a server of their own."""
 
     url: str | None = knob(
-        None, "chat with a server that speaks OpenAI's API, and with MODEL only if it serves several", metavar="URL"
+        None,
+        "server that speaks OpenAI's API, instead of one of this command's; name a model only if it serves several",
+        metavar="URL",
     )
     url_key: str | None = knob(None, "API key of that server", metavar="KEY", needs="url")
 
@@ -299,6 +301,15 @@ def built_modules(mlx_version: str) -> Path:
     """
     given = os.environ.get("MLX_PTX_CACHE_DIR")
     return Path(given) if given else Path(tempfile.gettempdir()) / "mlx" / mlx_version / "ptx"
+
+
+def environment_for(changes: Mapping[str, str], direct_host: str | None = None) -> dict[str, str]:
+    """This process's environment with changes, for another program. direct_host: no proxy is used for it."""
+    environ = {**os.environ, **changes}
+    if direct_host is not None:
+        known = environ.get("NO_PROXY") or environ.get("no_proxy")
+        environ["NO_PROXY"] = environ["no_proxy"] = f"{known},{direct_host}" if known else direct_host
+    return environ
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:

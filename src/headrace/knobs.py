@@ -130,7 +130,7 @@ class Knob:
         number: float = self.kind(raw)
         return number
 
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
+    def add_to(self, group: argparse._ActionsContainer) -> None:
         """Add the flag to a parser without a default, so that an absent flag stays visible."""
         options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self._help()}
         if self.kind is bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from fakes import FakeEngine, fake_session
 
-from headrace.cli.progress import ProgressLine, PromptProgress, Waiting, loading_progress, preparing_text, show_prompts
+from headrace.cli.progress import PromptProgress, loading_progress, preparing_text, show_prompts
+from headrace.cli.progress_line import ProgressLine, Waiting
 from headrace.config import Config
 from headrace.types.status import Phase, RequestStatus
 

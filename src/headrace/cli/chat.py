@@ -16,7 +16,8 @@ from headrace.cli.chat_remote import RemoteChat
 from headrace.cli.chat_state import ChatCommands, ChatState
 from headrace.cli.chat_terminal import Display, PlainDisplay, TerminalDisplay, terminal_input, unquoted, without_echo
 from headrace.cli.configured import configured_text_pipeline, server_defaults, without_missing_vision
-from headrace.cli.progress import PromptProgress, Waiting, loading_text, preparing_text
+from headrace.cli.progress import PromptProgress, loading_text, preparing_text
+from headrace.cli.progress_line import Waiting
 from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, HeadraceError

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.launch_arguments import parse_launch
 from headrace.cli.service_arguments import parse_install
 from headrace.config import Parser, load_config, with_suggestion
 from headrace.errors import ConfigError
@@ -146,6 +147,7 @@ COMMANDS: Mapping[str, Command | Group] = {
     "serve": Command("headrace.cli.serve", "serve a model over HTTP", _parse_serve),
     "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
     "status": Command("headrace.cli.status", "show what a server is doing, live", _parse_status),
+    "launch": Command("headrace.cli.launch", "start an agent or another client, connected to a server", parse_launch),
     "doctor": Command(
         "headrace.cli.doctor", "say what this machine can do, and how a model would run on it", _parse_doctor
     ),

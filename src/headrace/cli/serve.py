@@ -21,7 +21,8 @@ from headrace.cli.configured import (
     server_defaults,
     without_missing_vision,
 )
-from headrace.cli.progress import ProgressLine, Waiting, loading_text, preparing_text, show_prompts
+from headrace.cli.progress import loading_text, preparing_text, show_prompts
+from headrace.cli.progress_line import ProgressLine, Waiting
 from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.models.purpose import purpose_by_name
