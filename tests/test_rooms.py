@@ -17,6 +17,7 @@ SOURCE = ROOT / "src" / "headrace"
 RULES: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
+    "clients": set(),
     "config": {"errors", "knobs", "tool_calls"},
     "knobs": {"errors"},
     "cancellation": set(),
@@ -55,10 +56,13 @@ RULES: dict[str, set[str]] = {
     },
     "server": {
         *("types", "errors", "isolation", "cancellation", "long_work", "config"),
-        *("session", "api", "page", "engine", "metrics"),
+        *("session", "api", "page", "engine", "metrics", "clients"),
     },
     "bench": {"types", "isolation", "errors"},
-    "cli": {"types", "errors", "config", "knobs", "server", "session", "engine", "models", "bench", "backend"},
+    "cli": {
+        *("types", "errors", "config", "knobs", "server", "session", "engine", "models", "bench", "backend"),
+        "clients",
+    },
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -76,6 +80,7 @@ PURE = {
     "scheduler",
     "metrics",
     "api",
+    "clients",
     "page",
     "config",
     "knobs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from pages import ROOT, Block, blocks, without_options
 from headrace.engine.prepare import MINIATURE
 
 PATIENCE_S = 240
-SHELL, PROGRAMS, DATA = ("", "sh"), ("python",), ("json", "yaml", "toml")
+SHELL, PROGRAMS, DATA = ("", "sh"), ("python",), ("json", "yaml", "toml", "dotenv")
 
 CANNOT = {
     "scripts/test": "long: it runs these tests",
@@ -46,8 +47,15 @@ CANNOT = {
     ".venv/bin/python -m benchmarks.model --shape qwen3.5": "long: billions of weights",
     ".venv/bin/python -m benchmarks.kernels": "long; tests/perf runs its cases",
     "claude": "a program of another maker",
-    "qwen --auth-type": "a program of another maker",
-    "aider --model": "a program of another maker",
+    "codex": "a program of another maker",
+    "OPENCODE_CONFIG": "a program of another maker",
+    "QWEN_CODE": "a program of another maker",
+    "CLINE_": "a program of another maker",
+    "CONTINUE_": "a program of another maker",
+    "aider": "a program of another maker",
+    "LLM_USER_PATH": "a program of another maker",
+    "headrace launch claude": "a program of another maker; tests/cli/test_launch_clients.py runs it where it is installed",
+    "headrace launch codex": "a program of another maker; tests/cli/test_launch_clients.py runs it where it is installed",
 }
 """How commands begin that are not run, and why."""
 
@@ -143,6 +151,10 @@ def stopped(server: subprocess.Popen[str]) -> Iterator[None]:
             server.communicate()
 
 
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in shlex.split(text))
+
+
 def address(server: subprocess.Popen[str]) -> str:
     """Where a server listens, once it does."""
     assert server.stdout is not None
@@ -191,7 +203,8 @@ def test_every_reason_against_a_command_is_needed() -> None:
     "block", [each for each in blocks() if each.language in DATA], ids=lambda block: f"{block.page}-{block.language}"
 )
 def test_a_settings_file_parses(block: Block) -> None:
-    parse = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}[block.language]
+    parsers = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads, "dotenv": variables}
+    parse = parsers[block.language]
     assert parse(block.text)
 
 

@@ -1,4 +1,4 @@
-"""`headrace serve | chat | status | doctor | service | mtp | bench`: runs a command, and prints errors on one line."""
+"""`headrace serve | launch | chat | status | doctor | service | mtp | bench`: runs a command; errors are one line."""
 
 from __future__ import annotations
 

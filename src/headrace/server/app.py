@@ -18,6 +18,7 @@ from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecord, UnknownFields
+from headrace.server.client_routes import client_routes
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.guard import Guard, OwnNames
 from headrace.server.operations import OperationRoutes
@@ -56,6 +57,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/messages", message.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
             *_model_routes(session, names),
+            *client_routes(session, config, names),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/tokenizer_info", tokens.tokenizer_info),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),

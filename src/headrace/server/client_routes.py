@@ -1,0 +1,28 @@
+"""GET /v1/clients: the settings with which each client uses this server."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace.clients.record import Endpoint, output_limit
+from headrace.clients.registry import CLIENTS
+from headrace.clients.text import client_json
+from headrace.config import ServerConfig
+from headrace.session.session import Session
+
+_KEY_TO_FILL_IN = "YOUR_KEY"
+
+
+def client_routes(session: Session, config: ServerConfig, names: tuple[str, ...]) -> list[Route]:
+    context = session.model.max_model_len
+    key = None if config.api_key is None else _KEY_TO_FILL_IN
+
+    async def clients(request: Request) -> Response:
+        url = str(request.base_url).rstrip("/")
+        endpoint = Endpoint(url, names[0], context, output_limit(context), key)
+        data = [client_json(client, endpoint) for client in CLIENTS.values()]
+        return JSONResponse({"object": "list", "data": data})
+
+    return [Route("/v1/clients", clients)]
