@@ -14,9 +14,9 @@ from headrace.session.session import Session
 
 
 @asynccontextmanager
-async def serving(session: Session, config: ServerConfig | None = None) -> AsyncIterator[str]:
-    """Yields the server's base URL; the server is down again when the block is left."""
-    config = replace(config or ServerConfig(), port=0)
+async def serving(session: Session, config: ServerConfig | None = None, *, port: int = 0) -> AsyncIterator[str]:
+    """Yields the server's base URL; the server is down again when the block is left. port: 0 for any free one."""
+    config = replace(config or ServerConfig(), port=port)
     with open_listener(config) as listener:
         listens = asyncio.Event()
         server = HttpServer(session, config, listens.set)

@@ -54,8 +54,9 @@ CANNOT = {
     "CONTINUE_": "a program of another maker",
     "aider": "a program of another maker",
     "LLM_USER_PATH": "a program of another maker",
-    "headrace launch claude": "a program of another maker; tests/cli/test_launch_clients.py runs it where it is installed",
-    "headrace launch codex": "a program of another maker; tests/cli/test_launch_clients.py runs it where it is installed",
+    "headrace launch claude": "a program of another maker; tests/cli/test_launch_clients.py runs it if it is there",
+    ".venv/bin/headrace launch claude": "a program of another maker",
+    "headrace launch codex": "a program of another maker",
 }
 """How commands begin that are not run, and why."""
 

@@ -13,6 +13,7 @@ import pytest
 from fakes import END, FakeEngine, fake_session
 
 from headrace import __version__
+from headrace.clients.registry import CLIENTS
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, Overloaded
 from headrace.server.app import build_app
@@ -314,3 +315,19 @@ def test_polls_are_logged_for_debugging_only_unless_they_fail(path: str, caplog:
         if record.name == "headrace.server" and record.getMessage().startswith("GET")
     ]
     assert told == [("DEBUG", [path, "200"]), ("INFO", ["/v1/models", "200"]), ("INFO", [path, "503"])]
+
+
+def test_settings_of_clients_name_this_server_its_model_and_no_key() -> None:
+    async def conversation(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.get("/v1/clients", headers={"host": "localhost:8123", "x-api-key": "secret"})
+
+    response = talk(FakeEngine(), conversation, ServerConfig(api_key="secret", served_model_name=("mine",)))
+    clients = {each["id"]: each for each in response.json()["data"]}
+    assert set(clients) == set(CLIENTS)
+    assert "secret" not in response.text
+    for each in clients.values():
+        text = "".join(file["text"] for file in each["files"])
+        assert "http://localhost:8123" in text
+        assert "mine" in text
+        assert "YOUR_KEY" in text
+        assert each["launch"] == f"headrace launch {each['id']}"

@@ -70,9 +70,8 @@ class ServerProbe:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OtherProgram(f"{self.url} is no server of models ({type(error).__name__})") from error
         if response.status_code in (401, 403):
-            raise ConfigError(
-                f"the server at {self.url} needs a key or another one (it answered {response.status_code})"
-            )
+            problem = "needs a key" if self.key is None else "refuses the key"
+            raise ConfigError(f"the server at {self.url} {problem} ({response.status_code})")
         if response.status_code == 503:
             return None
         try:
@@ -110,13 +109,28 @@ def free_port(host: str, wanted: int) -> int:
         family, kind, protocol, _, (address, *_) = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror or error}") from error
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, wanted))
-        except OSError:
-            return 0
-        return int(probe.getsockname()[1])
+    for reuses in (0, 1):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+            try:
+                probe.bind((address, wanted))
+            except OSError:
+                if not reuses and not _has_old_connections(wanted):
+                    return 0
+            else:
+                return int(probe.getsockname()[1])
+    return 0
+
+
+def _has_old_connections(port: int) -> bool:
+    """Whether connections of an earlier server may be what keeps the port, so that a new one may reuse it.
+
+    On Linux two programs may bind a port for reuse while neither listens, as a server that loads its model. Elsewhere
+    the second one is refused.
+    """
+    tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]
+    rows = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
+    return not tables or any(int(row[1].rpartition(":")[2], 16) == port for row in rows)
 
 
 def wait_until(is_over: Callable[[], bool], text: Callable[[], str]) -> None:
