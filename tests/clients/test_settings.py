@@ -111,11 +111,13 @@ def test_the_real_client_did_what_its_settings_say(name: str) -> None:
         assert request["headers"]["authorization"] == f"Bearer {recorded['key']}"
         assert "x-api-key" not in request["headers"]
         assert request["fields"]["model"] == recorded["model"]
-        limit = request["fields"].get("max_tokens")
-        if name in NO_LIMIT:
-            assert limit is None
-        elif name != "cline":  # always 32000
-            assert limit == output_limit(recorded["context"])
+    limits = [each["fields"].get("max_tokens") for each in answers]
+    if name in NO_LIMIT:
+        assert set(limits) == {None}
+    elif name == "qwen":  # lowers it for a prompt that leaves less
+        assert all(0 < limit <= output_limit(recorded["context"]) for limit in limits)
+    elif name != "cline":  # always 32000
+        assert set(limits) == {output_limit(recorded["context"])}
 
 
 def test_every_client_was_recorded() -> None:
