@@ -139,7 +139,7 @@ class World:
         """One step's failures."""
         plan = self.scheduler.schedule()
         result = self.runner.execute(plan, self.scheduler.planned_requests())
-        return [one.error for one in self.scheduler.update(result, 1.0, 1.0).failures]
+        return list(self.scheduler.update(result, 1.0, 1.0).errors.values())
 
     def num_kept(self) -> int:
         """Tokens in the cache once the row is free."""

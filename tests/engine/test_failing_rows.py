@@ -122,7 +122,7 @@ class World:
         for output in outcome.outputs:
             scores = [one.logprob for one in output.logprobs]
             self.answers[output.request_id] += zip(output.token_ids, scores, strict=True)
-        self.failures |= {one.request_id: one.error for one in outcome.failures}
+        self.failures |= outcome.errors
         self.runner.free(self.scheduler.released())
 
     def run(self, is_enough: Callable[[], bool] = lambda: False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from engine.sparse_models import GREEDY, THRESHOLD, tokens
 
 from headrace.engine.pool import PrefixCache, PrefixPool
-from headrace.engine.sparse.draft import Scored, SparseDraft
+from headrace.engine.sparse.draft import Importance, SparseDraft
 from headrace.engine.sparse.prefill import NUM_REMEMBERED, SparsePrefill
 from headrace.errors import ContextTooLong
 from headrace.scheduler.stages import PromptPlan, PromptStages, Stage
@@ -50,11 +49,11 @@ class Draft(SparseDraft):
     def clear(self) -> int:
         return 0
 
-    def advance(self, limit_s: float | None) -> list[Scored]:
+    def advance(self, limit_s: float | None) -> dict[str, Importance | None]:
         importance = np.zeros(NUM_TOKENS, np.float32)
         importance[64:96] = 1
         read, self.reading = self.reading, []
-        return [Scored(each, importance if self.finds else None) for each in read]
+        return dict.fromkeys(read, importance if self.finds else None)
 
 
 class Prefixes:
@@ -203,7 +202,7 @@ def test_a_prompt_that_could_not_be_scored_is_computed_whole_and_the_next_is_sco
 
 def test_a_draft_engine_that_breaks_is_not_asked_again_and_nobody_waits_for_it() -> None:
     class Broken(Draft):
-        def advance(self, limit_s: float | None) -> Sequence[Scored]:  # type: ignore[override]
+        def advance(self, limit_s: float | None) -> dict[str, Importance | None]:  # type: ignore[override]
             raise ZeroDivisionError
 
     draft = Broken()

@@ -18,7 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.loop import Abort, Command, Inspect, Loop, Stop, Submit
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import draft as draft_module
-from headrace.engine.sparse.draft import Scored, SparseDraft
+from headrace.engine.sparse.draft import Importance, SparseDraft
 from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, RequestCancelled
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner
@@ -125,7 +125,7 @@ class Scenario:
         self.at_step: dict[int, Callable[[], None]] = {}
         original = SparseDraft.advance
 
-        def advance(draft: SparseDraft, limit_s: float | None) -> list[Scored]:
+        def advance(draft: SparseDraft, limit_s: float | None) -> dict[str, Importance | None]:
             self.num_steps += 1
             self.at_step.get(self.num_steps, lambda: None)()
             return original(draft, limit_s)

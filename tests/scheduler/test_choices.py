@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler.made_up import AMPLE, FakeRunner, answer, lengths, request, score, solo
 
-from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
+from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.request import GenerationRequest
 from headrace.types.step import ChunkFailure, ChunkResult, StepResult
@@ -129,7 +129,7 @@ def test_the_failure_of_one_choice_is_the_requests_only_outcome(failing: tuple[s
     errors = tuple(ChunkFailure(sequence_id, ValueError(sequence_id)) for sequence_id in failing)
     kept = tuple(each for each in whole.results if each.sequence_id not in failing)
     outcome = scheduler.update(StepResult(kept, errors), 0.0, 0.0)
-    assert outcome == StepOutcome(failures=(RequestFailure("a", errors[0].error),))
+    assert outcome == StepOutcome(errors={"a": errors[0].error})
     assert scheduler.released() == ("a/0", "a/1", "a/2")
     assert (scheduler.num_running, scheduler.reserved_bytes) == (0, 0)
 

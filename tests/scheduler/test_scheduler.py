@@ -8,7 +8,7 @@ import pytest
 from scheduler.made_up import AMPLE, answer, lengths, request
 
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
+from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.events import FinishReason, OutputTimes, TokenOutput
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult, StepPlan, StepResult
 
@@ -284,7 +284,7 @@ def test_a_failing_row_fails_alone() -> None:
     scheduler.schedule()
     error = ValueError("its own work")
     outcome = take(scheduler, StepResult((ChunkResult("good", 2, (7,)),), (ChunkFailure("bad", error),)))
-    assert outcome == StepOutcome((TokenOutput("good", (7,)),), (RequestFailure("bad", error),))
+    assert outcome == StepOutcome((TokenOutput("good", (7,)),), {"bad": error})
     assert scheduler.released() == ("bad",)
     assert lengths(scheduler.schedule()) == {"good": 1}
 

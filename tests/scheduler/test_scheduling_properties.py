@@ -199,10 +199,10 @@ class Run:
             if output.finish_reason:
                 assert output.choice not in self.reasons[client.id]
                 self.reasons[client.id][output.choice] = output.finish_reason
-        for failed in outcome.failures:
-            assert failed.request_id not in self.ended
-            assert str(failed.error).split("/")[0] == failed.request_id
-            self.ended.add(failed.request_id)
+        for request_id, error in outcome.errors.items():
+            assert request_id not in self.ended
+            assert str(error).split("/")[0] == request_id
+            self.ended.add(request_id)
         for request_id in outcome.finished:
             assert request_id not in self.ended
             assert len(self.reasons[request_id]) == len(self.outputs[request_id])

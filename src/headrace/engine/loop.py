@@ -23,7 +23,7 @@ from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, MemoryUsage
-from headrace.scheduler.scheduler import RequestFailure, Scheduler, StepOutcome
+from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import DeviceStatus, EngineStatus, MemoryStatus
 from headrace.types.step import StepPlan
@@ -331,12 +331,12 @@ class Loop:
 
     def _publish(self, outcome: StepOutcome, now: float) -> None:
         items: list[tuple[OutputQueue, Item]] = [(self._queues[one.request_id], one) for one in outcome.outputs]
-        items += [(self._queues[one.request_id], _error_of(one)) for one in outcome.failures]
+        items += [(self._queues[request_id], _public(error)) for request_id, error in outcome.errors.items()]
         self._hand_over(items)
         for output in outcome.outputs:
             self._stats.output(output, now)
-        for failure in outcome.failures:
-            self._end(failure.request_id, "error")
+        for request_id in outcome.errors:
+            self._end(request_id, "error")
         for request_id in outcome.finished:
             self._end(request_id, None)
 
@@ -356,9 +356,9 @@ def _device_status() -> DeviceStatus:
     return DeviceStatus(here.kind, here.name, here.memory_bytes, here.num_cores)
 
 
-def _error_of(failure: RequestFailure) -> HeadraceError:
-    if isinstance(failure.error, HeadraceError):
-        return failure.error
-    error = GenerationFailed(f"the engine could not go on with this request: {type(failure.error).__name__}")
-    error.__cause__ = failure.error
-    return error
+def _public(error: BaseException) -> HeadraceError:
+    if isinstance(error, HeadraceError):
+        return error
+    failure = GenerationFailed(f"the engine could not go on with this request: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

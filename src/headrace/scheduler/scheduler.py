@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, MemoryBudget, expected_output_tokens
@@ -22,22 +22,15 @@ from headrace.types.step import Chunk, ChunkResult, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFailure:
-    """A request that ended because computing it raised."""
-
-    request_id: str
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step gave: at most one output per choice, or one failure per request.
+    """What a step gave: at most one output per choice, or one error per request.
 
-    outputs: in the order of a request's choices. finished: requests whose last choice ended with this step.
+    outputs: in the order of a request's choices. errors: of failed requests, by id. finished: requests whose last
+    choice ended with this step.
     """
 
     outputs: tuple[TokenOutput, ...] = ()
-    failures: tuple[RequestFailure, ...] = ()
+    errors: Mapping[str, BaseException] = field(default_factory=dict)
     finished: tuple[str, ...] = ()
 
 
@@ -215,8 +208,8 @@ class Scheduler:
                     continue
                 finished.append(live.id)
             self._end(live)
-        failures = [RequestFailure(name, error) for name, error in errors.items() if not stepped[name].is_aborted]
-        return StepOutcome(tuple(outputs), tuple(failures), tuple(finished))
+        of_others = {name: error for name, error in errors.items() if not stepped[name].is_aborted}
+        return StepOutcome(tuple(outputs), of_others, tuple(finished))
 
     def note_drafts(self, num_ready: Mapping[str, int]) -> None:
         """Set how many drafts the runner holds for the next chunk of each sequence, by id; ended ones are ignored."""

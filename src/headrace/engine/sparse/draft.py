@@ -40,14 +40,6 @@ Importance = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A prompt that the draft model has finished. importance: None if that failed."""
-
-    request_id: str
-    importance: Importance | None
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedDraft:
     """A draft model before there is memory for its states. cost: of a state, by its length."""
 
@@ -153,20 +145,23 @@ class SparseDraft:
         self._scheduler.abort(request_id)
         self._free()
 
-    def advance(self, limit_s: float | None) -> list[Scored]:
-        """One step with the time limit `limit_s` for prompt tokens, None for no limit; returns the finished prompts."""
+    def advance(self, limit_s: float | None) -> dict[str, Importance | None]:
+        """One step with the time limit `limit_s` for prompt tokens, None for no limit.
+
+        Returns the finished prompts' importance by request; None if scoring one failed.
+        """
         plan = self._scheduler.schedule(limit_s)
         if plan.is_empty:
-            return []
+            return {}
         started = time.monotonic()
         result = self._runner.execute(plan, self._scheduler.planned_requests())
         now = time.monotonic()
         outcome = self._scheduler.update(result, now - started, now)
-        scored = [Scored(failure.request_id, None) for failure in outcome.failures]
+        scored: dict[str, Importance | None] = dict.fromkeys(outcome.errors)
         # before their states are freed
-        scored += [Scored(request_id, self._score(request_id)) for request_id in outcome.finished]
-        for one in scored:
-            del self._lengths[one.request_id]
+        scored |= {request_id: self._score(request_id) for request_id in outcome.finished}
+        for request_id in scored:
+            del self._lengths[request_id]
         self._free()
         return scored
 

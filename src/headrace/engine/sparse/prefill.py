@@ -14,7 +14,7 @@ from headrace.config import Config
 from headrace.engine.memory import fitting_context
 from headrace.engine.pool import PrefixCache, PrefixPool
 from headrace.engine.runner import Runner
-from headrace.engine.sparse.draft import LOOKAHEAD, Importance, LoadedDraft, Scored, SparseDraft
+from headrace.engine.sparse.draft import LOOKAHEAD, Importance, LoadedDraft, SparseDraft
 from headrace.engine.sparse.select import CHUNK, select
 from headrace.errors import ContextTooLong
 from headrace.isolation import isolated
@@ -195,15 +195,13 @@ class SparsePrefill(Sparse):
 
     def advance(self, limit_s: float | None) -> None:
         with isolated(self._break):
-            for one in self.draft.advance(limit_s):
-                self._note(self._scoring.pop(one.request_id), one)
-
-    def _note(self, key: tuple[str, tuple[int, ...]], one: Scored) -> None:
-        if one.importance is None:
-            self._scored[one.request_id] = Bypass.DRAFT_FAILED
-            return
-        self._scored[one.request_id] = one.importance
-        self._remembered.put(key, one.importance)
+            for request_id, importance in self.draft.advance(limit_s).items():
+                key = self._scoring.pop(request_id)
+                if importance is None:
+                    self._scored[request_id] = Bypass.DRAFT_FAILED
+                else:
+                    self._scored[request_id] = importance
+                    self._remembered.put(key, importance)
 
     def evict(self, num_bytes: int) -> int:
         return self.draft.evict(num_bytes)
