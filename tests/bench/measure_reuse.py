@@ -21,7 +21,7 @@ from pathlib import Path
 from headrace.bench.answer import estimate_tokens
 from headrace.bench.client import Client, Message
 from headrace.bench.plan import Plan, Target
-from headrace.bench.workloads import Conversation, build_round
+from headrace.bench.workloads import Questions, build_round
 
 MAX_TOKENS = 8
 
@@ -49,7 +49,7 @@ class First:
     num_cached: int | None
 
 
-async def converse(server: Server, conversation: Conversation) -> list[First]:
+async def converse(server: Server, conversation: Questions) -> list[First]:
     messages: list[Message] = []
     firsts = []
     for question in conversation.questions:
@@ -107,7 +107,7 @@ async def main() -> None:
     lengths = [int(length) for length in given.tokens.split(",")]
     plan = Plan((), num_repeats=given.repeats, num_conversations=1, max_tokens=MAX_TOKENS, seed=given.seed)
     for server in servers:
-        await converse(server, Conversation(("Good morning.",), ("warm-up",), MAX_TOKENS))
+        await converse(server, Questions(("Good morning.",), ("warm-up",), MAX_TOKENS))
     for length in lengths:
         await measure(replace(plan, num_prompt_tokens=length), "repeated-prompt", servers)
     if given.turns:

@@ -18,7 +18,7 @@ from headrace.bench.client import Client
 from headrace.bench.figures import sameness
 from headrace.bench.plan import Plan, Target
 from headrace.bench.rounds import PlayedLevel, PlayedRound, play, play_round, total_requests, warm_up
-from headrace.bench.workloads import Conversation, Round, Stream, build_round
+from headrace.bench.workloads import Questions, Round, Stream, build_round
 from headrace.errors import ConfigError
 
 PLAN = Plan((), num_prompt_tokens=40, max_tokens=4, num_repeats=2, streams=(2,))
@@ -26,8 +26,8 @@ PATIENCE_S = 20
 REFUSED = JSONResponse({"error": {"message": "no"}}, 500)
 
 
-def chat(*questions: str, kind: str = "a", system: str | None = None) -> Conversation:
-    return Conversation(questions, (kind,) * len(questions), 4, system)
+def chat(*questions: str, kind: str = "a", system: str | None = None) -> Questions:
+    return Questions(questions, (kind,) * len(questions), 4, system)
 
 
 def play_one(fake: FakeOpenAI, made: Round, done: Callable[[int], None] = lambda count: None) -> PlayedRound:

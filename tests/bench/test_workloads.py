@@ -13,12 +13,12 @@ import pytest
 
 import headrace
 from headrace.bench.plan import WORKLOADS, Plan
-from headrace.bench.workloads import TOKENS_PER_WORD, WORDS, Conversation, Round, build_round, num_requests, random_text
+from headrace.bench.workloads import TOKENS_PER_WORD, WORDS, Questions, Round, build_round, num_requests, random_text
 
 PLAN = Plan((), num_prompt_tokens=300, max_tokens=20)
 
 
-def conversations(made: Round) -> list[Conversation]:
+def conversations(made: Round) -> list[Questions]:
     return [each for stream in made for each in stream.conversations]
 
 

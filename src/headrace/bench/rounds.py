@@ -12,7 +12,7 @@ from random import Random
 from headrace.bench.answer import Answer
 from headrace.bench.client import Client, Message
 from headrace.bench.plan import Plan
-from headrace.bench.workloads import Conversation, Round, build_round, num_requests, random_text
+from headrace.bench.workloads import Questions, Round, build_round, num_requests, random_text
 from headrace.errors import ConfigError
 
 _WARM_UP_TOKENS = 16
@@ -131,7 +131,7 @@ class _Performance:
             if not stream.late:
                 await speaks.wait()
 
-    async def _converse(self, conversation: Conversation, on_text: Callable[[], None]) -> list[Answer]:
+    async def _converse(self, conversation: Questions, on_text: Callable[[], None]) -> list[Answer]:
         """The answers to all questions; a failed request ends the conversation, because the next turn needs it."""
         messages: list[Message] = []
         if conversation.system is not None:

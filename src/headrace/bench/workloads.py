@@ -58,7 +58,7 @@ _LONG_ANSWER_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Questions:
     """Questions asked one after the other, each after all earlier answers.
 
     kinds: of each question; answers of one kind are summarised together.
@@ -77,7 +77,7 @@ class Stream:
     late: starts once every other stream has its first text, or has failed.
     """
 
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[Questions, ...]
     late: bool = False
 
 
@@ -119,7 +119,7 @@ def _shared_prefix(plan: Plan, streams: int, random: Random) -> Round:
     for index in range(_num_conversations(plan, streams)):
         # At the start of the round the prefix is new to the server, and all streams send it at once.
         kind = "first" if index < streams else "later"
-        chats.append(Conversation((_short_question(random),), (kind,), plan.max_tokens, system))
+        chats.append(Questions((_short_question(random),), (kind,), plan.max_tokens, system))
     return _dealt(chats, streams)
 
 
@@ -129,7 +129,7 @@ def _growing_conversation(plan: Plan, streams: int, random: Random) -> Round:
         opening = f"{random_text(random, plan.num_prompt_tokens)}\n\n{_short_question(random)}"
         questions = (opening, *(_short_question(random) for _ in range(plan.num_turns - 1)))
         kinds = tuple(f"turn {number}" for number in range(1, plan.num_turns + 1))
-        chats.append(Conversation(questions, kinds, plan.max_tokens))
+        chats.append(Questions(questions, kinds, plan.max_tokens))
     return _dealt(chats, streams)
 
 
@@ -157,17 +157,17 @@ def _num_conversations(plan: Plan, streams: int) -> int:
     return plan.num_conversations or _CONVERSATIONS_PER_STREAM * streams
 
 
-def _dealt(chats: list[Conversation], streams: int) -> Round:
+def _dealt(chats: list[Questions], streams: int) -> Round:
     return tuple(Stream(tuple(chats[first::streams])) for first in range(min(streams, len(chats))))
 
 
-def _short(plan: Plan, random: Random) -> Conversation:
-    return Conversation((_short_question(random),), ("short",), plan.max_tokens)
+def _short(plan: Plan, random: Random) -> Questions:
+    return Questions((_short_question(random),), ("short",), plan.max_tokens)
 
 
-def _long(plan: Plan, random: Random, max_tokens: int) -> Conversation:
+def _long(plan: Plan, random: Random, max_tokens: int) -> Questions:
     question = f"{random_text(random, plan.num_prompt_tokens)}\n\n{_short_question(random)}"
-    return Conversation((question,), ("long",), max_tokens)
+    return Questions((question,), ("long",), max_tokens)
 
 
 def _short_question(random: Random) -> str:
