@@ -134,7 +134,7 @@ class Forwards:
         self._packed = packed
         self.build_s: list[float] = []
         """Seconds in which the host built the graph of each step."""
-        pool = StatePool()
+        pool = StatePool(has_batches=packed.kernels.attends_in_batches)
         first = SequenceState(pool, len(prompt))
         for lo in range(0, len(prompt), chunk_tokens):
             part = prompt[lo : lo + chunk_tokens]

@@ -13,6 +13,11 @@ from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
 LAYER = (0,)
 
 
+@pytest.fixture(params=["ranges", "batches"])
+def pool(request: pytest.FixtureRequest) -> StatePool:
+    return StatePool(has_batches=request.param == "batches")
+
+
 def tokens(start: int, end: int, num_heads: int = 2, head_dim: int = 4) -> tuple[mx.array, mx.array]:
     """Keys whose every element is the token's index, values its negative."""
     index = mx.arange(start, end, dtype=mx.float32)[None, None, :, None]
@@ -20,8 +25,7 @@ def tokens(start: int, end: int, num_heads: int = 2, head_dim: int = 4) -> tuple
     return keys, -keys
 
 
-def test_rows_of_one_slab_do_not_see_each_other() -> None:
-    pool = StatePool()
+def test_rows_of_one_slab_do_not_see_each_other(pool: StatePool) -> None:
     first, second = pool.allocate(10), pool.allocate(10)
     assert first.slab is second.slab
     first.write(LAYER, 0, *tokens(0, 5))
@@ -30,8 +34,7 @@ def test_rows_of_one_slab_do_not_see_each_other() -> None:
     assert mx.array_equal(second.read(LAYER, 1, 3)[1], tokens(101, 103)[1])
 
 
-def test_a_row_that_outgrows_its_slot_keeps_its_tokens() -> None:
-    pool = StatePool()
+def test_a_row_that_outgrows_its_slot_keeps_its_tokens(pool: StatePool) -> None:
     slot = pool.allocate(SMALLEST_CAPACITY)
     slot.write(LAYER, 0, *tokens(0, SMALLEST_CAPACITY))
     pool.grow(slot, SMALLEST_CAPACITY + 1, SMALLEST_CAPACITY)
@@ -42,11 +45,12 @@ def test_a_row_that_outgrows_its_slot_keeps_its_tokens() -> None:
     assert mx.array_equal(values, tokens(0, SMALLEST_CAPACITY + 1)[1])
 
 
-def test_a_row_for_whose_growth_memory_is_short_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_for_whose_growth_memory_is_short_stays_where_it_is(
+    pool: StatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_memory(self: StatePool, arrays: object) -> None:
         raise MemoryError
 
-    pool = StatePool()
     slot = pool.allocate(SMALLEST_CAPACITY)
     slot.write(LAYER, 0, *tokens(0, 5))
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
@@ -58,8 +62,7 @@ def test_a_row_for_whose_growth_memory_is_short_stays_where_it_is(monkeypatch: p
     assert pool.num_bytes == 0, "the larger slot is free, too"
 
 
-def test_a_pool_without_rows_holds_no_memory() -> None:
-    pool = StatePool()
+def test_a_pool_without_rows_holds_no_memory(pool: StatePool) -> None:
     slots = [pool.allocate(size) for size in (5, 5, 5, 5, 5, 600, 3000)]
     for slot in slots:
         slot.write(LAYER, 0, *tokens(0, 3))
@@ -76,8 +79,8 @@ def overwrite(state: SequenceState) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 256, 1000, 1023, 1024, 2048])
-def test_what_is_taken_of_a_slot_is_not_written_in_place(num_tokens: int) -> None:
-    state = SequenceState(StatePool(), num_tokens)
+def test_what_is_taken_of_a_slot_is_not_written_in_place(num_tokens: int, pool: StatePool) -> None:
+    state = SequenceState(pool, num_tokens)
     state.begin(num_tokens)
     for start, end in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
         if start < end:
@@ -92,8 +95,9 @@ def test_what_is_taken_of_a_slot_is_not_written_in_place(num_tokens: int) -> Non
 
 
 @pytest.mark.parametrize("num_tokens", [5, 1024])
-def test_a_record_may_be_restored_any_number_of_times_while_slots_are_written_in_place(num_tokens: int) -> None:
-    pool = StatePool()
+def test_a_record_may_be_restored_any_number_of_times_while_slots_are_written_in_place(
+    num_tokens: int, pool: StatePool
+) -> None:
     record = SequenceRecord(num_tokens, {LAYER: KVRecord(0, *(mx.contiguous(one) for one in tokens(0, num_tokens)))})
     for _ in range(2):
         state = SequenceState(pool, num_tokens)
@@ -135,20 +139,18 @@ def test_tokens_given_for_a_whole_sliding_buffer_stay_the_givers() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1025, 1500, 2049, 5000, 8192])
-def test_a_long_row_takes_at_most_twice_its_tokens(num_tokens: int) -> None:
-    pool = StatePool()
+def test_a_long_row_takes_at_most_twice_its_tokens(num_tokens: int, pool: StatePool) -> None:
     slot = pool.allocate(num_tokens)
     slot.write(LAYER, 0, *tokens(0, num_tokens))
     used = sum(array.nbytes for array in tokens(0, num_tokens))
     assert pool.num_bytes < 2 * used
 
 
-def test_a_freed_slot_is_used_again() -> None:
-    pool = StatePool()
+def test_a_freed_slot_is_used_again(pool: StatePool) -> None:
     kept, freed = pool.allocate(10), pool.allocate(10)
     pool.free(freed)
     again = pool.allocate(10)
-    assert (again.slab, again.start) == (kept.slab, freed.start)
+    assert (again.slab, again.row, again.start) == (kept.slab, freed.row, freed.start)
 
 
 def test_a_sliding_buffer_holds_the_window_through_moves() -> None:

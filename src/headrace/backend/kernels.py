@@ -78,6 +78,15 @@ class Kernels:
         return "fused" if num_tokens == 1 else "chunked"
 
     @property
+    def attends_in_batches(self) -> bool:
+        """Whether one call of attention reads several rows, with a mask for their lengths.
+
+        A launch for each row and layer takes a GPU longer than the few keys beyond a row's own. Sums run over other
+        rows' lengths, so not in exact numerics.
+        """
+        return self.device == "metal" and self.numerics == "fast"
+
+    @property
     def convolves_by_library(self) -> bool:
         """Whether the convolution before a gated delta rule is `conv1d`, a single kernel on Metal.
 

@@ -47,7 +47,7 @@ def state_pool(model: PackedModel, cost: StateCost, budget_bytes: int, max_num_s
     quarter of the budget at most for keys and values, and another for running states.
     """
     if not model.is_compiled:
-        return StatePool()
+        return StatePool(has_batches=model.kernels.attends_in_batches)
     share, (fixed, per_token) = budget_bytes // 4, cost.slot_bytes
     most_tokens = min(max_num_seqs * slot_capacity(longest), _MOST_SLAB_TOKENS, share // max(per_token, 1))
     slab_tokens = max(SLAB_TOKENS, 1 << most_tokens.bit_length() - 1)

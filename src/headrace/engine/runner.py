@@ -71,7 +71,7 @@ class Runner:
         self._features = Features() if features is None else features
         self._records_queries = records_queries
         self._runs_ahead = ahead
-        self._pool = StatePool() if pool is None else pool
+        self._pool = StatePool(has_batches=model.kernels.attends_in_batches) if pool is None else pool
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
         """Sequences that have gained tokens in the last step."""

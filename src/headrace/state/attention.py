@@ -94,7 +94,7 @@ class FullAttentionState:
 
     def cost(self) -> LayerCost:
         num_bytes = sum(array.nbytes for array in self.arrays())
-        return LayerCost(per_token=num_bytes // self.slot.slab.capacity, in_slots=True)
+        return LayerCost(per_token=num_bytes // self.slot.slab.num_tokens, in_slots=True)
 
 
 def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: int) -> dict[LayerKey, KVRecord]:
@@ -112,7 +112,8 @@ def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: 
         if keys.shape != values.shape:
             records[first] = states[first].copy(start, end)
             continue
-        arrays = [array for _, of_layer in group for array in of_layer]
+        own = slice(slot.row, slot.row + 1)
+        arrays = [array[own] for _, of_layer in group for array in of_layer]
         # views: an index would copy each
         parts = mx.split(collect(arrays, keys.shape[1], keys.shape[3], slot.start + start, end - start), len(arrays))
         for (key, _), of_keys, of_values in zip(group, parts[::2], parts[1::2], strict=True):

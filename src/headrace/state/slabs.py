@@ -1,8 +1,12 @@
 """Where keys and values of full attention live.
 
-A slab holds, per layer, an array `[1, num_kv_heads, tokens, head_dim]`, head-major because matmuls read it so. A row
-owns a slot of it: the smallest power of two of tokens that fits it. When it outgrows the slot it moves to a larger one:
-memory stays under twice what the rows hold, rows join and leave without copying others.
+A slab holds, per layer, an array `[num_rows, num_kv_heads, capacity, head_dim]`, head-major because matmuls read it so.
+A sequence owns a slot of it: the smallest power of two of tokens that fits it. When it outgrows the slot it moves to a
+larger one, so that memory stays under twice what the sequences hold.
+
+A `RangeSlab` is one row of tokens, and slots are ranges of it: sequences join and leave without copying others, and
+our kernels find them by numbers. In a `BatchSlab` each row is a slot, so that one call of the library's attention
+reads several; it gets more rows as sequences join, which copies it.
 
 The in-place contract (a broken one costs a copy of one slab, which a test of peak memory would show):
 per layer and step all rows write before any row reads; a read takes the newest version; no view of a slab
@@ -31,6 +35,9 @@ SMALLEST_CAPACITY = 256
 SLAB_TOKENS = 1024
 """Tokens of a slab, unless the pool is told otherwise; a larger slot has a separate slab."""
 
+MOST_ROWS = 32
+"""Rows of a `BatchSlab`; more sequences of a capacity have another."""
+
 
 def slot_capacity(num_tokens: int) -> int:
     """Tokens of the smallest slot that holds `num_tokens`."""
@@ -39,98 +46,155 @@ def slot_capacity(num_tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Room for some tokens, a power of two. Arrays of a layer are made at its first write.
+    """Room for `num_rows` times `capacity` tokens. Arrays of a layer are made at its first write."""
 
-    free: where the free blocks of each size begin; sizes are powers of two, and so are their distances.
-    """
-
+    num_rows: int
     capacity: int
     keys: dict[LayerKey, mx.array] = field(default_factory=dict)
     values: dict[LayerKey, mx.array] = field(default_factory=dict)
-    free: dict[int, set[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.free[self.capacity] = {0}
-
-    @property
-    def is_empty(self) -> bool:
-        return bool(self.free.get(self.capacity))
 
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for part in (self.keys, self.values) for array in part.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.capacity
 
     def prepare(self, layer: LayerKey, num_heads: int, head_dims: tuple[int, int], dtype: mx.Dtype) -> None:
         """Make the layer's arrays if no row has written it: for keys and values of these dimensions."""
         if layer in self.keys:
             return
         for stored, head_dim in zip((self.keys, self.values), head_dims, strict=True):
-            stored[layer] = mx.zeros((1, num_heads, self.capacity, head_dim), dtype)
+            stored[layer] = mx.zeros((self.num_rows, num_heads, self.capacity, head_dim), dtype)
 
-    def take(self, size: int) -> int | None:
-        """Where a block of this size begins, cut from the smallest that holds it; None if there is none."""
-        found = min((each for each, starts in self.free.items() if starts and each >= size), default=None)
+
+class RangeSlab(Slab):
+    """One row, whose slots are ranges of powers of two."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(1, capacity)
+        self._free: dict[int, set[int]] = {capacity: {0}}
+        """Where the free blocks of each size begin; sizes are powers of two, and so are their distances."""
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(self._free.get(self.capacity))
+
+    def take(self, size: int) -> Slot | None:
+        """A slot of this size, cut from the smallest block that holds it; None if there is none."""
+        found = min((each for each, starts in self._free.items() if starts and each >= size), default=None)
         if found is None:
             return None
-        start = min(self.free[found])
-        self.free[found].remove(start)
+        start = min(self._free[found])
+        self._free[found].remove(start)
         while found > size:
             found //= 2
-            self.free.setdefault(found, set()).add(start + found)
-        return start
+            self._free.setdefault(found, set()).add(start + found)
+        return Slot(self, 0, start, size)
 
-    def give_back(self, start: int, size: int) -> None:
-        """Free a block; free neighbours of one size become one."""
-        while size < self.capacity and start ^ size in self.free.get(size, ()):
-            self.free[size].remove(start ^ size)
+    def give_back(self, slot: Slot) -> None:
+        """Free a slot; free neighbours of one size become one."""
+        start, size = slot.start, slot.capacity
+        while size < self.capacity and start ^ size in self._free.get(size, ()):
+            self._free[size].remove(start ^ size)
             start, size = min(start, start ^ size), 2 * size
-        self.free.setdefault(size, set()).add(start)
+        self._free.setdefault(size, set()).add(start)
+
+
+class BatchSlab(Slab):
+    """Slots of one capacity, each a row. A quarter of the rows at most are spare, half after sequences have left."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(0, capacity)
+        self._used: set[int] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._used
+
+    def take(self, size: int) -> Slot | None:
+        """The first free row; None for another size, or if there are too many rows."""
+        row = next(number for number in range(MOST_ROWS + 1) if number not in self._used)
+        if size != self.capacity or row == MOST_ROWS:
+            return None
+        if row >= self.num_rows:
+            self._resize(min(MOST_ROWS, self.num_rows + max(1, self.num_rows // 4)))
+        self._used.add(row)
+        return Slot(self, row, 0, size)
+
+    def give_back(self, slot: Slot) -> None:
+        self._used.remove(slot.row)
+        num_needed = max(self._used, default=-1) + 1
+        if 0 < num_needed <= self.num_rows // 2:
+            self._resize(num_needed)
+
+    def _resize(self, num_rows: int) -> None:
+        """Copy the arrays one by one, so that memory for one of them is enough."""
+        for stored in (self.keys, self.values):
+            for layer in stored:
+                missing = num_rows - stored[layer].shape[0]
+                if missing > 0:
+                    more = mx.zeros((missing, *stored[layer].shape[1:]), stored[layer].dtype)
+                    stored[layer] = mx.concatenate([stored[layer], more])
+                else:
+                    stored[layer] = copy_of(stored[layer][:num_rows])
+                mx.eval(stored[layer])
+        self.num_rows = num_rows
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A row's place in a slab, from token `start` of it on; `StatePool.grow` moves it."""
+    """A sequence's place in a slab, from token `start` of a row on; `StatePool.grow` moves it."""
 
-    slab: Slab
+    slab: RangeSlab | BatchSlab
+    row: int
     start: int
     capacity: int
 
     def write(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values `[1, num_kv_heads, n, head_dim]` at tokens `start` to `start + n`."""
         self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
-        at = self.start + start
+        place = self._place(start, start + keys.shape[2])
         for stored, new in ((self.slab.keys, keys), (self.slab.values, values)):
             # what fills an array whole would become the array, and be written in place
-            part = copy_of(new) if new.shape == stored[layer].shape else new
-            stored[layer][:, :, at : at + new.shape[2]] = part
+            stored[layer][place] = copy_of(new) if new.shape == stored[layer].shape else new
 
     def fill(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[mx.array]:
         """The same between steps, in place, also if others hold the slab's arrays; returns what must be evaluated."""
+        if isinstance(self.slab, BatchSlab):
+            self.write(layer, start, keys, values)
+            return [self.slab.keys[layer], self.slab.values[layer]]
         self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
         stored = self.slab.keys[layer], self.slab.values[layer]
         return [put(array, 2, self.start + start, new) for array, new in zip(stored, (keys, values), strict=True)]
 
     def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""
-        place = (slice(None), slice(None), slice(self.start + start, self.start + end))
+        place = self._place(start, end)
         return self.slab.keys[layer][place], self.slab.values[layer][place]
 
     def has(self, layer: LayerKey) -> bool:
         return layer in self.slab.keys
 
+    def _place(self, start: int, end: int) -> tuple[slice, slice, slice]:
+        return slice(self.row, self.row + 1), slice(None), slice(self.start + start, self.start + end)
+
 
 class StatePool:
     """Where an engine's sequences have their states: slabs of keys and values, and tables of running states."""
 
-    def __init__(self, slab_tokens: int | None = None, num_sequences: int = 1) -> None:
+    def __init__(self, slab_tokens: int | None = None, num_sequences: int = 1, *, has_batches: bool = False) -> None:
         """slab_tokens: of slabs, the first of which then stays: steps are compiled for its arrays. None: small slabs.
 
         num_sequences: for which the tables of running states have room from the start.
+        has_batches: whether slabs are a `BatchSlab` for each capacity.
         """
         self.is_permanent = slab_tokens is not None
         """Whether steps are compiled for the arrays: then they are written in place, by kernels of ours only."""
         self._slab_tokens = slab_tokens or SLAB_TOKENS
-        self._slabs: list[Slab] = []
+        self._has_batches = has_batches
+        self._slabs: list[RangeSlab | BatchSlab] = []
         self.delta = DeltaTables(num_sequences)
         self._together: list[mx.array] | None = None
         """Copies to be launched at once, see `together`."""
@@ -144,19 +208,18 @@ class StatePool:
         """A free slot for at least `num_tokens` tokens; its content is undefined."""
         capacity = slot_capacity(num_tokens)
         for slab in self._slabs:
-            start = slab.take(capacity)
-            if start is not None:
-                return Slot(slab, start, capacity)
-        slab = Slab(max(capacity, self._slab_tokens))
+            if (slot := slab.take(capacity)) is not None:
+                return slot
+        slab = BatchSlab(capacity) if self._has_batches else RangeSlab(max(capacity, self._slab_tokens))
         self._slabs.append(slab)
-        start = slab.take(capacity)
-        assert start is not None
-        return Slot(slab, start, capacity)
+        found = slab.take(capacity)
+        assert found is not None
+        return found
 
     def free(self, slot: Slot) -> None:
         """Give a slot back; a slab without used slots is dropped, and its memory with it."""
         slab = slot.slab
-        slab.give_back(slot.start, slot.capacity)
+        slab.give_back(slot)
         if slab.is_empty and not (self.is_permanent and slab is self._slabs[0]):
             self._slabs.remove(slab)
 
@@ -176,7 +239,7 @@ class StatePool:
                 self.launch(filled)
             undo.pop_all()
         self.free(slot)
-        slot.slab, slot.start, slot.capacity = larger.slab, larger.start, larger.capacity
+        slot.slab, slot.row, slot.start, slot.capacity = larger.slab, larger.row, larger.start, larger.capacity
 
     def launch(self, arrays: Sequence[mx.array]) -> None:
         """Evaluate copies of what later steps will write, before these are launched.

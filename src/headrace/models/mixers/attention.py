@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from headrace.models.mixers.attention_batches import in_step_order, plan_batches, read_together, write_together
 from headrace.models.step import NO_SPANS, RowSpan, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 
@@ -36,20 +37,56 @@ def attend(
     Gives `[1, num_heads, T, value_dim]`.
     """
     spans = view.step.spans
+    if window is None and view.step.kernels.attends_in_batches:
+        return _attend_in_batches(view, queries, new, scale, sinks)
     states = states_of(view, window)
     if new is not None:
         # all writes before any read: see the in-place contract in state/slabs.py
-        keys, values = new
-        for span, state, *own in zip(spans, states, _by_row(spans, keys), _by_row(spans, values), strict=True):
-            state.write(span.start, *own)
-            for length in span.state.snapshot_points:
-                state.take_snapshot(length)
+        _write_rows(spans, states, new, range(len(spans)))
     if sinks is None and _are_decoding(view):
         return _attend_tokens(spans, states, queries, scale, window)
     outputs = [
         read_row(view, span, state, queries, scale, sinks, window) for span, state in zip(spans, states, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _attend_in_batches(
+    view: View,
+    queries: mx.array,
+    new: tuple[mx.array, mx.array] | None,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array:
+    """`attend` without a window, for short rows of one slab together."""
+    step, spans = view.step, view.step.spans
+    states = [span.state.full_attention(view.layer) for span in spans]
+    plan = step.once(plan_batches, states)
+    if new is not None:
+        for one in plan.writes:
+            write_together(step, one, states[0].layer, new)
+        _write_rows(spans, states, new, plan.written_alone)
+    outputs = [read_together(step, batch, states[0], queries, scale, sinks) for batch in plan.batches]
+    alone = [read_row(view, spans[number], states[number], queries, scale, sinks, None) for number in plan.read_alone]
+    if len(spans) == 1:
+        return alone[0]
+    outputs += [found.swapaxes(0, 2) for found in alone]
+    return in_step_order(step, plan, outputs)
+
+
+def _write_rows(
+    spans: Sequence[RowSpan],
+    states: Sequence[FullAttentionState | SlidingAttentionState],
+    new: tuple[mx.array, mx.array],
+    numbers: Sequence[int],
+) -> None:
+    """Write the keys and values of these rows, each by itself, and take their snapshots."""
+    keys, values = (_by_row(spans, array) for array in new) if numbers else ((), ())
+    for number in numbers:
+        span, state = spans[number], states[number]
+        state.write(span.start, keys[number], values[number])
+        for length in span.state.snapshot_points:
+            state.take_snapshot(length)
 
 
 def _by_row(spans: Sequence[RowSpan], array: mx.array) -> Sequence[mx.array]:
