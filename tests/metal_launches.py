@@ -7,7 +7,8 @@ which would take a CPU most of the time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -74,29 +75,52 @@ def ours(model: Any, num_rows: int, *, is_ahead: bool = False) -> int:
 
     is_ahead: the step is launched before the last one's tokens are read, so that its own may turn out to be dropped.
     """
-    packed = PackedModel(model, choose_levels(model), Kernels("fast", "metal"))
-    num_certain = 0 if is_ahead else 1
-    try:
-        pool = StatePool()
-        rows = [Row(SequenceState(pool, 2 * CONTEXT), (row,)) for row in range(num_rows)]
-        _step(packed, [Row(row.state, tuple(range(CONTEXT))) for row in rows], CONTEXT)
+    with _packed(model) as packed:
+        rows = _rows(packed, num_rows)
+        num_certain = 0 if is_ahead else 1
         _step(packed, rows, num_certain)  # rows that have joined are gathered once
         return _step(packed, rows, num_certain)
+
+
+def ours_with_drafts(model: Any, num_rows: int, num_kept: Callable[[int], int]) -> int:
+    """The same of a step with two drafts for each row, after such a step of which each row has kept so many tokens."""
+    with _packed(model) as packed:
+        rows = [Row(row.state, (0, 1, 2)) for row in _rows(packed, num_rows)]
+        for _ in range(2):
+            _step(packed, rows, 1, num_kept)
+        return _step(packed, rows, 1, num_kept)
+
+
+@contextmanager
+def _packed(model: Any) -> Iterator[PackedModel]:
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "metal"))
+    try:
+        yield packed
     finally:
         packed.restore()
 
 
-def _step(packed: PackedModel, rows: Sequence[Row], num_certain: int) -> int:
-    """One step; how many launches its graph has."""
+def _rows(packed: PackedModel, num_rows: int) -> list[Row]:
+    """Rows of one token each after a prompt of CONTEXT tokens."""
+    pool = StatePool(has_batches=packed.kernels.attends_in_batches)
+    rows = [Row(SequenceState(pool, 2 * CONTEXT), (row,)) for row in range(num_rows)]
+    _step(packed, [Row(row.state, tuple(range(CONTEXT))) for row in rows], CONTEXT)
+    return rows
+
+
+def _step(
+    packed: PackedModel, rows: Sequence[Row], num_certain: int, num_kept: Callable[[int], int] | None = None
+) -> int:
+    """One step, after which each row keeps so many tokens, or all; how many launches its graph has."""
     lengths = [len(row.token_ids) for row in rows]
     for row, length in zip(rows, lengths, strict=True):
         row.state.begin(length, num_certain)
-    picks = [end - 1 for end in accumulate(lengths)]
+    picks = [end - 1 for end in accumulate(lengths)] if num_kept is None else range(sum(lengths))
     graph = [mx.argmax(packed.graph(rows, picks), axis=-1), *packed.unevaluated(rows)]
     launches = metal_launches(graph)
     mx.eval(graph)
-    for row, length in zip(rows, lengths, strict=True):
-        row.state.commit(length)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        row.state.commit(length if num_kept is None else num_kept(number))
     return launches
 
 
