@@ -332,6 +332,7 @@ def test_at_the_last_level_nothing_is_put_in() -> None:
     assert len(tree_flatten(model.parameters())) == len(tiny.parameters(model))
 
 
+@pytest.mark.cpu_forms("where steps overlap")
 @pytest.mark.parametrize(
     ("name", "device", "launches_ahead"),
     [("qwen3_5", "metal", True), ("gpt_oss", "cuda", True), ("qwen3_5", "cpu", False), ("lfm2", "metal", False)],

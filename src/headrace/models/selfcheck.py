@@ -132,7 +132,7 @@ def _as(level: Level) -> str:
 
 
 def _compare(packed: PackedModel, reference: Reference) -> Margin | None:
-    pool = StatePool()
+    pool = StatePool(has_batches=packed.kernels.attends_in_batches)
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]
     difference = 0.0

@@ -16,12 +16,14 @@ class LayerCost:
     """Bytes of a layer's state: `fixed` plus `per_token` for each token up to `max_tokens` (None: all).
 
     in_slots: the tokens are held in a slot, whose capacity is a power of two.
+    former: bytes of the state from before a window whose tokens may be dropped; in no record.
     """
 
     fixed: int = 0
     per_token: int = 0
     max_tokens: int | None = None
     in_slots: bool = False
+    former: int = 0
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes where so many tokens are held, or have room."""

@@ -176,8 +176,10 @@ class RecurrentState:
         self.after, self.stash, self.num_replay = None, None, 0
 
     def cost(self) -> LayerCost:
-        rows = [row.array for row in (self.state, self.window) if row is not None]
-        return LayerCost(fixed=sum(array.nbytes // array.shape[0] for array in rows))
+        state, window = (
+            0 if row is None else row.array.nbytes // row.array.shape[0] for row in (self.state, self.window)
+        )
+        return LayerCost(fixed=state + window, former=state)
 
     def arrays(self) -> tuple[mx.array, ...]:
         held = [row.array for row in (self.state, self.after, self.window) if row is not None]

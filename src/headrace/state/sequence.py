@@ -40,7 +40,8 @@ class StateCost:
 
     def num_bytes(self, num_tokens: int) -> int:
         capacity = slot_capacity(num_tokens)
-        return sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
+        held = sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
+        return held + sum(layer.former for layer in self.layers)
 
     def record_bytes(self, num_tokens: int) -> int:
         return sum(layer.num_bytes(num_tokens) for layer in self.layers)
