@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import itertools
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import END, FakeEngine, PlainTemplate, fake_session
 
 from headrace.cli import chat
 from headrace.cli.chat import Conversation, LocalChat, converse
-from headrace.cli.chat_terminal import PlainDisplay
+from headrace.cli.chat_terminal import PlainDisplay, piped_input
 from headrace.config import Config
 from headrace.errors import InvalidRequest
-from headrace.types.chat import ChatMessage, TextPart
+from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart
+from headrace.types.events import Event, Finished, FinishReason, Text, Usage
 
 
 class Interrupted(FakeEngine):
@@ -107,10 +111,81 @@ def test_a_turn_that_was_stopped_before_it_said_anything_is_forgotten() -> None:
     assert prompts(engine) == ["user: one\n", "user: two\n"]
 
 
-def test_ctrl_c_at_the_prompt_only_drops_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_at_an_empty_prompt_says_that_another_one_ends_the_chat() -> None:
     engine = FakeEngine("A")
-    talk(engine, KeyboardInterrupt(), "one")
+    shown = talk(engine, KeyboardInterrupt(), "one", KeyboardInterrupt(), KeyboardInterrupt(), "never said")
+    assert shown.count("[Ctrl-C again ends the chat]") == 2
     assert prompts(engine) == ["user: one\n"]
+
+
+def test_a_question_is_asked_again_without_its_first_answer() -> None:
+    engine = FakeEngine("A")
+    shown = talk(engine, "/retry", "one", "two", "/retry", "three")
+    assert shown.startswith("there is no question to ask again\n")
+    one, again = "user: one\n", "user: one\nassistant: A\nuser: two\n"
+    assert prompts(engine) == [one, again, again, f"{again}assistant: A\nuser: three\n"]
+
+
+def test_a_stopped_question_is_asked_again() -> None:
+    engine = Interrupted()
+    talk(engine, "one", "/retry")
+    assert prompts(engine) == ["user: one\n"] * 2
+
+
+def test_a_dragged_picture_goes_with_its_question_and_again_with_a_retry(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    expected = MediaPart("image", f"data:image/png;base64,{base64.b64encode(b'pixels').decode()}")
+    source, out = Answers(), io.StringIO()
+    with asyncio.Runner() as runner:
+        lines = f"{tmp_path}/a.png", "what is it?", "/retry", "sure?"
+        converse(Conversation(source, PlainDisplay(out)), runner, person(*lines))
+    first, again, last = ([each.content for each in messages if each.role == "user"] for messages in source.asked)
+    assert first == again == [(expected, TextPart("what is it?"))]
+    assert last == [*first, (TextPart("sure?"),)]
+    assert f"{tmp_path}/a.png goes with the next question" in out.getvalue()
+
+
+def test_a_picture_that_was_refused_does_not_go_with_later_questions(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    out = io.StringIO()
+    conversation = Conversation(LocalChat(fake_session(FakeEngine())), PlainDisplay(out))  # a model without vision
+    with asyncio.Runner() as runner:
+        converse(conversation, runner, person(f"/image {tmp_path}/a.png", "what is it?"))
+        assert conversation.state.pending == []
+        assert "[pictures and videos are dropped; /retry asks again with them]" in out.getvalue()
+        assert conversation.question("/retry") == "what is it?"
+    assert len(conversation.state.pending) == 1
+
+
+class Answers:
+    """A source that answers anything. asked: the messages of each request."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[ChatMessage, ...]] = []
+
+    async def chat(self, request: ChatRequest, settings: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
+        self.asked.append(request.messages)
+        yield Text("A")
+        yield Finished(FinishReason.STOP, Usage(1, 1))
+
+    async def requests(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        (("plain", "next"), "plain"),
+        (("one\\", "two\\", "three", "next"), "one\ntwo\nthree"),
+        (('"""one', "", 'two"""', "next"), '"""one\n\ntwo"""'),
+    ],
+)
+def test_several_lines_of_a_pipe_are_one_question(
+    typed: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", person(*typed))
+    assert piped_input(">>> ") == text
+    assert piped_input(">>> ") == "next"
 
 
 def test_a_turn_that_fails_says_why_and_leaves_no_trace() -> None:
@@ -135,7 +210,7 @@ def test_the_command_loads_the_model_talks_and_stops_the_engine(
     engine = FakeEngine("hello there")
     monkeypatch.setattr(chat.Engine, "launch", lambda *_: engine)
     monkeypatch.setattr(chat, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(chat.Session, "over", lambda engine, words, **_: fake_session(engine))
+    monkeypatch.setattr(chat.Session, "for_engine", lambda engine, words, **_: fake_session(engine))
     monkeypatch.setattr("builtins.input", person("hi"))
     chat.run(Config())
     assert "hello there" in capsys.readouterr().out

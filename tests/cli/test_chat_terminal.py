@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import sys
@@ -10,11 +11,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pexpect
 import pyte
 import pytest
+from fakes import FakeEngine, fake_session
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import served
 from rich.console import Console
 
 from headrace.cli.chat_terminal import TerminalDisplay, is_open, split_blocks, unquoted, without_echo
@@ -197,3 +201,40 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn[str], tmp_path: Pa
     assert '"And\\nagain"' in saved
     history = tmp_path / "models" / "chat-history"
     assert history.stat().st_mode & 0o077 == 0
+
+
+def test_with_a_server_in_a_terminal(tmp_path: Path) -> None:
+    """Lines that go on, Ctrl-C in an answer, which frees the server's request, and Ctrl-C twice at the prompt."""
+    engine = FakeEngine("so far", asyncio.Event())
+    environ = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    with served(fake_session(engine)) as url:
+        words = ["-m", "headrace", "chat", "--url", url]
+        child = pexpect.spawn(
+            sys.executable, words, encoding="utf-8", dimensions=(ROWS, COLUMNS), timeout=PATIENCE_S, env=environ
+        )
+        written = io.StringIO()
+        child.logfile_read = written
+        child.expect(">>>")
+        child.sendline("one\\")
+        child.sendline("two")
+        child.expect("so far")
+        child.sendintr()
+        child.expect("stopped")
+        child.expect(">>>")
+        while httpx.get(f"{url}/v1/status").json()["requests"]:
+            pass
+        # Ctrl-C drops what was typed: this is not asked.
+        child.send("never said")
+        child.expect("never said")
+        child.sendintr()
+        child.sendline("/help")
+        for expected in ("it ends the chat", "Ctrl-C again ends the chat"):
+            child.expect(expected)
+            child.expect(">>>")
+            child.sendintr()
+        child.expect(pexpect.EOF)
+        child.wait()
+    assert child.exitstatus == 0
+    assert "Traceback" not in written.getvalue()
+    assert [bytes(request.prompt) for request in engine.requests] == [b"user: one\ntwo\n"]
+    assert engine.aborted == [engine.requests[0].request_id]

@@ -112,7 +112,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
     monkeypatch.setattr(serve.Engine, "launch", lambda *_: engine)
     monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(serve.Session, "over", lambda engine, *_, **__: fake_session(engine))
+    monkeypatch.setattr(serve.Session, "for_engine", lambda engine, *_, **__: fake_session(engine))
     return engine
 
 

@@ -12,9 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.cli.chat_files import dragged_files, read_media
 from headrace.cli.chat_remote import RemoteChat
 from headrace.cli.chat_state import ChatCommands, ChatState
-from headrace.cli.chat_terminal import Display, PlainDisplay, TerminalDisplay, terminal_input, unquoted, without_echo
+from headrace.cli.chat_terminal import (
+    Display,
+    PlainDisplay,
+    TerminalDisplay,
+    piped_input,
+    terminal_input,
+    unquoted,
+    without_echo,
+)
 from headrace.cli.configured import configured_text_pipeline, server_defaults, without_missing_vision
 from headrace.cli.progress import PromptProgress, loading_text, preparing_text
 from headrace.cli.progress_line import Waiting
@@ -97,7 +106,7 @@ def _talk(config: Config, source: ChatSource, runner: asyncio.Runner) -> None:
         ask = terminal_input(Path(config.models.model_folder).expanduser() / _HISTORY)
         converse(Conversation(source, TerminalDisplay()), runner, ask)
     else:
-        converse(Conversation(source, PlainDisplay(sys.stdout)), runner, input)
+        converse(Conversation(source, PlainDisplay(sys.stdout)), runner, piped_input)
 
 
 class Conversation:
@@ -109,16 +118,34 @@ class Conversation:
         self._display = display
         self._clock = clock
 
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
     def command(self, line: str) -> bool:
         """Runs a line that begins with a slash; whether the conversation goes on."""
         return ChatCommands(self.state, self._display.note).run(line)
+
+    def question(self, line: str) -> str:
+        """The text to ask: the line without the files that were dragged into it, which go with it, or the last question
+        for `/retry`; empty for none yet."""
+        try:
+            if line == "/retry":
+                return self.state.take_back()
+            files, text = dragged_files(line)
+            for kind, path in files:
+                self.state.pending.append(read_media(path, kind))
+                self._display.note(f"{path} goes with {'this' if text else 'the next'} question")
+        except ConfigError as error:
+            self._display.note(str(error))
+            return ""
+        return unquoted(text)
 
     async def say(self, text: str) -> None:
         """One turn: streams the answer, then says how fast it came.
 
         An answer that is cut off by cancellation stays in the history as far as it came. A turn that fails or that is
         cut off before it says anything leaves no trace: an empty answer would confuse the model, and what one turn
-        was refused for would be refused again.
+        was refused for, such as a picture, would be refused again.
         """
         request = self.state.request(f"chat-{secrets.token_hex(8)}", text)
         turn = _Turn(self._clock)
@@ -137,6 +164,9 @@ class Conversation:
         except HeadraceError as error:
             self._display.end()
             self._display.note(f"headrace: {error.message}")
+            if self.state.pending:
+                self.state.pending.clear()
+                self._display.note("[pictures and videos are dropped; /retry asks again with them]")
             return
         finally:
             if watch is not None:
@@ -209,22 +239,35 @@ class _Turn:
 
 
 def converse(conversation: Conversation, runner: asyncio.Runner, ask: Callable[[str], str]) -> None:
-    """Turns until /bye or the end of input. Ctrl-C stops an answer, and at the prompt only the line."""
+    """Turns until /bye, the end of input, or Ctrl-C twice at the prompt. Otherwise Ctrl-C stops what is in progress."""
+    num_interrupts = 0
     while True:
         try:
             line = ask(_PROMPT).strip()
         except EOFError:
             return
         except KeyboardInterrupt:
-            print()
-            continue
-        if line.startswith("/"):
-            if not conversation.command(line):
+            num_interrupts += 1
+            if num_interrupts == 2:
                 return
-        elif text := unquoted(line):
-            try:
-                # The runner turns Ctrl-C into a cancellation of the turn, and that into KeyboardInterrupt here.
-                with without_echo(sys.stdin):
-                    runner.run(conversation.say(text))
-            except KeyboardInterrupt:
-                continue
+            conversation.note("[Ctrl-C again ends the chat]")
+            continue
+        num_interrupts = 0
+        try:
+            if not _take(conversation, runner, line):
+                return
+        except KeyboardInterrupt:
+            continue
+
+
+def _take(conversation: Conversation, runner: asyncio.Runner, line: str) -> bool:
+    """Runs a command or asks a question; whether the conversation goes on. Raises KeyboardInterrupt."""
+    # The path of a dragged file begins with a slash as well.
+    is_command = line.startswith("/") and dragged_files(line)[1].startswith("/")
+    if is_command and line != "/retry":
+        return conversation.command(line)
+    if text := conversation.question(line):
+        # The runner turns Ctrl-C into a cancellation of the turn, and that into KeyboardInterrupt here.
+        with without_echo(sys.stdin):
+            runner.run(conversation.say(text))
+    return True

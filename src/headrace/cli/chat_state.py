@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import mimetypes
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.cli.chat_files import read_media
 from headrace.config import with_suggestion
 from headrace.errors import ConfigError
 from headrace.types.chat import ChatMessage, ChatRequest, ContentPart, MediaPart, TextPart
@@ -25,13 +24,14 @@ _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
 @dataclass
 class ChatState:
     """system: the system message, empty for none. pending: images and videos for the next question.
-
+    asked: the last question, answered or not; None before the first.
     settings: values by their names in OpenAI's chat API; the model has its defaults for all others.
     """
 
     system: str = ""
     messages: list[ChatMessage] = field(default_factory=list)
     pending: list[MediaPart] = field(default_factory=list)
+    asked: ChatMessage | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     enable_thinking: bool | None = None
 
@@ -39,9 +39,10 @@ class ChatState:
         """Forgets the turns; settings stay."""
         self.messages.clear()
         self.pending.clear()
+        self.asked = None
 
     def request(self, request_id: str, text: str) -> ChatRequest:
-        question = ChatMessage("user", (*self.pending, TextPart(text)))
+        self.asked = question = ChatMessage("user", (*self.pending, TextPart(text)))
         head = (ChatMessage("system", (TextPart(self.system),)),) if self.system else ()
         return ChatRequest(
             request_id,
@@ -68,15 +69,16 @@ class ChatState:
         else:
             self.settings[name] = parsed
 
-    def attach(self, kind: Literal["image", "video"], path: str) -> None:
-        """Adds a file to the next question. Raises ConfigError."""
-        file = Path(path).expanduser()
-        try:
-            data = base64.b64encode(file.read_bytes()).decode()
-        except OSError as error:
-            raise ConfigError(f"{file} can't be read: {error.strerror}") from error
-        media_type = mimetypes.guess_type(file.name)[0] or f"{kind}/*"
-        self.pending.append(MediaPart(kind, f"data:{media_type};base64,{data}"))
+    def take_back(self) -> str:
+        """Forgets the last question and its answer, to ask it again with its pictures; its text. Raises ConfigError."""
+        question = self.asked
+        if question is None:
+            raise ConfigError("there is no question to ask again")
+        kept = next((index for index, message in enumerate(self.messages) if message is question), None)
+        if kept is not None:
+            del self.messages[kept:]
+        self.pending = [part for part in question.content if isinstance(part, MediaPart)]
+        return "".join(part.text for part in question.content if isinstance(part, TextPart))
 
     def save(self, path: str) -> None:
         """Writes the turns as messages of OpenAI's chat API. Raises ConfigError."""
@@ -100,6 +102,7 @@ class ChatState:
         self.reset()
         self.system = "\n".join(part.text for part in parts if isinstance(part, TextPart))
         self.messages = [one for one in messages if one.role != "system"]
+        self.asked = next((one for one in reversed(self.messages) if one.role == "user"), None)
 
 
 _SWITCH = {"on": True, "off": False}
@@ -161,9 +164,10 @@ COMMANDS: Mapping[str, str] = {
     "/help": "lists these commands",
     "/set NAME VALUE": f"one of {', '.join(SETTINGS)}; VALUE `default` leaves it to the model",
     "/system TEXT": "the system message; without TEXT none",
-    "/image FILE": "shows the model an image with the next question",
+    "/image FILE": "shows the model an image, from a file or a URL, with the next question",
     "/video FILE": "shows it a video",
-    "/reset": "forgets the conversation",
+    "/retry": "asks the last question again",
+    "/clear": "forgets the conversation, as /reset does",
     "/save FILE": "writes the conversation as JSON messages",
     "/load FILE": "goes on with a saved one",
     "/bye": "ends, like Ctrl-D",
@@ -172,8 +176,9 @@ NAMES = tuple(usage.partition(" ")[0] for usage in COMMANDS)
 
 _HELP = (
     *(f"{usage:<18}{text}" for usage, text in COMMANDS.items()),
-    'A pasted text of several lines is one question; so is what stands between """ and """.',
-    "Ctrl-C stops an answer.",
+    "A picture or video that is dragged into the terminal goes with the question.",
+    'A pasted text of several lines is one question; so are lines that end with \\, and lines between """ and """.',
+    "Ctrl-C stops an answer. Twice at an empty prompt, it ends the chat.",
 )
 
 
@@ -200,17 +205,19 @@ class ChatCommands:
         if name == "/help":
             for line in _HELP:
                 self._say(line)
-        elif name == "/reset":
+        elif name in ("/clear", "/reset"):
             state.reset()
+            self._say("the conversation is forgotten")
         elif name == "/system":
             state.system = rest
+            self._say("this is the system message now" if rest else "there is no system message now")
         elif name == "/set":
             setting, value = self._words(rest, "/set NAME VALUE", 2)
             state.set(setting, value)
             self._say(f"{setting} is {value}")
         elif name in ("/image", "/video"):
             (path,) = self._words(rest, f"{name} FILE", 1)
-            state.attach("image" if name == "/image" else "video", path)
+            state.pending.append(read_media(path, "image" if name == "/image" else "video"))
             self._say(f"{path} goes with the next question")
         elif name in ("/save", "/load"):
             (path,) = self._words(rest, f"{name} FILE", 1)

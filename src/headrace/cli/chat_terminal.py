@@ -188,19 +188,21 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 _QUOTES = '"""'
+_BACKSLASH = "\\"
+_CONTINUATION = "... "
 
 
 def terminal_input(history: Path) -> Callable[[str], str]:
     """Asks for a line with editing, a history that lasts, and commands completed by Tab.
 
-    A pasted text stays one input, and so does what begins with three quotes until it ends with them. Raises EOFError
-    and KeyboardInterrupt.
+    A pasted text stays one input, and so do lines that end with a backslash, and what begins with three quotes until it
+    ends with them. Ctrl-C drops what was typed. Raises EOFError, and KeyboardInterrupt for Ctrl-C at an empty prompt.
     """
     session: PromptSession[str] = PromptSession(
         history=_history(history),
         key_bindings=_bindings(),
         multiline=True,
-        prompt_continuation="... ",
+        prompt_continuation=_CONTINUATION,
         completer=WordCompleter(list(NAMES), sentence=True),
         complete_while_typing=False,
     )
@@ -223,6 +225,14 @@ def without_echo(terminal: TextIO) -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
+def piped_input(prompt: str) -> str:
+    """The same of a pipe, as far as it applies: several lines as one input. Raises EOFError and KeyboardInterrupt."""
+    text = input(prompt)
+    while text.endswith(_BACKSLASH) or is_open(text):
+        text = f"{text.removesuffix(_BACKSLASH)}\n{input(_CONTINUATION)}"
+    return text
+
+
 def is_open(text: str) -> bool:
     return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1
 
@@ -239,10 +249,21 @@ def _bindings() -> KeyBindings:
 
     @bindings.add("enter")
     def _(event: KeyPressEvent) -> None:
-        if is_open(event.current_buffer.text):
-            event.current_buffer.insert_text("\n")
+        buffer = event.current_buffer
+        if buffer.document.is_cursor_at_the_end and buffer.text.endswith(_BACKSLASH):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif is_open(buffer.text):
+            buffer.insert_text("\n")
         else:
-            event.current_buffer.validate_and_handle()
+            buffer.validate_and_handle()
+
+    @bindings.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
 
     return bindings
 
