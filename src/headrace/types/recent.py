@@ -28,10 +28,6 @@ class StepHistory:
         columns = {each.name: getattr(self, each.name)[num_old:] for each in fields(self) if each.name != "start"}
         return StepHistory(self.start + num_old, **columns)
 
-    @property
-    def last(self) -> int:
-        return self.start + max(0, len(self.num_steps) - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class LookupStatus:
