@@ -106,6 +106,16 @@ def test_figures_lookups_and_settings_are_shown_without_content(visit: Visit) ->
     assert SECRET not in page.content()
 
 
+def test_the_settings_of_a_chosen_client_are_shown(visit: Visit) -> None:
+    clients = {each["id"]: each for each in httpx.get(f"{visit.url}/v1/clients").json()["data"]}
+    chosen = next(each for each in clients.values() if each["files"] and each["id"] != next(iter(clients)))
+    settings = engine_page(visit).get_by_role("region", name="Settings for agents")
+    settings.get_by_role("combobox", name="Client").select_option(chosen["id"])
+    shown = [block.text_content() for block in settings.locator("pre").all()]
+    assert shown == [chosen["launch"], *(file["text"] for file in chosen["files"]), chosen["command"]]
+    expect(settings.get_by_role("button", name=f"Copy {chosen['files'][0]['path']}")).to_be_visible()
+
+
 def test_the_view_opens_with_the_server_s_history(visit: Visit) -> None:
     num_seconds = 0
     while num_seconds < 4:
