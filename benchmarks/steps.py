@@ -14,7 +14,8 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from benchmarks.figures import WARM_UPS, Figure, timed, watch_memory
-from benchmarks.host import host_work, num_host_steps, num_launches, operations
+from benchmarks.host import host_work, num_host_steps
+from headrace.backend.operations import num_launches, operations
 from headrace.engine.runner import Runner
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler.admission import MemoryBudget

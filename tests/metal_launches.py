@@ -21,10 +21,10 @@ from mlx_lm.generate import _merge_caches
 from mlx_lm.models import gated_delta as mlx_lm_delta
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks.host import metal_launches
 from benchmarks.shapes import config_of, random_model
 from headrace.backend import gated_delta
 from headrace.backend.kernels import Kernels
+from headrace.backend.operations import metal_launches
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceState

@@ -200,7 +200,7 @@ class DefaultsConfig:
         "repetition_penalty of requests without one; automatic: the model's",
         metavar="X",
         minimum=0.01,
-        maximum=100.0,
+        maximum=100,
     )
     default_max_tokens: int | None = knob(
         None,
@@ -249,6 +249,11 @@ class ChatConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DoctorConfig:
+    report: str | None = knob(None, "measure for minutes; write numbers, and no names, to FILE", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: str = DEFAULT_MODEL
     models: ModelConfig = ModelConfig()
@@ -257,6 +262,7 @@ class Config:
     media: MediaConfig = MediaConfig()
     defaults: DefaultsConfig = DefaultsConfig()
     chat: ChatConfig = ChatConfig()
+    doctor: DoctorConfig = DoctorConfig()
 
 
 _SECTIONS: Mapping[str, type] = {
@@ -266,6 +272,7 @@ _SECTIONS: Mapping[str, type] = {
     "media": MediaConfig,
     "defaults": DefaultsConfig,
     "chat": ChatConfig,
+    "doctor": DoctorConfig,
 }
 
 _SERVED = ("models", "engine", "server", "media", "defaults")
@@ -290,7 +297,6 @@ def set_up_libraries() -> None:
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, to be passed on to others."""
     return dict(os.environ)
 
 

@@ -10,7 +10,7 @@ import metal_launches
 import mlx.core as mx
 import pytest
 
-from benchmarks.host import metal_launches as launches_of
+from headrace.backend.operations import metal_launches as launches_of
 
 AIM = 1.03
 """Of mlx-lm's launches, for any number of rows."""

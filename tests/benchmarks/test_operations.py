@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from benchmarks.host import num_launches, operations
 from benchmarks.shapes import config_of, random_model
 from benchmarks.steps import Forwards
 from headrace.backend.cuda import kernel
 from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.kernels import Kernels
+from headrace.backend.operations import num_launches, operations
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.sampling.sampler import SamplingRow, sample

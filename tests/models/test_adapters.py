@@ -12,9 +12,9 @@ from mlx_lm.models.rope_utils import initialize_rope
 from models import tiny
 from models.tiny_parts import LLAMA3, YARN
 
-from benchmarks.host import operations
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.backend.operations import operations
 from headrace.backend.rope import RopeAngles
 from headrace.models.adapters import PackedRope, Tap, TappedNorm, packed_attention, rebind, takes, views_of, wrap_ropes
 from headrace.models.step import KVReference, PackedStep, RowSpan, View, WindowMask

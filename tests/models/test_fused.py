@@ -17,9 +17,9 @@ import pytest
 from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
-from benchmarks.host import operations
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
+from headrace.backend.operations import operations
 from headrace.models import compiled
 from headrace.models.fused_linear import FusedHead
 from headrace.models.media import RowMedia

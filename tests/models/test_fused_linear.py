@@ -5,9 +5,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from benchmarks.host import operations
 from benchmarks.references import double
 from headrace.backend.cuda.row_kernels import swiglu
+from headrace.backend.operations import operations
 from headrace.models.fused_linear import FusedLinear
 
 pytestmark = pytest.mark.gpu

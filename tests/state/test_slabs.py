@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.host import num_launches, operations
+from headrace.backend.operations import num_launches, operations
 from headrace.state.attention import KVRecord, SlidingAttentionState, copy_layers
 from headrace.state.delta import Stops
 from headrace.state.sequence import SequenceRecord, SequenceState

@@ -73,6 +73,11 @@ def memory_in_use() -> int:
     return mx.get_active_memory()
 
 
+def release_buffers() -> None:
+    """Give memory that MLX keeps for later arrays back to the system."""
+    mx.clear_cache()
+
+
 def is_lost() -> bool:
     """Whether the device computes nothing any more: an illegal access on CUDA fails every later call of the process."""
     try:

@@ -25,7 +25,7 @@ def machine_report(numerics: str = "fast") -> list[str]:
     report, here = blas.install(numerics), device.current()
     lines = [
         f"headrace {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        ", ".join(f"{name} {version}" for name, version in package_versions().items()),
         f"device: {here.kind} ({here.name}), {here.memory_bytes / 1e9:.1f} GB of memory, {here.num_cores} CPU cores",
         *(() if here.mac is None else here.mac.lines()),
         f"BLAS: {report.name}, {report.num_threads} threads ({report.reason})",
@@ -68,6 +68,10 @@ def _product_s(a: mx.array, b: mx.array) -> float:
 def compiler() -> str | None:
     """Path of the C++ compiler that MLX would use, if there is one."""
     return next((path for path in map(shutil.which, _COMPILERS) if path), None)
+
+
+def package_versions() -> dict[str, str]:
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str:

@@ -53,7 +53,7 @@ def _parse_doctor(words: Sequence[str]) -> Any:
         words,
         program="headrace doctor",
         about="Say what this machine can do and, with MODEL, how that model would run on it.",
-        sections=("models", "engine"),
+        sections=("doctor", "models", "engine"),
         default_model="",
     )
 

@@ -13,6 +13,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from headrace.backend.device import Device, available_memory_bytes, current
 from headrace.backend.doctor import compiler, machine_report
 from headrace.cli.configured import configured_text_pipeline, without_missing_vision
+from headrace.cli.doctor_report import write_report
 from headrace.cli.installed import backends_advice, installed_backends, vision_advice
 from headrace.config import Config, warn_of_unknown_variables
 from headrace.engine.engine import Engine
@@ -149,6 +150,9 @@ def run(config: Config) -> None:
         print(line, flush=True)
     if config.model:
         _report_model(config, found)
+    if config.doctor.report is not None:
+        print(f"measuring for up to five minutes, for {config.doctor.report}", flush=True)
+        write_report(config, Path(config.doctor.report).expanduser())
     advice = list(found.advice())
     print("\n".join(["", "what to do:", *(f"- {line}" for line in advice)]) if advice else "\nall well")
 
