@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+from headrace.cli.main import with_flags
 from headrace.config import (
     Config,
     EngineConfig,
@@ -13,7 +14,6 @@ from headrace.config import (
     ServerConfig,
     load_config,
     warn_of_unknown_variables,
-    with_flags,
 )
 from headrace.errors import ConfigError
 

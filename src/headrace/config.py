@@ -14,7 +14,6 @@ import argparse
 import difflib
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,9 +129,7 @@ class EngineConfig:
         maximum=1.0,
     )
     wired: str = knob(
-        "weights",
-        "what macOS 15 and later keep resident for the GPU of a Mac; all is as mlx-lm does, other devices ignore this",
-        choices=("off", "weights", "all"),
+        "weights", "what a Mac with macOS 15 or later keeps resident for its GPU", choices=("off", "weights", "all")
     )
     max_queue: int | None = knob(
         None, "requests that may wait, further ones get 429; automatic: any number", metavar="N", minimum=0
@@ -283,21 +280,20 @@ def served_knobs() -> tuple[Knob, ...]:
     return tuple(each for section in _SERVED for each in knobs_of(_SECTIONS[section]))
 
 
+def all_knobs() -> tuple[Knob, ...]:
+    return tuple(each for section in _SECTIONS.values() for each in knobs_of(section))
+
+
 def set_up_libraries() -> None:
     """Set variables that libraries read at their first use, unless the user has set them.
 
-    transformers warns at import that PyTorch is absent, but only its tokenizers are used. tokenizers starts threads,
-    useless for one text at a time, and warns when such a process forks. MLX's CUDA backend raises at every new graph
-    once it has seen twice as many as its cache of graphs (or of attention plans) holds, which a server does within a
-    day: https://github.com/ml-explore/mlx/pull/2600.
+    transformers warns that PyTorch is absent, but only its tokenizers are used. tokenizers starts useless threads and
+    warns when such a process forks. MLX's CUDA backend raises once it has seen twice as many graphs as its cache holds,
+    which a server does within a day: https://github.com/ml-explore/mlx/pull/2600.
     """
     os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def environment() -> dict[str, str]:
-    return dict(os.environ)
 
 
 def built_modules(mlx_version: str) -> Path:
@@ -320,7 +316,7 @@ def environment_for(changes: Mapping[str, str], direct_host: str | None = None) 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
     """Log each variable with our prefix that is no knob: a typo would otherwise go unnoticed."""
-    known = {knob.name.upper() for section in _SECTIONS.values() for knob in knobs_of(section)}
+    known = {each.name.upper() for each in all_knobs()}
     known |= {"MODEL", *_SETUP_VARIABLES}
     for name in sorted(os.environ if environ is None else environ):
         if name.startswith(ENVIRONMENT_PREFIX) and name.removeprefix(ENVIRONMENT_PREFIX) not in known:
@@ -328,13 +324,6 @@ def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
             close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), known, n=1)
             hint = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
             log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
-
-
-def with_flags(message: str) -> str:
-    """The message with field names of knobs, like `max_model_len`, replaced by their flags."""
-    flags = {knob.name: knob.flag for section in _SECTIONS.values() for knob in knobs_of(section) if "_" in knob.name}
-    # not inside a path or another name
-    return re.sub(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])", lambda found: flags.get(found[0], found[0]), message)
 
 
 def load_config(

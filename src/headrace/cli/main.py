@@ -6,6 +6,7 @@ import argparse
 import io
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 from headrace import __version__
 from headrace.cli.commands import COMMANDS, find_command, listed
 from headrace.cli.installed import backend_advice, installed_backends
-from headrace.config import Parser, set_up_libraries, with_flags
+from headrace.config import Parser, all_knobs, set_up_libraries
 from headrace.errors import ConfigError, HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
 
@@ -78,6 +79,13 @@ def _import_command(module: str) -> Any:
         raise ConfigError(
             f"this process may open {most} files at most (ulimit -Hn), and mlx-lm needs {_LEAST_OPEN_FILES}"
         ) from error
+
+
+def with_flags(message: str) -> str:
+    """The message with field names of knobs, like `max_model_len`, replaced by their flags."""
+    flags = {each.name: each.flag for each in all_knobs() if "_" in each.name}
+    # not inside a path or another name
+    return re.sub(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])", lambda found: flags.get(found[0], found[0]), message)
 
 
 def command() -> NoReturn:

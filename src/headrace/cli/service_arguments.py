@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import DEFAULT_MODEL, Parser, environment, load_config, served_knobs
+from headrace.config import DEFAULT_MODEL, Parser, environment_for, load_config, served_knobs
 from headrace.knobs import ENVIRONMENT_PREFIX, Knob
 
 _PRINT = "--print"
@@ -35,7 +35,7 @@ class ServiceInstall:
 
 def parse_install(words: Sequence[str], environ: Mapping[str, str] | None = None) -> ServiceInstall:
     """environ: None is the process's own. Raises ConfigError for flags that `headrace serve` would refuse."""
-    environ = environment() if environ is None else environ
+    environ = environment_for({}) if environ is None else environ
     shows, words = _PRINT in words, [word for word in words if word != _PRINT]
     config = load_config(
         words,
