@@ -254,6 +254,7 @@ def _times_chunks(parsed: ChunkedBody) -> bool:
 
 
 def check_stream(parsed: SamplingBody) -> None:
+    """Raise InvalidRequest and UnsupportedField for options that contradict `stream`."""
     if parsed.stream and parsed.prompt_logprobs is not None:
         message = "prompt_logprobs is not supported when stream is true"
         raise UnsupportedField(message, param="prompt_logprobs")

@@ -180,6 +180,7 @@ def _custom_description(tool: CustomToolBody) -> str | None:
 
 
 def _leave_out(tool: object, path: str, unused: set[str]) -> None:
+    """Ignore a tool that the model does not see, or refuse it if its client depends on it."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{path}: input should be an object", param=path)
     kind = tool.get("type")

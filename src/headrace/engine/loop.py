@@ -224,6 +224,7 @@ class Loop:
         return self._inbox.get()
 
     def _wait_for_disk(self) -> None:
+        """Nothing can be computed before a read ends; a command may come first."""
         if self._disk.is_waiting:
             with suppress(queue.Empty):
                 self._take(self._inbox.get(timeout=DISK_POLL_S))

@@ -180,6 +180,7 @@ class PrefixPool(PrefixCache):
         return replace(self._tree.summary(), disk=disk, lookups=tuple(self._lookups))
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
+        """Find and lock the cached part of the prompt; at least one token is left to compute."""
         namespace = Namespace(self._weights, salt=request.cache_salt)
         media = request.media.inputs if request.media is not None else ()
         key = cache_key(request.prompt, [MediaKey(each.start, each.end, each.digest) for each in media])

@@ -91,6 +91,7 @@ class Vocabulary:
         return self.size
 
     def bytes_of(self, token_id: int) -> bytes:
+        """A token's text, or a special token's name; empty for an invalid id."""
         if not 0 <= token_id < self.size:
             return b""
         data = self.tokenizer.token_bytes(token_id)

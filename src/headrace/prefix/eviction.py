@@ -118,6 +118,7 @@ class Eviction:
 
 
 def _flops(start: int, end: int) -> float:
+    """FLOPs of computing the tokens `start` to `end`, in those of a token at position 0."""
     return (end - start) * (1 + (start + end) / (2 * ATTENTION_TOKENS))
 
 

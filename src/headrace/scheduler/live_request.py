@@ -74,6 +74,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Tokens sampled so far, without a stop token."""
         return len(self.token_ids) - len(self.request.prompt)
 
     @property

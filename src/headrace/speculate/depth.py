@@ -110,6 +110,7 @@ class DepthPlanner:
         return is_late or self.times(len(rows)).undrafted_s(_num_context(rows)) is None
 
     def _cost(self, rows: Sequence[DraftForecast], num_drafts: int, head_depth: int) -> float:
+        """What these drafts cost at most if all are wrong, in steps without drafts."""
         return self.times(len(rows)).upper_bound(num_drafts, head_depth) - 1
 
     def _fastest(self, rows: Sequence[DraftForecast], budget: float) -> tuple[tuple[int, ...], float]:

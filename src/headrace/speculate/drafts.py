@@ -29,6 +29,7 @@ class DraftBatch:
 
     @property
     def arrays(self) -> list[mx.array]:
+        """To be evaluated before reading."""
         return self._fetched.arrays
 
     def indices(self, row: int, num_drafts: int) -> list[int]:

@@ -57,6 +57,7 @@ class StepTimes:
         self.observe_ratio(num_drafts, head_depth, max(seconds / undrafted_s, 1.0))
 
     def _is_first(self, kind: tuple[int, int] | None) -> bool:
+        """Whether a step is the first of its kind, which may have waited for a compiler."""
         is_first = kind not in self._seen
         self._seen.add(kind)
         return is_first

@@ -119,6 +119,7 @@ class DiskTier:
         self._count(num_hits=1, num_hit_tokens=num_saved_tokens)
 
     def _count(self, **amounts: int) -> None:
+        """Thread-safe."""
         with self._lock:
             self._counts.update(amounts)
 

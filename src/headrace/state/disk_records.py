@@ -178,6 +178,7 @@ def _named(span: SpanRecord) -> dict[str, mx.array]:
 
 
 def _covering(files: Sequence[NewFile], state: SequenceState, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+    """Records that cover the files' tokens, rising; they may overlap."""
     records = list(spans)
     covered = sorted((span.start, span.end) for span in spans)
     for start, end in _merged(files):

@@ -59,6 +59,7 @@ class BatchRow:
 
 
 def shared_array(rows: Sequence[BatchRow | None]) -> mx.array | None:
+    """The array that these are all rows of, in order; None if there is none."""
     first = rows[0]
     if first is None or len(rows) != first.array.shape[0]:
         return None

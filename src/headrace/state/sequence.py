@@ -211,6 +211,7 @@ class SequenceState:
         return SequenceRecord(self.length, layers)
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
+        """The snapshots of the last window, by length; evaluated with `arrays`."""
         if not self.snapshot_points:
             return {}
         snapshots = {

@@ -154,6 +154,7 @@ def digest_of_variables(variables: Mapping[str, Any]) -> bytes:
 
 
 def chain(values: Iterable[object], before: bytes) -> list[bytes]:
+    """Digests of the first 0, 1, 2, … of some frozen values, after `before`."""
     digests = [before]
     for value in values:
         digests.append(digest_of(repr(value), digests[-1]))

@@ -141,6 +141,7 @@ class Schema:
         return None if own == ALL_TYPES and found and not known else reduce(frozenset.intersection, known, own)
 
     def _read_reference(self, reference: str, depth: int) -> frozenset[str] | None:
+        """As `_read`, once for each reference: many in a circle would take exponential time."""
         if reference not in self._types_of_references:
             self._types_of_references[reference] = None
             self._types_of_references[reference] = self._read(resolved(reference, self._root), depth)

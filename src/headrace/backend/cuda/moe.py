@@ -247,6 +247,7 @@ def _gate_up(variant: _MoEVariant, tiles: int, stages: int, room: int) -> CudaKe
 
 @cache
 def _down(variant: _MoEVariant, tiles: int, stages: int, room: int, has_residual: bool) -> CudaKernel:
+    """has_residual: of a token's sum, which only one tile makes."""
     inputs, pairs = variant.pairs(tiles)
     kind = f"{variant.bits}, {variant.group_size}, {variant.counts}"
     call, residual = f"{variant.guard(1)}down_sum<T, {kind}, {stages}>(hidden, chosen", f"{residual_of(has_residual)}, "
