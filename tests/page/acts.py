@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect
@@ -36,8 +37,8 @@ def set_up(page: Page, **values: str) -> None:
     """Fill fields of the conversation's settings by their labels."""
     page.get_by_role("button", name="Settings of this conversation").click()
     for label, value in values.items():
-        box = page.get_by_label(label.replace("_", " "), exact=False)
-        if label == "Thinking":
+        box = page.get_by_role("dialog").get_by_label(re.compile(f"^{label.replace('_', ' ')}"))
+        if label in ("Thinking", "Model"):
             box.select_option(value)
         else:
             box.fill(value)

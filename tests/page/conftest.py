@@ -16,9 +16,14 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 
+_BROWSERS = (
+    *("chromium", "chromium-browser", "google-chrome"),
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+)
+
 
 def _chromium() -> str:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    path = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if path is None:
         reason = "the page's tests need Chromium (Debian: apt-get install chromium)"
         if os.environ.get("CI"):

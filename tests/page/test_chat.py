@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from end_to_end.test_pictures import RED, circle
 from page.acts import answers, complete, conversations, field, import_file, more, say, set_up
-from page.visits import Visit
-from playwright.sync_api import expect
+from page.visits import Visit, watch
+from playwright.sync_api import Locator, expect
 
 from training.jobs import tools
 
@@ -104,6 +104,49 @@ def test_an_answer_is_stopped_and_kept(visit: Visit) -> None:
 
 def endless(body: str | None) -> str:
     return json.dumps({**json.loads(body or ""), "ignore_eos": True})
+
+
+def test_an_answer_in_progress_is_kept_over_a_reload_and_goes_on_behind_another_chat(visit: Visit) -> None:
+    page = visit.page
+    page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=endless(route.request.post_data)))
+    set_up(page, Thinking="off", Most_tokens_of_an_answer="3000")
+    field(page).fill("tell me a story")
+    field(page).press("Enter")
+    prose = answers(page).locator(".prose")
+    expect(prose).to_have_text(re.compile(r"\w"))
+    page.get_by_role("link", name="New chat").click()
+    expect(answers(page)).to_have_count(0)
+    conversations(page).first.click()
+    expect(answers(page)).to_have_attribute("aria-busy", "true")
+    length = num_tokens(answers(page))
+    expect(answers(page).locator(".stats")).not_to_contain_text(f"{length} tokens")
+    page.wait_for_timeout(1200)  # it is stored once a second
+    page.reload()
+    expect(answers(page).get_by_text("Interrupted.")).to_be_visible()
+    assert num_tokens(answers(page)) > length
+
+
+def num_tokens(answer: Locator) -> int:
+    return int(re.search(r"([\d,]+) tokens ", answer.locator(".stats").inner_text())[1].replace(",", ""))
+
+
+def test_two_tabs_show_the_same_conversations(visit: Visit) -> None:
+    page = visit.page
+    say(page, "hello")
+    other = visit.context.new_page()
+    watch(visit, other)
+    other.goto(page.url)
+    expect(answers(other)).to_have_count(1)
+    field(other).fill("not sent yet")
+    page.bring_to_front()
+    text = say(page, "who are you?").locator(".prose").inner_text()
+    expect(answers(other)).to_have_count(2)
+    expect(answers(other).last.locator(".prose")).to_have_text(text)
+    expect(field(other)).to_have_value("not sent yet")
+    more(page, "Delete")
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(conversations(other)).to_have_count(0)
+    expect(answers(other)).to_have_count(0)
 
 
 def test_conversations_are_found_after_a_reload_searched_renamed_and_deleted(visit: Visit) -> None:

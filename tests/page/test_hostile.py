@@ -60,7 +60,8 @@ def test_a_models_answer_runs_nothing(visit: Visit) -> None:
     check_harmless(page)
 
 
-@pytest.mark.parametrize("form", FORMS[::7])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS[::3])
 def test_an_answer_of_one_form_runs_nothing(visit: Visit, form: str) -> None:
     answer_with(visit.page, {"content": form})
     say(visit.page, form)

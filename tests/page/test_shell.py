@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attack.running import KEY, running_server
+from page.acts import say, set_up
 from page.visits import Visit, open_visit
 from playwright.sync_api import Browser, expect
 
@@ -37,8 +38,12 @@ def test_the_theme_is_kept(visit: Visit) -> None:
     assert page.evaluate(background) == light
 
 
+NAMES = ("--served-model-name", "first", "--served-model-name", "org/second", "--strict-model-name")
+
+
 def test_a_key_is_asked_for_and_kept_for_the_session_only(browser: Browser, tmp_path: Path) -> None:
-    with running_server(tmp_path, key=KEY) as server:
+    """Of a server that also has two names, and takes no pictures."""
+    with running_server(tmp_path, *NAMES, "--vision", "off", key=KEY) as server:
         visit = open_visit(browser, server.url)
         page = visit.page
         dialog = page.get_by_role("dialog", name="This server needs a key")
@@ -47,13 +52,26 @@ def test_a_key_is_asked_for_and_kept_for_the_session_only(browser: Browser, tmp_
         expect(dialog.get_by_role("alert")).to_contain_text("The API key is wrong")
         dialog.get_by_label("API key").fill(KEY)
         dialog.get_by_role("button", name="Use this key").click()
-        expect(page.locator("#model")).to_have_text("headrace-miniature")
+        expect(page.locator("#model")).to_have_text("first")
         expect(dialog).to_be_hidden()
         stored = "JSON.stringify([Object.values(sessionStorage), Object.values(localStorage), document.cookie])"
         assert page.evaluate(stored) == f'[["{KEY}"],[],""]'
         page.reload()
-        expect(page.locator("#model")).to_have_text("headrace-miniature")
+        expect(page.locator("#model")).to_have_text("first")
         expect(dialog).to_be_hidden()
+
+        expect(page.get_by_role("button", name="Attach pictures or videos")).to_be_hidden()
+        with page.expect_request("**/v1/chat/completions") as sent:
+            say(page, "hello")
+        assert sent.value.post_data_json["model"] == "first"
+        set_up(page, Model="org/second")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            answer = say(page, "hello")
+        assert sent.value.post_data_json["model"] == "org/second"
+        expect(answer.get_by_role("alert")).to_be_hidden()
+
+        server.stop()
+        expect(say(page, "hello").get_by_role("alert")).to_have_text("The server does not answer. Is it still running?")
         visit.context.close()
         visit.check()
 

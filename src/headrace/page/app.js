@@ -1,12 +1,13 @@
 // The shell: views by the address's hash (#/chat/ID, #/engine), theme, and the model's name.
 
 import { getJson } from "./api.js";
+import { icon } from "./dom.js";
 
 const VIEWS = {
   chat: () => import("./chat.js"),
   engine: () => import("./engine.js"),
 };
-const THEMES = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
+const THEMES = ["auto", "light", "dark"];
 
 let current = null;
 
@@ -31,12 +32,12 @@ async function route() {
 
 function showTheme() {
   const button = document.getElementById("theme");
-  button.textContent = THEMES[document.documentElement.dataset.theme];
+  const { dataset } = document.documentElement;
+  button.replaceChildren(icon(dataset.theme));
+  button.ariaLabel = button.title = `Theme: ${dataset.theme}`;
   button.onclick = () => {
-    const names = Object.keys(THEMES);
-    const next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
-    document.documentElement.dataset.theme = next;
-    localStorage.setItem("headrace.theme", next);
+    dataset.theme = THEMES[(THEMES.indexOf(dataset.theme) + 1) % THEMES.length];
+    localStorage.setItem("headrace.theme", dataset.theme);
     showTheme();
   };
 }

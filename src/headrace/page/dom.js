@@ -27,13 +27,16 @@ const ICONS = {
   stop: "M7 7h10v10H7z",
   picture: "M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M15 9h.01",
   settings: "M4 7h10M18 7h2M4 17h2M10 17h10M16 5v4M8 15v4",
-  more: "M5 12h.01M12 12h.01M19 12h.01",
+  more: "M5 11.5v1M12 11.5v1M19 11.5v1",
   list: "M4 6h16M4 12h16M4 18h10",
   copy: "M9 9h11v11H9zM5 15V4h11",
   edit: "M4 20h4L19 9l-4-4L4 16z",
   retry: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",
   back: "M14 6l-6 6 6 6",
   next: "M10 6l6 6-6 6",
+  auto: "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
+  light: "M8 12a4 4 0 1 0 8 0 4 4 0 1 0-8 0M12 3v2M12 19v2M3 12h2M19 12h2M5.6 5.6 7 7M17 17l1.4 1.4M5.6 18.4 7 17M17 7l1.4-1.4",
+  dark: "M19 14.5A7.5 7.5 0 0 1 9.5 5a7.5 7.5 0 1 0 9.5 9.5z",
   close: "M6 6l12 12M18 6L6 18",
 };
 

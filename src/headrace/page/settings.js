@@ -9,6 +9,7 @@ export async function editSettings(settings, server) {
   const labelled = (name, label, field) => {
     fields[name] = field;
     field.value = settings[name] ?? "";
+    field.ariaLabel = label; // the label element's own text has the options of a choice
     return h("label", {}, label, field);
   };
   const choice = (options) => h("select", {}, options.map(([value, label]) => h("option", { value }, label)));
