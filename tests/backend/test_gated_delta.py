@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+from headrace.backend import gated_delta
 from headrace.backend.delta_rule import CHUNK
 from headrace.backend.gated_delta import Form, Scan, scan
 from headrace.backend.kernels import Kernels
 
-FORMS: tuple[Form, ...] = ("reference", "fused", "chunked", "metal")
+FORMS: tuple[Form, ...] = ("reference", "fused", "chunked", "metal", "library")
 """All but `metal` at head width 32 and more; narrower, `metal` takes its fallback and runs anywhere."""
 
 KEY_DIM, VALUE_DIM = 16, 12
@@ -246,3 +248,47 @@ def test_the_form_follows_from_numerics_device_and_length(
     numerics: str, device: str, num_tokens: int, form: str
 ) -> None:
     assert Kernels(numerics, device).gated_delta(num_tokens) == form
+
+
+def test_the_library_s_form_keeps_slow_decays_in_bfloat16() -> None:
+    """MLX's function by itself rounds decays to the type of the activations."""
+    case = make_case(2048, key_heads=1, value_heads=2)
+    case.g[...] = 0.998
+    inputs = [x.astype(mx.bfloat16) for x in case.arrays()[:3]]
+    case.q, case.k, case.v = (np.array(x.astype(mx.float32)) for x in inputs)
+    g, beta = case.arrays()[3:]
+    found = scan("library", *inputs, g, beta, mx.array(case.state)).y
+    y, _ = recurrence(case)
+    # a result in bfloat16 is off by half a unit of its eighth binary digit
+    assert np.abs(np.array(found.astype(mx.float32)) - y).max() <= 2**-8 * np.abs(y).max()
+    careless = mx.fast.gated_delta_update(*inputs, g, beta, mx.array(case.state))[0]
+    assert np.abs(np.array(careless.astype(mx.float32)) - y).max() > 0.03 * np.abs(y).max()
+
+
+HEADS = gated_delta.ScanHeads(1, 2, KEY_DIM, VALUE_DIM, mx.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pays"), [({"metal": 2.0, "library": 1.0}, True), ({"metal": 1.0, "library": 2.0}, False)]
+)
+def test_the_library_s_form_takes_long_scans_where_it_is_faster(
+    seconds: dict[Form, float], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta, "_seconds", lambda form, inputs: seconds[form])
+    assert gated_delta.library_pays(HEADS) is pays
+    kernels = Kernels("fast", "metal", scans_by_library=pays)
+    assert [kernels.gated_delta(number) for number in (1, 8, 2048)] == [
+        "metal",
+        "metal",
+        "library" if pays else "metal",
+    ]
+
+
+@pytest.mark.parametrize("fault", [lambda g: g.astype(mx.bfloat16).astype(mx.float32), lambda g: g * mx.nan])
+def test_the_library_s_form_is_not_taken_for_its_speed_where_it_is_wrong(
+    fault: Callable[[mx.array], mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = mx.fast.gated_delta_update
+    monkeypatch.setattr(gated_delta, "_seconds", lambda form, inputs: {"metal": 2.0, "library": 1.0}[form])
+    monkeypatch.setattr(mx.fast, "gated_delta_update", lambda q, k, v, g, *others: right(q, k, v, fault(g), *others))
+    assert not gated_delta.library_pays(HEADS)

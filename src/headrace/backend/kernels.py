@@ -14,6 +14,9 @@ from headrace.backend.gated_delta import Form
 
 _LOG2_E = 1.4426950408889634
 
+_LONG_SCAN = 64
+"""Tokens of a scan, at least so many, for which MLX's function may be faster: it computes chunks by matrix products."""
+
 _UNFUSED_HEAD_DIM = 192
 """From here on Metal's attention holds the scores of all queries and keys, but for a prompt's first chunk. With neural
 accelerators heads of 256 are fused from 1,024 queries on. Source: `use_fallback` in MLX's Metal attention."""
@@ -52,6 +55,9 @@ class Kernels:
     reads keys fewer times, but takes a call for each row and, for heads of 128, 58 ms on an H200 to plan each new
     shape, which are all lengths that prompts have; a quarter of so many pairs takes our kernel 0.36 ms a layer."""
 
+    scans_by_library: bool = False
+    """Whether MLX's function takes long scans of the gated delta rule on Metal; `gated_delta.library_pays` says."""
+
     has_accelerators: bool = False
     """Whether MLX uses the neural accelerators of a Mac's GPU."""
 
@@ -70,7 +76,8 @@ class Kernels:
 
     def gated_delta(self, num_tokens: int) -> Form:
         if self.device == "metal":
-            return "metal"  # mlx-lm's own kernel
+            is_long = self.scans_by_library and num_tokens >= _LONG_SCAN
+            return "library" if is_long else "metal"  # the latter is mlx-lm's own kernel
         if self.numerics == "exact":
             return "reference"
         if self.device == "cuda":

@@ -12,10 +12,11 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.backend.device import Device
+from headrace.backend.gated_delta import ScanHeads, library_pays
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.float16 import prefers_float16, to_float16
-from headrace.models.levels import choose_levels
+from headrace.models.levels import Level, choose_levels, mixers_of
 from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import Checked, check, check_pictures
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
@@ -131,6 +132,8 @@ def _finish(
     kernels = Kernels(numerics, device.kind)
     if device.mac is not None and device.mac.has_accelerators:
         kernels = replace(kernels, has_accelerators=True)
+    if device.kind == "metal" and numerics == "fast":
+        kernels = replace(kernels, scans_by_library=_scans_by_library(loaded.model))
     precision = str(logits.dtype).removeprefix("mlx.core.")
     num_rows = logits.shape[-1]
     if self_check:
@@ -138,6 +141,8 @@ def _finish(
     else:
         checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
     lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
+    if kernels.scans_by_library:
+        lines.append("gated delta rule: MLX's own function for long scans, which is faster here than mlx-lm's kernel")
     if loaded.num_unused:
         lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
     if (contradiction := norms_contradiction(files)) is not None:
@@ -148,6 +153,16 @@ def _finish(
     context_length = files.context_length or _default_context(loaded.model)
     report = (*lines, *_level_lines(checked))
     return LoadedModel(checked.packed, tokens, precision, context_length, report, dtype, checked.lowered)
+
+
+def _scans_by_library(model: Any) -> bool:
+    """Whether the model has gated delta layers whose long scans MLX's function computes faster."""
+    levels = choose_levels(model)
+    inner = next((path.module for path in mixers_of(model) if levels[type(path.module)] is Level.PACKED), None)
+    if inner is None:
+        return False
+    heads = (inner.num_k_heads, inner.num_v_heads, inner.head_k_dim, inner.head_v_dim)
+    return library_pays(ScanHeads(*heads, inner.conv1d.weight.dtype))
 
 
 def _default_context(model: Any) -> int | None:
