@@ -178,6 +178,7 @@ async def test_a_thinned_sequence_makes_room_and_goes_on_where_it_was(family: st
         engine.stop()
 
 
+@pytest.mark.cpu_forms("that the host knows the ids of each step")
 async def test_the_model_is_handed_exactly_the_chosen_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

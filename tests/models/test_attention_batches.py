@@ -13,6 +13,7 @@ from models import tiny
 
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import choose_levels
+from headrace.models.mixers import attention
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SMALLEST_CAPACITY, BatchSlab, StatePool
@@ -101,11 +102,11 @@ def test_one_call_reads_all_rows_of_a_slab(monkeypatch: pytest.MonkeyPatch) -> N
         one.compute("llama")
         step(model, [(one, 5, 5)])
     calls: list[tuple[int, ...]] = []
-    attention = mx.fast.scaled_dot_product_attention
+    library = mx.fast.scaled_dot_product_attention
 
     def noted(queries: mx.array, *arguments: Any, **others: Any) -> mx.array:
         calls.append(queries.shape)
-        return attention(queries, *arguments, **others)
+        return library(queries, *arguments, **others)
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     step(model, [(one, 1, 1) for one in sentences])
@@ -115,6 +116,21 @@ def test_one_call_reads_all_rows_of_a_slab(monkeypatch: pytest.MonkeyPatch) -> N
     calls.clear()
     step(model, [(sentences[0], 1, 1), (sentences[7], 1, 1)])
     assert [shape[0] for shape in calls] == [1] * 2 * num_layers
+
+
+def test_layers_with_windows_share_the_masks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = packed("gpt_oss", "metal"), list[tuple[Any, ...]]()
+    visible = attention._visible
+
+    def noted(*arguments: Any) -> mx.array:
+        calls.append(arguments)
+        return visible(*arguments)
+
+    sentence = Sentence(1, SequenceState(StatePool(has_batches=True)))
+    sentence.compute("gpt_oss")
+    monkeypatch.setattr(attention, "_visible", noted)
+    step(model, [(sentence, 40, 40)])
+    assert calls and len(calls) == len(set(calls))
 
 
 def test_a_slab_gets_rows_as_sequences_join_and_gives_them_back() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -161,6 +161,7 @@ def read_row(
                     *(part, *read, scale, window, sinks, positions),
                     bidirectional=bidirectional,
                     score_bytes=kernels.score_bytes(queries.shape[3], hi - lo),
+                    cached=view.step.cached,
                 )
             )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
@@ -240,8 +241,12 @@ def _fused(
     *,
     bidirectional: bool = False,
     score_bytes: int | None = None,
+    cached: Callable[[Hashable, Callable[[], mx.array]], mx.array] = lambda key, make: make(),
 ) -> mx.array:
-    """The library's attention. score_bytes: see `Kernels.score_bytes`; queries are cut into blocks for it."""
+    """The library's attention.
+
+    score_bytes: see `Kernels.score_bytes`; queries are cut into blocks for it. cached: see `PackedStep.cached`.
+    """
     _, num_heads, num_queries, _ = queries.shape
     num_keys, block = keys.shape[2], num_queries
     if score_bytes is not None:
@@ -255,7 +260,8 @@ def _fused(
         if bidirectional:
             mask = _within_window(num_own, num_seen, window, num_behind)
         elif window is not None and ((num_own > 1 and num_seen > window) or positions is not None):
-            mask = _visible(num_own, num_seen, window, None if positions is None else positions[seen])
+            make = partial(_visible, num_own, num_seen, window, None if positions is None else positions[seen])
+            mask = cached((_visible, num_own, num_seen, window), make) if positions is None else make()
         outputs.append(
             mx.fast.scaled_dot_product_attention(
                 queries[:, :, own], keys[:, :, seen], values[:, :, seen], scale=scale, mask=mask, sinks=sinks
