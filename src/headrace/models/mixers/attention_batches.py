@@ -16,7 +16,7 @@ LONGEST_QUERY = 8
 """Tokens of a row, at most so many, go with others of its slab: those that the library's vector kernel takes."""
 
 _NONE = -1
-"""In place of a packed token: any may be computed, and the result is not used."""
+"""No packed token: any may be computed here, and the result is not used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
