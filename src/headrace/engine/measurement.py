@@ -110,7 +110,7 @@ def _operations(model: Any) -> int:
 
 
 def _packed_operations(packed: PackedModel, num_rows: int) -> int:
-    pool, number = StatePool(), 0
+    pool, number = StatePool(has_batches=packed.kernels.attends_in_batches), 0
     states = [SequenceState(pool, 2 * _CONTEXT) for _ in range(num_rows)]
     for tokens in (range(_CONTEXT), (1,), (1,)):
         rows = [Row(state, tuple(tokens)) for state in states]
