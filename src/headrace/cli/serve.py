@@ -81,7 +81,8 @@ def ready_text(config: Config, url: str, session: Session) -> str:
         # The key itself stays out of terminals and logs.
         words += ["-H", "Authorization: Bearer YOUR_KEY"]
     words += ["-d", json.dumps({"model": name, **question, "stream": True})]
-    return f"{name} is served at {url}/v1\n\n{shlex.join(words)}\n"
+    page = f"chat with it in a browser: {url}\n" if config.server.page == "on" else ""
+    return f"{name} is served at {url}/v1\n{page}\n{shlex.join(words)}\n"
 
 
 logger = logging.getLogger(__name__)

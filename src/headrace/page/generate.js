@@ -88,7 +88,8 @@ async function requestBody(chat, path, model) {
   const { system, thinking, tools, ...sampling } = chat.settings;
   const messages = system ? [{ role: "system", content: system }] : [];
   for (const each of path) messages.push(...(await wireMessages(each)));
-  const body = { model, messages, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  const body = { model, messages, stream: true, return_progress: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true } };
   for (const name of Object.keys(SAMPLING)) if (Number.isFinite(sampling[name])) body[name] = sampling[name];
   if (thinking) body.enable_thinking = thinking === "on";
   if (tools) body.tools = parseTools(tools);

@@ -154,7 +154,7 @@ export function statsText({ first_ms, last_ms, output, prompt, cached, accepted 
   if (first_ms !== undefined) parts.push(`first after ${number(first_ms / 1000, 2)} s`);
   if (prompt) parts.push(`${percent(cached / prompt)} reused`);
   parts.push(`${percent(accepted / output)} drafted`);
-  return parts.join(" · ");
+  return parts.join(" · ").replaceAll(" %", "\u00a0%");
 }
 
 function showCalls(element, message, actions, isRunning) {
