@@ -95,6 +95,13 @@ def test_the_key_is_not_printed() -> None:
     assert '"mine"' in text
 
 
+@pytest.mark.parametrize("page", ["on", "off"])
+def test_the_page_is_named_where_there_is_one(page: str) -> None:
+    config = Config(server=ServerConfig(page=page))
+    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
+    assert ("in a browser: http://127.0.0.1:1\n" in text) == (page == "on")
+
+
 def test_an_interrupted_server_does_not_wait_for_the_engine(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
