@@ -105,6 +105,15 @@ def test_what_a_server_does_not_have_is_not_shown() -> None:
     assert "warming up, 2 of 9" in text
 
 
+def test_before_the_first_request_there_are_no_shares() -> None:
+    cache = {"num_bytes": 0, "num_hit_tokens": 0, "num_lookup_tokens": 0, "disk": None}
+    asked = body(cache=cache)
+    asked["counters"]["drafts"] = {"num_drafted": 0, "accepted_at": []}
+    lines = shown(asked).splitlines()
+    assert "cache      0 MB" in lines
+    assert "drafts     none so far" in lines
+
+
 def test_the_last_error_is_shown() -> None:
     errors = [{"time": 0.0, "status": 400, "code": "x"}, {"time": 0.0, "status": 429, "code": "overloaded"}]
     assert "2 lately" in (line := next(each for each in shown(body(errors=errors)).splitlines() if "errors" in each))
@@ -249,8 +258,8 @@ def test_nothing_and_something_else_at_the_url(capsys: pytest.CaptureFixture[str
     [
         (["localhost:8080"], "URL must be like http://127.0.0.1:8080"),
         (["http://127.0.0.1:x"], "URL must be like"),
-        (["--interval", "0"], "--interval: must be from 0.1 to 3600"),
-        (["--interval", "soon"], "--interval"),
+        (["--interval", "0"], "--interval: must be a number from 0.1 to 3600, not 0"),
+        (["--interval", "soon"], "--interval: must be a number from 0.1 to 3600, not soon"),
         (["--jsn"], "did you mean --json"),
     ],
 )

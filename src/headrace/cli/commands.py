@@ -98,9 +98,13 @@ def _parse_status(words: Sequence[str]) -> Any:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    message = f"must be a number from 0.1 to 3600, not {text}"
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(message) from error
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be from 0.1 to 3600, not {text}")
+        raise argparse.ArgumentTypeError(message)
     return seconds
 
 

@@ -166,14 +166,17 @@ def _per_second(counts: Sequence[int]) -> float:
 def _cache(cache: Body | None) -> str:
     if cache is None:
         return "off"
-    reused = _share(cache["num_hit_tokens"], cache["num_lookup_tokens"])
+    num_looked_up = cache["num_lookup_tokens"]
+    reused = f"; {cache['num_hit_tokens'] / num_looked_up:.0%} of prompt tokens reused" if num_looked_up else ""
     disk = "" if cache["disk"] is None else f", {_size(cache['disk']['num_bytes'])} on disk"
-    return f"{_size(cache['num_bytes'])}{disk}; {reused} of prompt tokens reused"
+    return f"{_size(cache['num_bytes'])}{disk}{reused}"
 
 
 def _drafts(drafts: Body) -> str:
-    accepted = _share(sum(drafts["accepted_at"]), drafts["num_drafted"])
-    return f"{accepted} of {drafts['num_drafted']:,} accepted"
+    num_drafted = drafts["num_drafted"]
+    return (
+        f"{sum(drafts['accepted_at']) / num_drafted:.0%} of {num_drafted:,} accepted" if num_drafted else "none so far"
+    )
 
 
 def _memory(memory: Body) -> str:
@@ -202,10 +205,6 @@ def _totals(counters: Body) -> str:
     ends = ", ".join(f"{number:,} {reason}" for reason, number in counters["finished"].items())
     tokens = f"{counters['num_prompt_tokens']:,} prompt and {counters['num_output_tokens']:,} output tokens"
     return f"{tokens}; answers by end: {ends or 'none'}"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "none"
 
 
 def _size(num_bytes: int) -> str:
