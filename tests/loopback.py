@@ -32,7 +32,7 @@ async def serving(session: Session, config: ServerConfig | None = None, *, port:
 
 
 class served:  # noqa: N801 (it is used like a function)
-    """A server for a session in a thread of its own."""
+    """A server for a session in a separate thread."""
 
     def __init__(self, session: Session, config: ServerConfig | None = None) -> None:
         self._session = session

@@ -66,7 +66,7 @@ def count_fast_functions_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mx, "dequantize", _dequantize)
     patch.setattr(mx.fast, "scaled_dot_product_attention", _attention)
     patch.setattr(gated_delta, "gated_delta_kernel", _delta)
-    # on a CPU mlx-lm calls this in place of its kernel
+    # on a CPU mlx-lm calls this instead of its kernel
     patch.setattr(mlx_lm_delta, "gated_delta_ops", _delta)
 
 

@@ -235,7 +235,7 @@ class MediaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """The server that `headrace chat` and `headrace launch` use instead of a model or a server of their own."""
+    """The server that `headrace chat` and `headrace launch` use instead of a model, or of starting one."""
 
     url: str | None = knob(
         None,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.bench.answer import estimate_tokens
-from headrace.bench.client import Client, Message
+from headrace.bench.client import BenchClient, Message
 from headrace.bench.plan import Plan, Target
 from headrace.bench.workloads import Questions, build_round
 
@@ -30,7 +30,7 @@ MAX_TOKENS = 8
 class Server:
     """A server and its process."""
 
-    client: Client
+    client: BenchClient
     pid: int
 
     def cpu_s(self) -> float:
@@ -103,7 +103,7 @@ async def main() -> None:
     for said in given.servers:
         label, _, rest = said.partition("=")
         url, model, pid = rest.split(",")
-        servers.append(Server(Client(Target(label, url, model), 3600.0, estimate_tokens), int(pid)))
+        servers.append(Server(BenchClient(Target(label, url, model), 3600.0, estimate_tokens), int(pid)))
     lengths = [int(length) for length in given.tokens.split(",")]
     plan = Plan((), num_repeats=given.repeats, num_conversations=1, max_tokens=MAX_TOKENS, seed=given.seed)
     for server in servers:

@@ -13,7 +13,7 @@ from bench.fake_openai import DONE, FakeOpenAI, delta, event, running, spoken
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from headrace.bench.answer import Answer, estimate_tokens
-from headrace.bench.client import Client
+from headrace.bench.client import BenchClient
 from headrace.bench.plan import Target
 from headrace.errors import ConfigError
 
@@ -29,7 +29,7 @@ def ask(answer: Sequence[bytes] | Response, texts: list[None] | None = None) -> 
     texts = [] if texts is None else texts
 
     async def asked(url: str) -> Answer:
-        async with aclosing(Client(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
+        async with aclosing(BenchClient(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
             return await client.ask(HELLO, 5, 0.0, lambda: texts.append(None))
 
     with running(FakeOpenAI(lambda body: answer)) as url:
@@ -38,7 +38,7 @@ def ask(answer: Sequence[bytes] | Response, texts: list[None] | None = None) -> 
 
 def prepare(url: str, model: str | None = None) -> str:
     async def prepared() -> str:
-        async with aclosing(Client(Target("it", url, model), 20.0, estimate_tokens)) as client:
+        async with aclosing(BenchClient(Target("it", url, model), 20.0, estimate_tokens)) as client:
             await client.prepare()
             return client.model
 
@@ -61,7 +61,7 @@ def test_what_is_sent_is_greedy_streamed_and_bare() -> None:
     fake = FakeOpenAI(lambda body: spoken("a"))
 
     async def asked(url: str) -> None:
-        async with aclosing(Client(Target("it", url, "m", "secret"), 20.0, estimate_tokens)) as client:
+        async with aclosing(BenchClient(Target("it", url, "m", "secret"), 20.0, estimate_tokens)) as client:
             await client.ask(HELLO, 5, 0.0)
 
     with running(fake) as url:
@@ -110,7 +110,7 @@ def test_a_connection_that_breaks_is_in_the_answer() -> None:
 
         async with await asyncio.start_server(half, "127.0.0.1", 0) as server:
             url = url_of(server.sockets[0])
-            async with aclosing(Client(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
+            async with aclosing(BenchClient(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
                 return await client.ask(HELLO, 5, 0.0)
 
     answer = asyncio.run(broken())
@@ -130,7 +130,7 @@ def test_a_silence_over_the_limit_is_in_the_answer() -> None:
 
         async with await asyncio.start_server(nothing, "127.0.0.1", 0) as server:
             url = url_of(server.sockets[0])
-            async with aclosing(Client(Target("it", url, "m"), 0.05, estimate_tokens)) as client:
+            async with aclosing(BenchClient(Target("it", url, "m"), 0.05, estimate_tokens)) as client:
                 answer = await client.ask(HELLO, 5, 0.0)
             await left.wait()
             return answer

@@ -14,7 +14,7 @@ from bench.fake_openai import Body, FakeOpenAI, question, running, spoken
 from starlette.responses import JSONResponse, Response
 
 from headrace.bench.answer import estimate_tokens
-from headrace.bench.client import Client
+from headrace.bench.client import BenchClient
 from headrace.bench.figures import sameness
 from headrace.bench.plan import Plan, Target
 from headrace.bench.rounds import PlayedLevel, PlayedRound, play, play_round, total_requests, warm_up
@@ -32,7 +32,7 @@ def chat(*questions: str, kind: str = "a", system: str | None = None) -> Questio
 
 def play_one(fake: FakeOpenAI, made: Round, done: Callable[[int], None] = lambda count: None) -> PlayedRound:
     async def played(url: str) -> PlayedRound:
-        async with aclosing(Client(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
+        async with aclosing(BenchClient(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
             return await asyncio.wait_for(play_round(client, made, done), PATIENCE_S)
 
     with running(fake) as url:
@@ -42,7 +42,7 @@ def play_one(fake: FakeOpenAI, made: Round, done: Callable[[int], None] = lambda
 def play_all(plan: Plan, *fakes: FakeOpenAI, done: Callable[[str, int], None] = lambda *_: None) -> list[PlayedLevel]:
     async def played(urls: Sequence[str]) -> list[PlayedLevel]:
         async with AsyncExitStack() as exits:
-            clients = [Client(Target(f"s{at}", url, "m"), 20.0, estimate_tokens) for at, url in enumerate(urls)]
+            clients = [BenchClient(Target(f"s{at}", url, "m"), 20.0, estimate_tokens) for at, url in enumerate(urls)]
             for client in clients:
                 await exits.enter_async_context(aclosing(client))
             return await asyncio.wait_for(play(plan, clients, done), PATIENCE_S)
@@ -175,7 +175,7 @@ def test_every_workload_is_played_to_its_end(workload: str) -> None:
 
 def test_a_first_request_that_fails_ends_everything_with_its_reason() -> None:
     async def warmed(url: str) -> None:
-        async with aclosing(Client(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
+        async with aclosing(BenchClient(Target("it", url, "m"), 20.0, estimate_tokens)) as client:
             await warm_up(PLAN, client)
 
     with (

@@ -1,4 +1,4 @@
-"""`headrace launch` with a small program in the place of a client."""
+"""`headrace launch` with a small program as the client."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_a_folder_that_cannot_be_written_is_named(launcher: Launcher, url: str) 
     assert ended.stderr.count("\n") == 1
 
 
-# With a server of its own.
+# With a separate server.
 
 
 def started(launcher: Launcher, *words: str) -> subprocess.Popen[str]:

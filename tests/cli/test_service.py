@@ -74,7 +74,7 @@ def test_an_agent_has_the_words_as_they_are_given(tmp_path: Path) -> None:
 
 
 def test_an_agents_shell_becomes_the_server(tmp_path: Path) -> None:
-    """With a program in place of caffeinate: the server has the process that launchd will signal, and its words."""
+    """With a program instead of caffeinate: the server has the process that launchd will signal, and its words."""
     (file,) = launchd_files(
         Server([sys.executable, "-c", "import os, sys; print(os.getpid(), sys.argv[1:])", *ODD], {}, 5), tmp_path
     )

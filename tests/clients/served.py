@@ -1,4 +1,4 @@
-"""A server with a scripted model, in a thread of its own."""
+"""A server with a scripted model, in a separate thread."""
 
 from __future__ import annotations
 

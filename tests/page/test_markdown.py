@@ -1,4 +1,4 @@
-"""Markdown as HTML: what becomes of it, and that nothing else gets through."""
+"""Markdown as HTML: the result of each form, and that nothing else gets through."""
 
 from __future__ import annotations
 

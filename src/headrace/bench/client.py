@@ -20,7 +20,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _SHOWN_BODY_CHARACTERS = 300
 
 
-class Client:
+class BenchClient:
     """Sends requests to one target; call `aclose` in the end.
 
     timeout_s: longest silence within an answer. count_tokens: for answers without usage; counted_by: its name.

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headrace.bench.answer import TokenCounter, TokenSource, estimate_tokens, tokenizer_counter
-from headrace.bench.client import Client
+from headrace.bench.client import BenchClient
 from headrace.bench.plan import Plan
 from headrace.bench.report import report
 from headrace.bench.rounds import OnDone, PlayedLevel, play, warm_up
@@ -25,7 +25,7 @@ async def measure(plan: Plan, command: Sequence[str], on_done: OnDone) -> tuple[
     async with AsyncExitStack() as exits:
         clients, servers = [], {}
         for target in plan.targets:
-            client = Client(target, plan.timeout_s, count_tokens, counted_by)
+            client = BenchClient(target, plan.timeout_s, count_tokens, counted_by)
             await exits.enter_async_context(aclosing(client))
             servers[target.label] = await client.prepare()
             await warm_up(plan, client)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.client import Client
+from headrace.bench.client import BenchClient
 from headrace.bench.figures import Figures, faults, figures_of, kinds_of, sameness, spread
 from headrace.bench.plan import Plan
 from headrace.bench.rounds import PlayedLevel, PlayedRound
@@ -69,7 +69,7 @@ def report(
     command: Sequence[str],
     when: datetime,
     servers: Mapping[str, str | None],
-    clients: Sequence[Client],
+    clients: Sequence[BenchClient],
     levels: Sequence[PlayedLevel],
 ) -> dict[str, Any]:
     """The whole report. servers: the `server` header by label. The command must not contain a key."""

@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 
 from headrace.bench.answer import Answer
-from headrace.bench.client import Client, Message
+from headrace.bench.client import BenchClient, Message
 from headrace.bench.plan import Plan
 from headrace.bench.workloads import Questions, Round, build_round, num_requests, random_text
 from headrace.errors import ConfigError
@@ -63,7 +63,7 @@ def total_requests(plan: Plan) -> int:
     return total * len(plan.targets)
 
 
-async def warm_up(plan: Plan, client: Client) -> None:
+async def warm_up(plan: Plan, client: BenchClient) -> None:
     """One short uncounted request for the server's one-time work. Raises ConfigError."""
     question = random_text(Random(f"{plan.seed}/warm-up"), _WARM_UP_TOKENS)
     answer = await client.ask([{"role": "user", "content": question}], _WARM_UP_TOKENS, time.perf_counter())
@@ -71,7 +71,7 @@ async def warm_up(plan: Plan, client: Client) -> None:
         raise ConfigError(f"{client.target.label} fails the first request to {client.model!r}: {answer.error}")
 
 
-async def play(plan: Plan, clients: Sequence[Client], on_done: OnDone) -> list[PlayedLevel]:
+async def play(plan: Plan, clients: Sequence[BenchClient], on_done: OnDone) -> list[PlayedLevel]:
     """Run every level of the plan on every client.
 
     Clients take turns within each repeat, so that changes of the machine's speed affect all of them.
@@ -93,7 +93,7 @@ def _repeats(plan: Plan) -> tuple[int, ...]:
     return (*range(plan.num_repeats), 0)
 
 
-async def play_round(client: Client, made: Round, on_done: Callable[[int], None]) -> PlayedRound:
+async def play_round(client: BenchClient, made: Round, on_done: Callable[[int], None]) -> PlayedRound:
     """Run all streams at once. on_done: called after each conversation with its number of requests."""
     performance = _Performance(client, made, on_done)
     async with asyncio.TaskGroup() as group:
@@ -105,7 +105,7 @@ async def play_round(client: Client, made: Round, on_done: Callable[[int], None]
 class _Performance:
     """A running round."""
 
-    def __init__(self, client: Client, made: Round, on_done: Callable[[int], None]) -> None:
+    def __init__(self, client: BenchClient, made: Round, on_done: Callable[[int], None]) -> None:
         self._client = client
         self._made = made
         self._on_done = on_done

@@ -25,7 +25,7 @@ _NOT_RUNNING = 3
 
 
 def run_install(asked: ServiceInstall) -> None:
-    """Write the service's files and start it, in place of an earlier one. Raises ConfigError."""
+    """Write the service's files and start it, replacing an earlier one. Raises ConfigError."""
     command = [sys.executable, "-m", "headrace", "serve", *asked.words]
     variables = dict.fromkeys(asked.secrets, "…") if asked.shows else {}
     server, home = Server(command, {**asked.variables, **variables}, asked.drain_s), Path.home()

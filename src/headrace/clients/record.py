@@ -61,7 +61,7 @@ Builder = Callable[[Endpoint, str], Settings]
 @dataclass(frozen=True, slots=True)
 class Client:
     """command: the program. install: a line for the shell. version: the one that was tried. apis: which it can speak,
-    the one that is used first. folder: where lasting settings belong, in files of our own.
+    the one that is used first. folder: where lasting settings belong, in separate files.
 
     settings: those that last. run: those for one run, if a stronger way exists that needs no lasting file.
     first_request: tokens of its first request, if it is long. notes: Markdown for the page of clients.

@@ -80,7 +80,7 @@ def _write_rows(
     new: tuple[mx.array, mx.array],
     numbers: Sequence[int],
 ) -> None:
-    """Write the keys and values of these rows, each by itself, and take their snapshots."""
+    """Write the keys and values of these rows, one by one, and take their snapshots."""
     keys, values = (_by_row(spans, array) for array in new) if numbers else ((), ())
     for number in numbers:
         span, state = spans[number], states[number]
