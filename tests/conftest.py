@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Callable
 
 import metal_forms
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 from metal_device import FakedMac, fake_mac
@@ -20,6 +22,8 @@ settings.load_profile("headrace")
 
 def pytest_configure(config: pytest.Config) -> None:
     _keep_to_one_core()
+    if sys.platform == "darwin" and os.environ.get("HEADRACE_TEST_DEVICE") != "gpu":
+        mx.set_default_device(mx.cpu)
     if config.getoption("--forms") == "metal":
         patch = pytest.MonkeyPatch()
         metal_forms.force(patch)

@@ -27,7 +27,7 @@ def force(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Kernels, "__init__", _for_metal(Kernels.__init__))
     memory_bytes = device.host_memory_bytes()
     fake_metal(patch, FakedMac(memory_bytes, memory_bytes * 3 // 4))
-    patch.setattr(gated_delta, "gated_delta_kernel", _kernel)
+    patch.setattr(gated_delta, "gated_delta_kernel", delta_kernel)
     # a choice by time would differ from run to run
     patch.setattr(load, "library_pays", lambda heads: True)
 
@@ -40,7 +40,7 @@ def _for_metal(init: Callable[..., None]) -> Callable[..., None]:
     return for_metal
 
 
-def _kernel(
+def delta_kernel(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array, mask: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """Instead of mlx-lm's `gated_delta_kernel`."""
