@@ -171,9 +171,10 @@ def test_a_status_of_another_form_is_refused_with_the_version() -> None:
 
 class OtherServer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        has_error = self.path == "/dead/v1/status"
+        self.send_response(503 if has_error else 200)
         self.end_headers()
-        self.wfile.write(b"<html>")
+        self.wfile.write(b'{"error": {"message": "the engine is not running"}}' if has_error else b"<html>")
 
     def log_message(self, *_: object) -> None:
         pass
@@ -183,7 +184,7 @@ class OtherServer(BaseHTTPRequestHandler):
 def other() -> Iterator[str]:
     """Some other web server."""
     server = HTTPServer(("127.0.0.1", 0), OtherServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -232,13 +233,10 @@ def test_a_wrong_key_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> Non
         assert err == f"headrace: the server at {url} refuses this key: give it with --api-key KEY\n"
 
 
-def test_a_dead_engine_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = FakeEngine()
-    with served(fake_session(engine)) as url:
-        engine.sick = "the device failed"
-        code, _, err = run(capsys, url)
+def test_a_servers_error_is_given_in_its_words(capsys: pytest.CaptureFixture[str], other: str) -> None:
+    code, _, err = run(capsys, f"{other}/dead")
     assert code == 2
-    assert "answers with an error: the engine is not running: the device failed" in err
+    assert err == f"headrace: the server at {other}/dead answers with an error: the engine is not running\n"
 
 
 def test_nothing_and_something_else_at_the_url(capsys: pytest.CaptureFixture[str], other: str) -> None:
