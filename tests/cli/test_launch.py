@@ -405,14 +405,36 @@ def test_a_started_server_ends_with_the_client_and_with_the_launcher(launcher: L
 def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(launcher: Launcher) -> None:
     said = refused(launcher, "--port", str(free_port("127.0.0.1", 0)), "--model", str(launcher.home / "nothing"))
     assert "the server ended with exit code 2" in said
-    assert f"headrace: there is no folder {launcher.home}/nothing" in said or "nothing" in said.splitlines()[-1]
+    assert said.endswith(f"  headrace: there is no folder {launcher.home}/nothing
+")
 
 
 def test_terminating_the_launcher_while_it_waits_ends_the_server(launcher: Launcher) -> None:
     process = started(launcher)
-    url = server_of(process)
+    port = server_of(process).rpartition(":")[2]
     process.terminate()
     assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    eventually(lambda: is_down(url))
+    running = subprocess.run(["ps", "-Ao", "args"], capture_output=True, text=True, check=True).stdout
+    assert f"--port {port}" not in running
     assert launcher.leftovers() == []
     process.communicate()
+
+
+def test_a_process_that_the_client_leaves_behind_is_ended(launcher: Launcher, url: str) -> None:
+    """Cline does so: it notes the process in the file that a variable names."""
+    launcher.install(
+        '#!/bin/sh\nsleep 600 > /dev/null 2>&1 &\necho "{\\"pid\\": $!}" > "$CLINE_HUB_DISCOVERY_PATH"\necho $!\n',
+        "cline",
+    )
+    ended = launcher.run("cline", "--url", url)
+    assert ended.returncode == 0, ended.stderr
+    left = int(ended.stdout)
+    eventually(lambda: not runs(left))
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from headrace.cli.launch_arguments import LaunchArguments
-from headrace.cli.launch_client import find_program, run_client
+from headrace.cli.launch_client import end_background, find_program, run_client
 from headrace.cli.launch_files import save, write
 from headrace.cli.launch_server import (
     NoAnswer,
@@ -62,7 +62,10 @@ def _use(arguments: LaunchArguments, endpoint: Endpoint, program: str, folder: P
     write(settings.files)
     host = urlsplit(endpoint.url).hostname or ""
     environment = environment_for(settings.environment, host if is_loopback(host) else None)
-    return run_client([program, *settings.arguments, *arguments.client_words], environment)
+    try:
+        return run_client([program, *settings.arguments, *arguments.client_words], environment)
+    finally:
+        end_background(settings.background)
 
 
 def _note(text: str) -> None:

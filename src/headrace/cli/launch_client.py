@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from headrace.clients.record import Client
@@ -38,6 +40,13 @@ def run_client(words: Sequence[str], environment: Mapping[str, str]) -> int:
         status = _wait(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def end_background(files: Sequence[str]) -> None:
+    """Ends processes that the client has left behind. files: see Settings."""
+    for file in files:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            os.kill(int(json.loads(Path(file).read_text())["pid"]), signal.SIGTERM)
 
 
 @contextmanager

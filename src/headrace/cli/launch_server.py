@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -194,9 +195,29 @@ class StartedServer:
 
 
 @contextmanager
+def delayed_signals() -> Iterator[None]:
+    """Signals that would end this process come after the block."""
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for arrival in arrived:
+            signal.raise_signal(arrival)
+
+
+@contextmanager
 def started_server(words: Sequence[str], probe: ServerProbe, log: Path, drain_s: float) -> Iterator[StartedServer]:
     """A server that has answered; it ends with the block. Raises ConfigError if it ends before that."""
-    with StartedServer(words, log, drain_s) as server:
+    with ExitStack() as stack:
+        # One that came while the process is started would leave it running.
+        with delayed_signals():
+            server = stack.enter_context(StartedServer(words, log, drain_s))
 
         def has_begun() -> bool:
             server.check()

@@ -228,8 +228,13 @@ def _cline_settings(endpoint: Endpoint, folder: str) -> Settings:
     text = json_text(
         {"version": 1, "lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": stored}}
     )
-    environment = {"CLINE_PROVIDER_SETTINGS_PATH": path, "CLINE_SESSION_BACKEND_MODE": "local"}
-    return Settings(environment, (SettingsFile(path, text),))
+    hub = f"{folder}/headrace-hub.json"
+    environment = {
+        "CLINE_PROVIDER_SETTINGS_PATH": path,
+        "CLINE_SESSION_BACKEND_MODE": "local",
+        "CLINE_HUB_DISCOVERY_PATH": hub,
+    }
+    return Settings(environment, (SettingsFile(path, text),), background=(hub,))
 
 
 CLINE = Client(
@@ -243,10 +248,11 @@ CLINE = Client(
     settings=_cline_settings,
     first_request=6_000,
     notes="""\
-The variable takes the place of `~/.cline/data/settings/providers.json`, and the second one keeps Cline from a
-background process that has other settings. The providers `anthropic` and `openai-native` (responses) take the same
-fields. It sends `max_tokens` 32000 whatever `maxTokens` says; the server lowers it to what the context allows. When
-the context is full it drops the older part of the conversation and goes on.""",
+The first variable takes the place of `~/.cline/data/settings/providers.json`. Cline leaves a background process
+running; the other two keep it apart from that of a Cline with other settings, and `headrace launch` ends it. The
+providers `anthropic` and `openai-native` (responses) take the same fields. It sends `max_tokens` 32000 whatever
+`maxTokens` says; the server lowers it to what the context allows. When the context is full it drops the older part
+of the conversation and goes on.""",
 )
 
 

@@ -47,11 +47,15 @@ class SettingsFile:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a client is given: variables, files, and the arguments that precede the user's own."""
+    """What a client is given: variables, files, and the arguments that precede the user's own.
+
+    background: JSON files in which processes that the client leaves behind note their `pid`.
+    """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     files: tuple[SettingsFile, ...] = ()
     arguments: tuple[str, ...] = ()
+    background: tuple[str, ...] = ()
 
 
 Builder = Callable[[Endpoint, str], Settings]
