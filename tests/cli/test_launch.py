@@ -405,8 +405,7 @@ def test_a_started_server_ends_with_the_client_and_with_the_launcher(launcher: L
 def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(launcher: Launcher) -> None:
     said = refused(launcher, "--port", str(free_port("127.0.0.1", 0)), "--model", str(launcher.home / "nothing"))
     assert "the server ended with exit code 2" in said
-    assert said.endswith(f"  headrace: there is no folder {launcher.home}/nothing
-")
+    assert said.endswith(f"  headrace: there is no folder {launcher.home}/nothing\n")
 
 
 def test_terminating_the_launcher_while_it_waits_ends_the_server(launcher: Launcher) -> None:
