@@ -114,7 +114,10 @@ def test_the_settings_of_a_chosen_client_are_shown(visit: Visit) -> None:
     settings.get_by_role("combobox", name="Client").select_option(chosen["id"])
     shown = [block.text_content() for block in settings.locator("pre").all()]
     assert shown == [chosen["launch"], *(file["text"] for file in chosen["files"]), chosen["command"]]
-    expect(settings.get_by_role("button", name=f"Copy {chosen['files'][0]['path']}")).to_be_visible()
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    settings.get_by_role("button", name=f"Copy {chosen['files'][0]['path']}").click()
+    expect(visit.page.locator("#announce")).to_have_text("Copied")
+    assert visit.page.evaluate("navigator.clipboard.readText()") == chosen["files"][0]["text"]
 
 
 def test_the_view_opens_with_the_server_s_history(visit: Visit) -> None:

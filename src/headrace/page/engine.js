@@ -332,7 +332,7 @@ function start() {
 export function mount(element) {
   if (parts.length) return;
   state = h("span", { class: "live", role: "status" }, "Connecting …");
-  parts = [summary(), charts(), requests(), memory(), cache(), drafts(), agents(), lookups(), startUp(), errors()];
+  parts = [summary(), charts(), requests(), memory(), cache(), lookups(), drafts(), errors(), agents(), startUp()];
   element.replaceChildren(h("div", { class: "engine" }, h("header", { class: "row" }, h("h1", {}, "Engine"), state), ...parts.map(([each]) => each)));
   document.addEventListener("visibilitychange", start);
   start();
