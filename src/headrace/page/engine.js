@@ -237,7 +237,7 @@ const copied = (text, label) => {
 };
 
 function agents() {
-  const list = h("dl", { class: "settings" });
+  const list = h("dl", { class: "addresses" });
   const clients = h("div");
   showClients(clients);
   let names = "";
