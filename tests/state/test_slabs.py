@@ -1,5 +1,7 @@
 """Slots hold what was written, grow without losing it, and give their memory back."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from headrace.backend.operations import num_launches, operations
 from headrace.state.attention import KVRecord, SlidingAttentionState, copy_layers
 from headrace.state.delta import Stops
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
+from headrace.state.slabs import SMALLEST_CAPACITY, StatePool, slot_capacity
 
 LAYER = (0,)
 
@@ -219,3 +221,42 @@ def test_snapshots_of_delta_layers_are_copied_once() -> None:
         state, context = record.arrays
         assert mx.array_equal(state, mx.full((1, 2, 4, 4), layer + 2))
         assert mx.array_equal(context, mx.full((1, 6, 4), 10.0 * layer))
+
+
+def test_a_long_slot_wastes_an_eighth_at_most_where_capacities_are_fine() -> None:
+    for num_tokens in (1, 256, 257, 4095, 4096, 4097, 33_000, 65_536, 65_537, 131_073, 1_000_001):
+        coarse, fine = slot_capacity(num_tokens), slot_capacity(num_tokens, is_fine=True)
+        assert num_tokens <= fine <= coarse == max(256, 2 ** math.ceil(math.log2(num_tokens)))
+        assert fine <= (coarse if coarse <= 4096 else 1.125 * num_tokens)
+    # 33,000 tokens are just over half of 65,536: an eighth of that octave has 4,096
+    assert slot_capacity(33_000, is_fine=True) == 36_864
+
+
+def test_a_slot_of_a_batch_grows_layer_by_layer() -> None:
+    """Of 16 layers; without that the old slot, the new one and copies would be in memory together."""
+    pool, layers = StatePool(has_batches=True), [(number,) for number in range(16)]
+    slot = pool.allocate(8192)
+    for layer in layers:
+        for start in (0, 4096):
+            slot.write(layer, start, *tokens(start, start + 4096, head_dim=8))
+    mx.eval([*slot.slab.keys.values(), *slot.slab.values.values()])
+    held, before = pool.num_bytes, mx.get_active_memory()
+    mx.reset_peak_memory()
+    pool.grow(slot, 8193, 8192)
+    assert slot.capacity == 9216
+    assert pool.num_bytes == held * 9216 // 8192
+    assert mx.get_peak_memory() - before < pool.num_bytes - held + 3 * held / 16
+    for layer in layers:
+        assert mx.array_equal(slot.read(layer, 0, 8192)[0], tokens(0, 8192, head_dim=8)[0])
+    pool.free(slot)
+    assert pool.num_bytes == 0
+
+
+def test_a_slot_that_shares_its_slab_leaves_the_others_theirs() -> None:
+    pool = StatePool(has_batches=True)
+    first, second = pool.allocate(5000), pool.allocate(5000)
+    first.write(LAYER, 0, *tokens(0, 5))
+    second.write(LAYER, 0, *tokens(100, 103))
+    pool.grow(first, 6000, 5)
+    assert mx.array_equal(first.read(LAYER, 0, 5)[0], tokens(0, 5)[0])
+    assert mx.array_equal(second.read(LAYER, 0, 3)[0], tokens(100, 103)[0])

@@ -117,7 +117,7 @@ class Fit:
 def fit(found: Preview, device: Device, utilization: float | None, dtype: str) -> Fit:
     """dtype: as in `ModelConfig.dtype`."""
     # Keys and values have the activations' precision, float32 on a CPU.
-    foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2)
+    foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2, has_fine_slots=device.kind == "metal")
     stored = found.weights_bytes
     return Fit(
         stored,

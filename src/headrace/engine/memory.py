@@ -29,7 +29,7 @@ def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
 
 def sample_state(model: PackedModel, head: HeadDrafter | None) -> SequenceState:
     """A state of two tokens, with the prediction head's part."""
-    state = SequenceState(StatePool())
+    state = SequenceState(StatePool(has_batches=model.kernels.attends_in_batches))
     state.begin(2)
     logits = model.forward([Row(state, [0, 0])], [1])
     mx.eval(logits, state.arrays())

@@ -80,7 +80,7 @@ class Foreseen:
         return in_float32 if is_chosen or dtype == "float32" else stored_bytes
 
 
-def foresee(config: Mapping[str, Any], item_bytes: int) -> Foreseen | None:
+def foresee(config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool = False) -> Foreseen | None:
     """None for a model that mlx-lm doesn't know or can't build like this.
 
     mlx-lm's model is built from the configuration and run on one token without evaluating any array: shapes suffice.
@@ -92,7 +92,8 @@ def foresee(config: Mapping[str, Any], item_bytes: int) -> Foreseen | None:
             model: Any = model_class(arguments.from_dict(copy.deepcopy(dict(config))))
             caches = make_prompt_cache(model)
             model(mx.array([[0]]), cache=caches)
-            cost = StateCost(tuple(_cost(one, item_bytes) for cache in caches for one in _parts(cache)))
+            costs = tuple(_cost(one, item_bytes) for cache in caches for one in _parts(cache))
+            cost = StateCost(costs, has_fine_slots)
     except ModelError:
         return None
     return Foreseen(num_parameters(model), cost)

@@ -15,7 +15,7 @@ LayerKey = tuple[int, ...]
 class LayerCost:
     """Bytes of a layer's state: `fixed` plus `per_token` for each token up to `max_tokens` (None: all).
 
-    in_slots: the tokens are held in a slot, whose capacity is a power of two.
+    in_slots: the tokens are held in a slot, see `slot_capacity`.
     former: bytes of the state from before a window whose tokens may be dropped; in no record.
     """
 

@@ -19,9 +19,10 @@ State = TypeVar("State", bound=LayerState)
 
 @dataclass(frozen=True, slots=True)
 class StateCost:
-    """What a sequence's state takes, by its length."""
+    """What a sequence's state takes, by its length. has_fine_slots: see `slot_capacity`."""
 
     layers: tuple[LayerCost, ...]
+    has_fine_slots: bool = False
 
     @property
     def has_spans(self) -> bool:
@@ -39,7 +40,7 @@ class StateCost:
         )
 
     def num_bytes(self, num_tokens: int) -> int:
-        capacity = slot_capacity(num_tokens)
+        capacity = slot_capacity(num_tokens, is_fine=self.has_fine_slots)
         held = sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
         return held + sum(layer.former for layer in self.layers)
 
@@ -288,7 +289,7 @@ class SequenceState:
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
         of_delta = [] if self._delta is None else self._delta.cost()
-        return StateCost((*(state.cost() for state in self._layers.values()), *of_delta))
+        return StateCost((*(state.cost() for state in self._layers.values()), *of_delta), self.pool.has_batches)
 
     def snapshot_arrays(self) -> list[mx.array]:
         snapshots = [record for state in self._layers.values() for record in state.snapshots.values()]

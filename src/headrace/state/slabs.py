@@ -1,8 +1,9 @@
 """Where keys and values of full attention live.
 
 A slab holds, per layer, an array `[num_rows, num_kv_heads, capacity, head_dim]`, head-major because matmuls read it so.
-A sequence owns a slot of it: the smallest power of two of tokens that fits it. When it outgrows the slot it moves to a
-larger one, so that memory stays under twice what the sequences hold.
+A sequence owns a slot of it: the smallest power of two of tokens that fits it, or one of eight sizes between two of
+them for long sequences in a `BatchSlab`. When it outgrows the slot it moves to a larger one, so that memory stays under
+twice what the sequences hold.
 
 A `RangeSlab` is one row of tokens, and slots are ranges of it: sequences join and leave without copying others, and
 our kernels find them by numbers. In a `BatchSlab` each row is a slot, so that one call of the library's attention
@@ -39,9 +40,20 @@ MOST_ROWS = 32
 """Rows of a `BatchSlab`; more sequences of a capacity have another."""
 
 
-def slot_capacity(num_tokens: int) -> int:
-    """Tokens of the smallest slot that holds `num_tokens`."""
-    return max(SMALLEST_CAPACITY, 1 << (num_tokens - 1).bit_length())
+_COARSE_TOKENS = 4096
+"""Up to here capacities are powers of two everywhere, so that rows of a batch often have the same one."""
+
+
+def slot_capacity(num_tokens: int, *, is_fine: bool = False) -> int:
+    """Tokens of the smallest slot that holds `num_tokens`.
+
+    is_fine: long slots may have eight capacities between two powers of two, so that at most an eighth is spare.
+    """
+    capacity = max(SMALLEST_CAPACITY, 1 << (num_tokens - 1).bit_length())
+    if not is_fine or capacity <= _COARSE_TOKENS:
+        return capacity
+    step = capacity // 16
+    return -(-num_tokens // step) * step
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +124,10 @@ class BatchSlab(Slab):
     @property
     def is_empty(self) -> bool:
         return not self._used
+
+    @property
+    def has_one_user(self) -> bool:
+        return len(self._used) == 1
 
     def take(self, size: int) -> Slot | None:
         """The first free row; None for another size, or if there are too many rows."""
@@ -193,7 +209,7 @@ class StatePool:
         self.is_permanent = slab_tokens is not None
         """Whether steps are compiled for the arrays: then they are written in place, by kernels of ours only."""
         self._slab_tokens = slab_tokens or SLAB_TOKENS
-        self._has_batches = has_batches
+        self.has_batches = has_batches
         self._slabs: list[RangeSlab | BatchSlab] = []
         self.delta = DeltaTables(num_sequences)
         self._together: list[mx.array] | None = None
@@ -206,11 +222,11 @@ class StatePool:
 
     def allocate(self, num_tokens: int) -> Slot:
         """A free slot for at least `num_tokens` tokens; its content is undefined."""
-        capacity = slot_capacity(num_tokens)
+        capacity = slot_capacity(num_tokens, is_fine=self.has_batches)
         for slab in self._slabs:
             if (slot := slab.take(capacity)) is not None:
                 return slot
-        slab = BatchSlab(capacity) if self._has_batches else RangeSlab(max(capacity, self._slab_tokens))
+        slab = BatchSlab(capacity) if self.has_batches else RangeSlab(max(capacity, self._slab_tokens))
         self._slabs.append(slab)
         found = slab.take(capacity)
         assert found is not None
@@ -231,7 +247,9 @@ class StatePool:
         larger = self.allocate(num_tokens)
         with ExitStack() as undo:
             undo.callback(self.free, larger)  # if there is no memory for it, the row stays where it is, and fails
-            if num_used:
+            if num_used and isinstance(slot.slab, BatchSlab):
+                self._move_by_layer(slot, slot.slab, larger, num_used)
+            elif num_used:
                 filled: list[mx.array] = []
                 for layer in list(slot.slab.keys):
                     parts = (copy_of(part) for part in slot.read(layer, 0, num_used))
@@ -240,6 +258,14 @@ class StatePool:
             undo.pop_all()
         self.free(slot)
         slot.slab, slot.row, slot.start, slot.capacity = larger.slab, larger.row, larger.start, larger.capacity
+
+    def _move_by_layer(self, slot: Slot, slab: BatchSlab, larger: Slot, num_used: int) -> None:
+        """Copy a slot, and drop each layer of a slab that no other sequence uses: memory for one more is enough."""
+        is_alone = slab.has_one_user and larger.slab is not slab
+        for layer in list(slab.keys):
+            self.launch(larger.fill(layer, 0, *slot.read(layer, 0, num_used)))
+            if is_alone:
+                del slab.keys[layer], slab.values[layer]
 
     def launch(self, arrays: Sequence[mx.array]) -> None:
         """Evaluate copies of what later steps will write, before these are launched.
