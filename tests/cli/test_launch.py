@@ -235,9 +235,7 @@ def test_a_server_may_be_below_a_path(launcher: Launcher, elsewhere: str, end: s
     launcher.install(NOTING)
     ended = launcher.run("claude", "--url", f"{elsewhere}/some/path{end}")
     assert json.loads(ended.stdout)["settings"]["env"]["ANTHROPIC_BASE_URL"] == f"{elsewhere}/some/path"
-    assert (
-        "Claude Code's first request alone has about 12,000 tokens, and the context of remote is 4,096" in ended.stderr
-    )
+    assert "Claude Code needs a context of about 48,000 tokens, and that of remote is 4,096" in ended.stderr
 
 
 def test_another_program_is_not_taken_for_a_server(launcher: Launcher, elsewhere: str) -> None:

@@ -74,11 +74,10 @@ def _note(text: str) -> None:
 
 
 def _warn_of_small_context(client: Client, endpoint: Endpoint) -> None:
-    needed = client.first_request
-    if needed is not None and endpoint.context < 2 * needed:
+    if endpoint.context < client.least_context:
         _note(
-            f"{client.title}'s first request alone has about {needed:,} tokens, "
-            f"and the context of {endpoint.model} is {endpoint.context:,}"
+            f"{client.title} needs a context of about {client.least_context:,} tokens, "
+            f"and that of {endpoint.model} is {endpoint.context:,}"
         )
 
 

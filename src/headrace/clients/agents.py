@@ -52,7 +52,7 @@ CLAUDE = Client(
     apis=("messages",),
     folder="~/.claude",
     settings=_claude_settings,
-    first_request=12_000,
+    least_context=48_000,
     notes="""\
 A file given by `--settings` wins over the user's and the project's settings and over variables, so it also empties
 what would send other keys or use other servers. Without the context size it assumes a million tokens. It compacts
@@ -110,7 +110,7 @@ CODEX = Client(
     folder="~/.codex",
     settings=_codex_settings,
     run=_codex_run,
-    first_request=10_000,
+    least_context=16_000,
     notes="""\
 Without `model_context_window` it assumes 272,000 tokens. It compacts its conversation at 90 % of it, and stops when
 the context is full before that. Its first request has about 10,000 tokens. The compacting request has no tools, so
@@ -164,7 +164,7 @@ OPENCODE = Client(
     folder="~/.config/opencode",
     settings=_opencode_settings,
     run=_opencode_run,
-    first_request=8_000,
+    least_context=16_000,
     notes="""\
 `limit.output` is sent as `max_tokens`. `@ai-sdk/anthropic` with the same options uses messages, `@ai-sdk/openai`
 responses, where it shows thinking with the option `reasoningSummary: "auto"`. For images the model needs
@@ -203,7 +203,7 @@ QWEN = Client(
     apis=("chat", "messages", "responses"),
     folder="~/.qwen",
     settings=_qwen_settings,
-    first_request=20_000,
+    least_context=32_000,
     notes="""\
 The file takes the place of the machine's own settings, which win over the user's and the project's. With
 `--auth-type anthropic` and `ANTHROPIC_BASE_URL` (without `/v1`), `ANTHROPIC_API_KEY`, `ANTHROPIC_MODEL` it uses
@@ -246,7 +246,7 @@ CLINE = Client(
     apis=("chat", "messages", "responses"),
     folder="~/.cline",
     settings=_cline_settings,
-    first_request=6_000,
+    least_context=12_000,
     notes="""\
 The first variable takes the place of `~/.cline/data/settings/providers.json`. Cline leaves a background process
 running; the other two keep it apart from that of a Cline with other settings, and `headrace launch` ends it. The

@@ -68,7 +68,7 @@ class Client:
     the one that is used first. folder: where lasting settings belong, in separate files.
 
     settings: those that last. run: those for one run, if a stronger way exists that needs no lasting file.
-    first_request: tokens of its first request, if it is long. notes: Markdown for the page of clients.
+    least_context: tokens with which it can do some work. notes: Markdown for the page of clients.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Client:
     settings: Builder
     notes: str
     run: Builder | None = None
-    first_request: int | None = None
+    least_context: int = 0
 
     def lasting_settings(self, endpoint: Endpoint) -> Settings:
         return self.settings(endpoint, self.folder)
