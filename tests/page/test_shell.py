@@ -23,6 +23,23 @@ def test_the_views_change_with_the_address(visit: Visit) -> None:
     expect(chat).to_have_attribute("aria-current", "page")
 
 
+def test_a_view_may_be_left_while_it_loads(visit: Visit) -> None:
+    """Whatever the chat waits for then finds its elements gone."""
+    page = visit.page
+    for delay in range(0, 60, 4):
+        page.evaluate(
+            """async (delay) => {
+                location.hash = "#/chat/unknown";
+                await new Promise((resolve) => setTimeout(resolve, delay));
+                location.hash = "#/engine";
+            }""",
+            delay,
+        )
+    expect(page.get_by_role("link", name="Engine", exact=True)).to_have_attribute("aria-current", "page")
+    page.get_by_role("link", name="Chat", exact=True).click()
+    expect(page.get_by_label("Message", exact=True)).to_be_visible()
+
+
 def test_the_theme_is_kept(visit: Visit) -> None:
     page = visit.page
     page.emulate_media(color_scheme="light")

@@ -13,13 +13,15 @@ let current = null;
 
 /** Show the view that the address names. A view has mount(element, argument) and unmount(). */
 async function route() {
-  const [, name, argument] = /^#\/(\w*)\/?(.*)$/.exec(location.hash) ?? [];
+  const { hash } = location;
+  const [, name, argument] = /^#\/(\w*)\/?(.*)$/.exec(hash) ?? [];
   const view = Object.hasOwn(VIEWS, name ?? "") ? name : "chat";
   for (const link of document.querySelectorAll("[data-view]")) {
     if (link.dataset.view === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   const module = await VIEWS[view]();
+  if (location.hash !== hash) return; // another view was chosen meanwhile
   const element = document.getElementById("view");
   if (current !== module) {
     current?.unmount();

@@ -20,6 +20,7 @@ let chat = newChat();
 let messages = new Map();
 let elements = new Map();
 let attached = [];
+let wanted = ""; // the id of the conversation to show
 let opened = null; // when the shown conversation is loaded
 let learned = null; // when the server has been asked for its models
 
@@ -60,12 +61,14 @@ async function learnServer() {
 /** Show a conversation of this browser; a new one without an id, or with an unknown one. */
 async function open(id) {
   keepDraft();
+  wanted = id;
   ui.field.value = drafts.get(id) ?? "";
   attach([]);
-  chat = (id && (await getChat(id))) || newChat();
+  const found = (id && (await getChat(id))) || newChat();
+  const loaded = await load(found);
+  if (ui === null || wanted !== id) return; // another view or conversation was chosen meanwhile
+  [chat, messages, elements] = [found, loaded, new Map()];
   if (id && chat.id !== id) history.replaceState(null, "", "#/chat");
-  await load();
-  elements = new Map();
   ui.list.replaceChildren();
   notice("");
   show();
@@ -73,10 +76,12 @@ async function open(id) {
   if (matchMedia("(pointer: fine)").matches) ui.field.focus();
 }
 
-async function load() {
-  messages = await messagesOf(chat.id);
-  const answer = live.get(chat.id)?.answer;
-  if (answer) messages.set(answer.id, answer);
+/** The chat's messages, with the one in progress as it is here. */
+async function load({ id }) {
+  const loaded = await messagesOf(id);
+  const answer = live.get(id)?.answer;
+  if (answer) loaded.set(answer.id, answer);
+  return loaded;
 }
 
 function keepDraft() {
@@ -115,6 +120,7 @@ async function goTo(message) {
 // Showing
 
 function show() {
+  if (ui === null) return;
   const path = branchTo(chat.leaf);
   ui.title.textContent = chat.title || "New conversation";
   document.title = chat.title ? `${chat.title} – Headrace` : "Headrace";
@@ -151,6 +157,7 @@ function showComposer(path) {
 }
 
 async function showList() {
+  if (ui === null) return;
   const query = ui.search.value;
   const chats = await listChats(query);
   if (ui === null || query !== ui.search.value) return;
@@ -197,8 +204,8 @@ async function send() {
   ui.field.value = "";
   drafts.delete(isNew ? "" : chat.id);
   attach([]);
-  await add(newMessage(chat, chat.leaf, "user", { text, media }));
   if (isNew) history.replaceState(null, "", `#/chat/${chat.id}`);
+  await add(newMessage(chat, chat.leaf, "user", { text, media }));
 }
 
 async function add(message) {
@@ -210,18 +217,19 @@ async function add(message) {
 /** Generate an answer to the branch that ends with a message. It goes on while other conversations are shown. */
 async function answerTo(parent) {
   const mine = chat;
+  const path = branchTo(parent);
   await learned;
   const model = server.names.includes(mine.settings.model) ? mine.settings.model : server.names[0];
   stop(mine.id);
   await live.get(mine.id)?.done;
   const answer = newMessage(mine, parent, "assistant", { thinking: "", calls: [], stats: {}, model });
-  messages.set(answer.id, answer);
+  if (chat.id === mine.id) messages.set(answer.id, answer);
   mine.leaf = answer.id;
   mine.updated = Date.now();
-  const done = generate(mine, branchTo(parent), answer, () => follow(answer)).then(() => finish(mine, answer));
+  const done = generate(mine, path, answer, () => follow(answer)).then(() => finish(mine, answer));
   live.set(mine.id, { answer, done });
   show();
-  ui.log.scrollTop = ui.log.scrollHeight;
+  if (ui !== null) ui.log.scrollTop = ui.log.scrollHeight;
   announce("Answering");
   await keep(saveChat(mine));
   showList();
@@ -231,7 +239,7 @@ function finish(mine, answer) {
   live.delete(mine.id);
   follow(answer);
   announce(answer.error ? "The answer failed" : answer.finish === "stopped" ? "Stopped" : `Answer: ${answer.text.slice(0, 300)}`);
-  if (ui !== null) showList();
+  showList();
 }
 
 /** Wait for the browser's storage; without it the conversation goes on, but is lost with the tab. */
@@ -260,10 +268,9 @@ async function onChangeElsewhere({ chat: id, isDeleted }) {
   if (id !== chat.id || isRunning(id)) return;
   if (isDeleted) return leave();
   const stored = await getChat(id);
-  if (!stored || id !== chat.id) return;
-  chat = stored;
-  await load();
-  elements = new Map();
+  const loaded = await load({ id });
+  if (!stored || ui === null || id !== chat.id || isRunning(id)) return;
+  [chat, messages, elements] = [stored, loaded, new Map()];
   show();
 }
 
