@@ -48,7 +48,7 @@ class OurSteps:
     def decode(self, num_rows: int, context: int, num_steps: int) -> Figure:
         """Steps of greedy rows that share a prompt, each continuing with its own tokens."""
         watch_memory()
-        engine = self._engine(num_rows)
+        engine = self.engine(num_rows)
         num_tokens = WARM_UPS + num_steps + num_host_steps(num_steps) + 3
         request = GenerationRequest("rows", self._ids(context), GREEDY, num_tokens, num_choices=num_rows)
         engine.scheduler.add(request, 0.0)
@@ -81,20 +81,20 @@ class OurSteps:
     def _ids(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(self._random.integers(0, self._vocab_size, num_tokens).tolist())
 
-    def _engine(self, num_rows: int) -> _Engine:
+    def engine(self, num_rows: int) -> StepEngine:
         scheduler = Scheduler(num_rows, self._chunk_tokens, _LONGEST, memory=_AMPLE)
         runner = Runner(self._packed, self._vocab_size, ahead=self._runs_ahead)
-        return _Engine(runner, scheduler)
+        return StepEngine(runner, scheduler)
 
     def _first_token(self, num_tokens: int) -> None:
-        engine = self._engine(1)
+        engine = self.engine(1)
         engine.scheduler.add(GenerationRequest("prompt", self._ids(num_tokens), GREEDY, max_tokens=1), 0.0)
         while not engine.step():
             pass
         engine.runner.drop()
 
 
-class _Engine:
+class StepEngine:
     """What the engine's thread does for one step; see `engine/loop.py`."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:

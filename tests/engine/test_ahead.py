@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine.running_ahead import GREEDY, PENALISED, WARM, launch, tokens
+from engine.running_ahead import GREEDY, PENALISED, VOCAB, WARM, launch, tokens
+from mlx.utils import tree_flatten
 from models import tiny
 
+from benchmarks.steps import OurSteps
+from headrace.backend.kernels import Kernels
 from headrace.engine.engine import Engine
+from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler import admission
 from headrace.types.events import TokenLogprobs
@@ -158,3 +163,22 @@ async def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
     engine.stop()
     # the prompt, and from then on tokens that only the device knows; nothing behind the last
     assert [one is not None for one in ids] == [False, True, True, True, True, True]
+
+
+def test_no_token_waits_for_the_states_of_the_step_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("qwen3_5")
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "metal"))
+    engine = OurSteps(packed, VOCAB, 32, runs_ahead=True).engine(2)
+    for number in range(2):
+        engine.scheduler.add(GenerationRequest(f"row {number}", tokens(number, 10), GREEDY, 20), 0.0)
+    waited: list[mx.array] = []
+    evaluate = mx.eval
+
+    def noted(*trees: Any) -> None:
+        waited.extend(array for _, array in tree_flatten(list(trees)))
+        evaluate(*trees)
+
+    monkeypatch.setattr(mx, "eval", noted)
+    assert engine.step() == 2
+    states = [array for live in engine.runner._live.values() for array in live.state.arrays()]
+    assert states and waited and not {id(array) for array in states} & {id(array) for array in waited}

@@ -246,6 +246,8 @@ class Runner:
             self._close_prompts(prompts)  # copies of the states are launched after them
         if self._may_launch_next(windows):
             launch_next(self._model, windows, draws, states)
+            if not self._model.is_compiled:
+                states = []  # launched; what they hold by now is the next step's, which no token should wait for
         scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
         mx.eval(
             draws.arrays(),

@@ -126,11 +126,11 @@ def write_together(step: PackedStep, one: SlabTokens, layer: LayerKey, new: tupl
     at = step.cached((one, num_heads), places)
     for stored, part in ((slab.keys, keys), (slab.values, values)):
         own = _pick(step, part.swapaxes(0, 2), one.tokens).squeeze(2)
-        shape = stored[layer].shape
         # as one axis: otherwise indices of the heads are made and cast for each layer
-        flat = stored[layer].reshape(-1, shape[3])
+        flat = stored[layer].reshape(-1, part.shape[3])
         flat[at] = own
-        stored[layer] = flat.reshape(shape)
+        # the Python object stays: another one that holds the old array would make MLX copy it
+        stored[layer][...] = flat.reshape(stored[layer].shape)
 
 
 def read_together(
