@@ -157,11 +157,23 @@ class PrefixCache:
 class PrefixPool(PrefixCache):
     """The prefix cache of one engine."""
 
-    def __init__(self, weights: str, *, has_spans: bool, needs_snapshots: bool, disk: DiskTier | None = None) -> None:
-        """weights: fingerprint of the weights and their format. disk: where states are saved, too; None for nowhere."""
+    def __init__(
+        self,
+        weights: str,
+        *,
+        has_spans: bool,
+        needs_snapshots: bool,
+        disk: DiskTier | None = None,
+        shortest_prefix: int = NEAR_TOKENS + 1,
+    ) -> None:
+        """weights: fingerprint of the weights and their format. disk: where states are saved, too; None for nowhere.
+
+        shortest_prefix: tokens of a prompt before the first snapshot inside it.
+        """
         self._weights = weights
         self._has_spans = has_spans
         self.needs_snapshots = needs_snapshots
+        self._shortest_prefix = shortest_prefix
         self._tree = PrefixTree(RecordStore(), has_spans=has_spans, needs_snapshots=needs_snapshots)
         self._prompts: dict[str, _Prompt] = {}
         self._disk = disk
@@ -193,7 +205,7 @@ class PrefixPool(PrefixCache):
         restore = plan_restore(match, request.boundaries, needs_snapshots=self.needs_snapshots)
         self._tree.lock(match)
         counts = request.priority < IDLE_PRIORITY
-        points = {length for length in restore.snapshot_points if length > NEAR_TOKENS}
+        points = {length for length in restore.snapshot_points if length >= self._shortest_prefix}
         self._prompts[request.request_id] = _Prompt(lookup, points, match.num_tokens, counts)
         return replace(plan, num_cached=match.num_tokens, reuse=restore.report)
 
@@ -209,7 +221,7 @@ class PrefixPool(PrefixCache):
                 continue
             common = min(common_length(other.lookup.key, lookup.key), match.limit)
             if self.needs_snapshots:
-                if common > max(other.num_computed, NEAR_TOKENS):
+                if common > other.num_computed and common >= self._shortest_prefix:
                     other.snapshot_points.add(common)
                 taken = {length for length in other.snapshots.keys() | other.snapshot_points if length <= common}
                 common = max(taken, default=0)

@@ -26,7 +26,7 @@ from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Candidate, Proposal, RankedDraft, Ranking, RowRecord, Source
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
-from headrace.state.slabs import StatePool
+from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
 from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import StepForms, WarmUpStatus
 
@@ -61,7 +61,8 @@ class WarmUpPiece:
     """Requests that start together, with prompts of `prompt_tokens`; then a step for each of `drafts`.
 
     joining: length of a prompt that then takes the place of the oldest row; 0 for none. num_snapshots: that each prompt
-    leaves in a prefix cache, which is dropped after the piece; 0 without a cache.
+    leaves in a prefix cache, which is dropped after the piece; 0 without a cache. With one, the joining prompt begins
+    like the oldest row's.
     """
 
     num_rows: int
@@ -110,6 +111,9 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
         for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
             if num_tokens > num_rows * MOST_TOKENS:
                 found += [WarmUpPiece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
+    # a row that moves to a larger slot, and one that is restored
+    few = SMALLEST_CAPACITY - len(_PLAIN_STEPS) // 2
+    found.append(WarmUpPiece(1, few, drafts=_PLAIN_STEPS, joining=few, num_snapshots=int(caches)))
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
         found.append(WarmUpPiece(2, drafts=drafts, joining=_PROMPT_TOKENS))
@@ -240,7 +244,10 @@ def prepare_warm_up(
     max_model_len: int,
 ) -> WarmUp:
     packed, knobs = loaded.packed, config.engine
-    make_cache = partial(PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
+    # with snapshots in the shortest chunks: a longer prompt's last chunk may be as short
+    make_cache = partial(
+        PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, shortest_prefix=1
+    )
     served = Served(packed, drafting.head, pool, loaded.tokens.end, memory, make_cache)
     if not packed.is_compiled:
         return WarmUp(served, knobs.max_num_seqs, ())
@@ -282,15 +289,15 @@ class _MadeUpRequests:
     def run(self) -> None:
         """Raises the first row's error, and EngineDead."""
         try:
-            for _ in range(self._piece.num_rows):
-                self._add(self._piece.prompt_tokens)
+            for number in range(self._piece.num_rows):
+                self._add(self._piece.prompt_tokens, number)
             for drafts in self._piece.drafts:
                 # before the step that precedes the one they are for
                 self._planned.drafts = drafts
                 self._step_behind_prompts()
             if self._piece.joining:
                 self._scheduler.abort("0")
-                self._add(self._piece.joining)
+                self._add(self._piece.joining, 0 if self._piece.num_snapshots else self._piece.num_rows)
             self._planned.drafts = _NO_DRAFTS
             self._step_behind_prompts()
         finally:
@@ -298,10 +305,11 @@ class _MadeUpRequests:
         if self._speculator is not None and self._speculator.num_failures:
             raise RuntimeError("drafting failed in the warm-up")
 
-    def _add(self, num_tokens: int) -> None:
+    def _add(self, num_tokens: int, first_id: int) -> None:
+        """first_id: of the prompt, whose ids rise by one."""
         number = self._num_requests
         self._num_requests += 1
-        prompt = tuple([(number + place) % self._num_tokens for place in range(num_tokens)])
+        prompt = tuple([(first_id + place) % self._num_tokens for place in range(num_tokens)])
         first = num_tokens - self._piece.num_snapshots
         inside = tuple(Boundary(length, BoundaryKind.PROMPT) for length in range(first, num_tokens))
         name, sampling, max_tokens = str(number), self._piece.sampling, self._piece.max_tokens

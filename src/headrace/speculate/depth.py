@@ -83,7 +83,9 @@ class DepthPlanner:
 
     def _load(self, num_rows: int) -> _Load:
         if (found := self._loads.get(bucket(num_rows))) is None:
-            found = self._loads[bucket(num_rows)] = _Load(StepTimes(num_rows))
+            # what drafts have gained with other numbers of rows says that they are worth trying
+            budget = max([load.budget for load in self._loads.values()], default=_FIRST_BUDGET)
+            found = self._loads[bucket(num_rows)] = _Load(StepTimes(num_rows), max(budget, _FIRST_BUDGET))
         return found
 
     def is_due(self, rows: Sequence[DraftForecast]) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from headrace.backend.cuda.put import collect
+from headrace.backend.cuda.put import Part
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
 from headrace.state.slabs import Slot
 
@@ -81,12 +80,12 @@ class FullAttentionState:
         keys, values = self.slot.read(self.layer, start, end)
         return KVRecord(start, copy_of(keys), copy_of(values))
 
-    def restore(self, record: KVRecord, length: int) -> list[mx.array]:
-        """Write the record's tokens up to `length` back; returns what is to be launched before a step."""
+    def restore(self, record: KVRecord, length: int) -> list[Part]:
+        """Of the record's tokens up to `length`, what is to be written before a step."""
         if record.keys is None or record.values is None:
             return []
         keys, values = (array[:, :, : length - record.start] for array in (record.keys, record.values))
-        return self.slot.fill(self.layer, record.start, keys, values)
+        return self.slot.parts(self.layer, record.start, keys, values)
 
     def arrays(self) -> tuple[mx.array, ...]:
         slab = self.slot.slab
@@ -98,26 +97,13 @@ class FullAttentionState:
 
 
 def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: int) -> dict[LayerKey, KVRecord]:
-    """Copies of the tokens `start` to `end` in all layers of a sequence, not evaluated: one launch where shapes
-    agree."""
+    """Copies of the tokens `start` to `end` in all layers of a sequence, not evaluated."""
     records = {key: KVRecord(start, None, None) for key in states}
-    groups: dict[Any, list[tuple[LayerKey, tuple[mx.array, ...]]]] = {}
-    for key, state in states.items():
-        if start < end and state.slot.has(state.layer):
-            keys, values = state.arrays()
-            form = (keys.shape, keys.dtype) if keys.shape == values.shape else key
-            groups.setdefault(form, []).append((key, (keys, values)))
-    for group in groups.values():
-        (first, (keys, values)), slot = group[0], states[group[0][0]].slot
-        if keys.shape != values.shape:
-            records[first] = states[first].copy(start, end)
-            continue
-        own = slice(slot.row, slot.row + 1)
-        arrays = [array[own] for _, of_layer in group for array in of_layer]
-        # views: an index would copy each
-        parts = mx.split(collect(arrays, keys.shape[1], keys.shape[3], slot.start + start, end - start), len(arrays))
-        for (key, _), of_keys, of_values in zip(group, parts[::2], parts[1::2], strict=True):
-            records[key] = KVRecord(start, of_keys, of_values)
+    written = {state.layer: key for key, state in states.items() if start < end and state.slot.has(state.layer)}
+    if written:
+        (slot, *_) = [state.slot for state in states.values()]
+        for layer, (keys, values) in slot.copies(written, start, end).items():
+            records[written[layer]] = KVRecord(start, keys, values)
     return records
 
 

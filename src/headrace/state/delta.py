@@ -192,15 +192,15 @@ class DeltaSlot:
         self.end -= num_window - num_kept
         self.num_replay = max(0, self.num_uncertain - (num_window - num_kept))
 
-    def fill(self, layer: LayerKey) -> list[mx.array]:
-        """Restore a layer's table in its first step; returns what is to be launched before."""
+    def parts(self, layer: LayerKey) -> list[put.Part]:
+        """What is to be written into a layer's table before the first step after a restore."""
         record, table = self.pending.pop(layer, None), self.tables.layers[layer]
         if record is None or record.state is None or record.context is None:
             return []
         context = record.context[:, LONGEST_WINDOW - table.raw.shape[1] :]
         raw = mx.pad(context, [(0, 0), (0, table.raw.shape[1] - context.shape[1]), (0, 0)])
         # the first row is what a first step reads
-        return [put.put(table.state, 0, self.index, record.state), put.put(table.raw, 0, 2 * self.index, raw)]
+        return [put.Part(table.state, 0, self.index, record.state), put.Part(table.raw, 0, 2 * self.index, raw)]
 
     def settle(self) -> list[mx.array]:
         """Replay what is pending in all layers; returns what is to be launched before the next step."""

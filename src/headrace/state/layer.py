@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from headrace.backend.cuda.put import Part
+
 LayerKey = tuple[int, ...]
 """A layer's place in the model's list of caches; a second number where one layer has several."""
 
@@ -71,8 +73,8 @@ class LayerState(Protocol):
         """A copy of the state at the committed length, not evaluated."""
         ...
 
-    def restore(self, record: Any, length: int) -> list[mx.array] | None:
-        """Become a record of the same kind, which stays as it is. Returns what is to be launched before a step."""
+    def restore(self, record: Any, length: int) -> list[Part] | None:
+        """Become a record of the same kind, which stays as it is. Returns what is to be written before a step."""
 
     def arrays(self) -> tuple[mx.array, ...]:
         """The arrays that the next step starts from."""

@@ -147,7 +147,7 @@ class SequenceState:
         if key not in self._layers:
             state = make()
             for record in self._sources.pop(key, ()):
-                self.pool.launch(state.restore(record, self.length) or [])
+                self.pool.fill(state.restore(record, self.length) or [])
             self._layers[key], self._closing = state, None
         found: State = self._layers[key]  # type: ignore[assignment]
         return found

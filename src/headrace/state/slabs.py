@@ -21,13 +21,13 @@ writing kernel gives; a step is launched before anything else is done with its r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from headrace.backend.cuda.put import put
+from headrace.backend.cuda.put import Part, collect, put
 from headrace.state.delta import DeltaTables
 from headrace.state.layer import LayerKey, copy_of
 
@@ -176,19 +176,38 @@ class Slot:
             # what fills an array whole would become the array, and be written in place
             stored[layer][place] = copy_of(new) if new.shape == stored[layer].shape else new
 
-    def fill(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """The same between steps, in place, also if others hold the slab's arrays; returns what must be evaluated."""
+    def parts(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[Part]:
+        """The same between steps, to be written in place, also if others hold the slab's arrays."""
         if isinstance(self.slab, BatchSlab):
             self.write(layer, start, keys, values)
-            return [self.slab.keys[layer], self.slab.values[layer]]
+            return []
         self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
         stored = self.slab.keys[layer], self.slab.values[layer]
-        return [put(array, 2, self.start + start, new) for array, new in zip(stored, (keys, values), strict=True)]
+        return [Part(array, 2, self.start + start, new) for array, new in zip(stored, (keys, values), strict=True)]
 
     def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""
         place = self._place(start, end)
         return self.slab.keys[layer][place], self.slab.values[layer][place]
+
+    def copies(self, layers: Iterable[LayerKey], start: int, end: int) -> dict[LayerKey, tuple[mx.array, mx.array]]:
+        """Copies of the layers' keys and values, not evaluated: one launch where shapes agree."""
+        groups: dict[Hashable, list[LayerKey]] = {}
+        for layer in layers:
+            keys = self.slab.keys[layer]
+            is_even = keys.shape == self.slab.values[layer].shape
+            groups.setdefault((keys.shape, keys.dtype) if is_even else layer, []).append(layer)
+        found: dict[LayerKey, tuple[mx.array, mx.array]] = {}
+        for group in groups.values():
+            own = slice(self.row, self.row + 1)
+            arrays = [array[own] for layer in group for array in (self.slab.keys[layer], self.slab.values[layer])]
+            by_shape = [arrays] if arrays[0].shape == arrays[1].shape else [[array] for array in arrays]
+            copied: list[mx.array] = []
+            for some in by_shape:
+                parts = collect(some, some[0].shape[1], some[0].shape[3], self.start + start, end - start)
+                copied += mx.split(parts, len(some))  # views: an index would copy each
+            found.update(zip(group, zip(copied[::2], copied[1::2], strict=True), strict=True))
+        return found
 
     def has(self, layer: LayerKey) -> bool:
         return layer in self.slab.keys
@@ -214,6 +233,8 @@ class StatePool:
         self.delta = DeltaTables(num_sequences)
         self._together: list[mx.array] | None = None
         """Copies to be launched at once, see `together`."""
+        self._parts: list[Part] = []
+        """To be written then."""
 
     @property
     def num_bytes(self) -> int:
@@ -250,11 +271,10 @@ class StatePool:
             if num_used and isinstance(slot.slab, BatchSlab):
                 self._move_by_layer(slot, slot.slab, larger, num_used)
             elif num_used:
-                filled: list[mx.array] = []
-                for layer in list(slot.slab.keys):
-                    parts = (copy_of(part) for part in slot.read(layer, 0, num_used))
-                    filled += larger.fill(layer, 0, *parts)
-                self.launch(filled)
+                moved: list[Part] = []
+                for layer, (keys, values) in slot.copies(slot.slab.keys, 0, num_used).items():
+                    moved += larger.parts(layer, 0, keys, values)
+                self.launch(put(moved))
             undo.pop_all()
         self.free(slot)
         slot.slab, slot.row, slot.start, slot.capacity = larger.slab, larger.row, larger.start, larger.capacity
@@ -279,13 +299,21 @@ class StatePool:
         else:
             mx.eval(arrays)
 
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Write parts of slabs before the next step."""
+        if self._together is None:
+            self.launch(put(parts))
+        else:
+            self._parts += parts
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Launch all copies that are made inside at once: each separate launch costs as much as a large copy."""
         copies: list[mx.array] = []
-        self._together = copies
+        parts: list[Part] = []
+        self._together, self._parts = copies, parts
         try:
             yield
         finally:
             self._together = None
-        self.launch(copies)
+        self.launch([*copies, *put(parts)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.references import double
-from headrace.backend.cuda.put import collect, put
+from headrace.backend.cuda.put import Part, collect, put
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_a_part_is_written_in_place(case: str) -> None:
     wanted = double(table)
     wanted[(slice(None),) * axis + (slice(at, at + number),)] = double(part)
     mx.eval(table, part)
-    mx.eval(put(table, axis, at, part))
+    mx.eval(put([Part(table, axis, at, part)]))
     assert np.array_equal(double(table), wanted)
 
 
@@ -42,12 +42,30 @@ def test_a_part_may_be_a_view_of_another_array() -> None:
     wanted = np.zeros((6, 2, 4))
     wanted[1:5] = double(numbers)[:, 2:6, 1:5].transpose(1, 0, 2)
     mx.eval(numbers, table)
-    mx.eval(put(table, 0, 1, numbers[:, 2:6, 1:5].swapaxes(0, 1)))
+    mx.eval(put([Part(table, 0, 1, numbers[:, 2:6, 1:5].swapaxes(0, 1))]))
     assert np.array_equal(double(table), wanted)
     # one whose numbers begin at an odd place of its memory
-    mx.eval(put(table, 0, 1, numbers.reshape(-1)[1:9].reshape(1, 2, 4)))
+    mx.eval(put([Part(table, 0, 1, numbers.reshape(-1)[1:9].reshape(1, 2, 4))]))
     wanted[1] = np.arange(1, 9).reshape(2, 4)
     assert np.array_equal(double(table), wanted)
+
+
+def test_parts_of_several_tables_are_written() -> None:
+    random = np.random.default_rng(7)
+    shapes = [(1, 2, 40, 64)] * 67 + [(3, 8, 5)] * 2
+    tables = [mx.array(random.integers(-99, 99, shape)).astype(mx.float16) for shape in shapes]
+    # more tables than one launch takes, two places, two shapes
+    places = [(2, 7, 9)] * 66 + [(2, 30, 10), (0, 1, 2), (0, 0, 1)]
+    parts: list[Part] = []
+    wanted = [double(table) for table in tables]
+    for table, of_table, (axis, at, number) in zip(tables, wanted, places, strict=True):
+        values = random.integers(-99, 99, (*table.shape[:axis], number, *table.shape[axis + 1 :]))
+        of_table[(slice(None),) * axis + (slice(at, at + number),)] = values
+        parts.append(Part(table, axis, at, mx.array(values).astype(mx.float16)))
+    mx.eval(tables, [part.values for part in parts])
+    mx.eval(put(parts))
+    for table, of_table in zip(tables, wanted, strict=True):
+        assert np.array_equal(double(table), of_table)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +80,7 @@ def test_a_part_may_be_a_view_of_another_array() -> None:
 )
 def test_a_part_that_does_not_fit_is_refused(axis: int, at: int, part: mx.array) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        put(mx.zeros((3, 4)), axis, at, part)
+        put([Part(mx.zeros((3, 4)), axis, at, part)])
 
 
 @pytest.mark.parametrize(
@@ -84,5 +102,5 @@ def test_the_same_part_of_several_arrays_is_copied(
     found = collect(arrays, outer, inner, at, number)
     mx.eval(found)
     # a copy: what is written into the arrays afterwards is not in it
-    mx.eval([put(array, 0, 0, array[:1] * 0) for array in arrays])
+    mx.eval(put([Part(array, 0, 0, array[:1] * 0) for array in arrays]))
     assert np.array_equal(double(found), wanted)

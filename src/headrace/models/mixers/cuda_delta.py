@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from headrace.backend.cuda import delta, shapes
+from headrace.backend.cuda.put import Part, put
 from headrace.models.fused_linear import FusedLinear, can_fuse
 from headrace.models.mixers.fused import KindInputs, LayerInputs, Table, is_window, padded_size, padded_stops
 from headrace.models.step import PackedStep, RowSpan, View
@@ -161,13 +162,13 @@ class CudaDeltaMixer(nn.Module):
 
 def restore(slots: Sequence[DeltaSlot], mixers: Mapping[LayerKey, CudaDeltaMixer]) -> None:
     """Write restored records into the layers' tables, before a step reads them."""
-    filled: list[mx.array] = []
+    parts: list[Part] = []
     for slot in slots:
         for layer, mixer in mixers.items():
             mixer.table(slot.tables, layer)
-            filled += slot.fill(layer)
-    if filled:
-        mx.async_eval(filled)
+            parts += slot.parts(layer)
+    if parts:
+        mx.async_eval(put(parts))
 
 
 class DeltaLayers:
