@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter, HeadRow
 from headrace.speculate.speculator import Speculator, Verified
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
@@ -119,6 +121,18 @@ async def test_rows_of_any_length_build_no_step(qwen3: Path) -> None:
     forms = (await engine.status()).step_forms
     engine.stop()
     assert forms.num_built_since_ready == 0
+
+
+async def test_a_row_moves_to_a_larger_slot_and_one_is_restored(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown, restored = Mock(wraps=StatePool.grow), Mock(wraps=SequenceState.restore_parts)
+    monkeypatch.setattr(StatePool, "grow", lambda *args: grown(*args))
+    monkeypatch.setattr(SequenceState, "restore_parts", lambda *args: restored(*args))
+    engine = launch(qwen3, max_num_seqs=1, prefill_chunk=256)
+    wait_until_warm(engine)
+    engine.stop()
+    assert grown.called
+    # the whole prompt but its last token
+    assert [call.args[1] for call in restored.call_args_list if call.args[1] > 200]
 
 
 async def test_steps_that_are_built_again_are_counted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:

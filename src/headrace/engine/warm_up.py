@@ -113,7 +113,8 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
                 found += [WarmUpPiece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
     # a row that moves to a larger slot, and one that is restored
     few = SMALLEST_CAPACITY - len(_PLAIN_STEPS) // 2
-    found.append(WarmUpPiece(1, few, drafts=_PLAIN_STEPS, joining=few, num_snapshots=int(caches)))
+    if few <= chunk_tokens:
+        found.append(WarmUpPiece(1, few, drafts=_PLAIN_STEPS, joining=few * caches, num_snapshots=int(caches)))
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
         found.append(WarmUpPiece(2, drafts=drafts, joining=_PROMPT_TOKENS))
