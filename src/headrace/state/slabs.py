@@ -283,7 +283,8 @@ class StatePool:
         """Copy a slot, and drop each layer of a slab that no other sequence uses: memory for one more is enough."""
         is_alone = slab.has_one_user and larger.slab is not slab
         for layer in list(slab.keys):
-            self.launch(larger.fill(layer, 0, *slot.read(layer, 0, num_used)))
+            larger.write(layer, 0, *slot.read(layer, 0, num_used))
+            self.launch([larger.slab.keys[layer], larger.slab.values[layer]])
             if is_alone:
                 del slab.keys[layer], slab.values[layer]
 
