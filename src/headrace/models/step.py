@@ -144,12 +144,19 @@ class PackedStep:
         return tuple([(span.lo, span.hi - span.lo, span.num_certain) for span in self.spans])
 
     def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
-        numbers = [number for row in table for number in row]
-        return self.cached(table, lambda: to_device(numbers, mx.int32).reshape(len(table), -1))
+        """The table as an int32 array."""
+        if table not in self._found:
+            numbers = [number for row in table for number in row]
+            self._found[table] = to_device(numbers, mx.int32).reshape(len(table), -1)
+        found: mx.array = self._found[table]
+        return found
 
     def once(self, make: Callable[[PackedStep, Argument], Found], argument: Argument) -> Found:
         """Call `make` for the first layer that asks, and give its result to the other layers of the kind."""
-        return self.cached(make, lambda: make(self, argument))
+        if make not in self._found:
+            self._found[make] = make(self, argument)
+        found: Found = self._found[make]
+        return found
 
     def cached(self, key: Hashable, make: Callable[[], Found]) -> Found:
         """What `make` gives, made once for all layers of the step that need the same."""
