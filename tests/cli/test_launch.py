@@ -18,72 +18,10 @@ from typing import Any
 import httpx
 import pexpect
 import pytest
+from clients.launcher import NOTING, PATIENCE_S, SLEEPING, Launcher
 from clients.served import CONTEXT, served
 
 from headrace.cli.launch_server import free_port
-
-PATIENCE_S = 60
-ROOT = Path(__file__).parents[2]
-
-NOTING = """#!{python}
-import json, os, sys
-settings = json.load(open(sys.argv[2]))
-print(json.dumps({{"words": sys.argv[1:], "settings": settings, "environ": dict(os.environ)}}))
-sys.exit(7)
-"""
-
-SLEEPING = """#!/bin/sh
-trap 'echo interrupted' INT
-trap 'echo terminated; exit 5' TERM
-echo "client $$"
-while :; do sleep 0.1; done
-"""
-
-
-class Launcher:
-    """Runs `headrace launch` with its temporary files in `temporary`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.programs = folder / "bin"
-        self.temporary = folder / "tmp"
-        self.home = folder / "home"
-        for each in (self.programs, self.temporary, self.home):
-            each.mkdir()
-        own = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        self.environ = {
-            **own,
-            "HOME": str(self.home),
-            "TMPDIR": str(self.temporary),
-            "PATH": f"{self.programs}:{own['PATH']}",
-            "PYTHONPATH": str(ROOT / "src"),
-        }
-
-    def install(self, text: str, name: str = "claude") -> None:
-        program = self.programs / name
-        program.write_text(text.format(python=sys.executable) if text is NOTING else text)
-        program.chmod(0o755)
-
-    def words(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "headrace", "launch", *words]
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.words(*words),
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.words(*words), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def leftovers(self) -> list[Path]:
-        return [path for path in self.temporary.iterdir() if path.name.startswith("headrace-launch-")]
 
 
 @pytest.fixture
@@ -312,53 +250,6 @@ def test_a_client_that_stops_itself_stops_the_launcher_until_it_goes_on(launcher
     line_of(process, "after")
     assert process.wait(PATIENCE_S) == 3
     process.communicate()
-
-
-def saved(launcher: Launcher, url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return launcher.run("claude", "--url", url, "--save", *words)
-
-
-def test_saving_shows_the_change_asks_and_keeps_what_was_there(launcher: Launcher, url: str) -> None:
-    file = launcher.home / ".claude" / "headrace.json"
-    assert "--yes confirms" in saved(launcher, url).stderr
-    assert not file.exists()
-    ended = saved(launcher, url, "--yes")
-    assert ended.returncode == 0, ended.stderr
-    assert f'+    "ANTHROPIC_BASE_URL": "{url}",' in ended.stdout
-    assert ended.stdout.endswith("claude --settings ~/.claude/headrace.json\n")
-    assert file.stat().st_mode & 0o777 == 0o600
-    first = file.read_text()
-    assert json.loads(first)["model"] == "scripted"
-    assert "saved before" in saved(launcher, url, "--yes").stdout
-    file.write_text("mine\n")
-    ended = saved(launcher, url, "--yes")
-    assert "-mine\n" in ended.stdout
-    assert file.read_text() == first
-    assert (file.parent / "headrace.json.1.bak").read_text() == "mine\n"
-    assert sorted(path.name for path in file.parent.iterdir()) == ["headrace.json", "headrace.json.1.bak"]
-
-
-@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1), ("no", 1)])
-def test_only_a_yes_in_the_terminal_saves(launcher: Launcher, url: str, answer: str, code: int) -> None:
-    words = launcher.words("claude", "--url", url, "--save")
-    terminal = pexpect.spawn(words[0], words[1:], env=launcher.environ, timeout=PATIENCE_S, encoding="utf-8")
-    terminal.expect(r"write this\? \[y/N\] ")
-    terminal.sendline(answer)
-    terminal.expect(pexpect.EOF)
-    terminal.close()
-    assert terminal.exitstatus == code
-    assert (launcher.home / ".claude" / "headrace.json").exists() == (code == 0)
-
-
-def test_a_folder_that_cannot_be_written_is_named(launcher: Launcher, url: str) -> None:
-    (launcher.home / ".claude").write_text("a file")
-    ended = saved(launcher, url, "--yes")
-    assert ended.returncode == 2
-    assert f"{launcher.home}/.claude/headrace.json can't be" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-
-
-# With a separate server.
 
 
 def started(launcher: Launcher, *words: str) -> subprocess.Popen[str]:
