@@ -164,7 +164,7 @@ def test_the_cut_lets_attention_stay_below_mlx_memory_limit() -> None:
         ("metal", True, 256, 512, True),
         ("metal", True, 512, 2048, True),
         ("cuda", False, 256, 2048, False),
-        ("cpu", False, 256, 2048, False),
+        pytest.param("cpu", False, 256, 2048, False, marks=pytest.mark.cpu_forms("the CPU's own line of the table")),
     ],
 )
 def test_only_where_the_library_holds_scores_are_queries_cut(
