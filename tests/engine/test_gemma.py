@@ -86,8 +86,8 @@ async def test_another_picture_under_the_same_text_is_another_prompt(
     await engine.clear_cache()
     answers = []
     for seed in (4, 7, 4):
-        ids, media = reference.prompt([reference.picture(seed)], folder)
+        ids, media = reference.prompt([reference.picture(9), reference.picture(seed)], folder)
         answers.append(await ask(engine, ids, media))
-    assert answers[1][1] <= media.inputs[0].start
+    assert answers[1][1] <= media.inputs[1].start
     assert answers[0][0] == answers[2][0]
-    assert answers[2][1] >= media.inputs[0].end
+    assert answers[2][1] >= media.inputs[1].end
