@@ -200,6 +200,15 @@ def test_differences_are_measured_against_the_largest_logit() -> None:
     assert str(Margin(0.00123, 17.04)) == "largest difference 1.2e-03 at logits up to 17.0"
 
 
+def test_a_model_that_differs_by_the_cut_may_differ_by_twice_that_up_to_four_tolerances() -> None:
+    most = 20 * TOLERANCE["bfloat16"]
+    assert Margin(1.9 * most, 20.0, noise=most).within("bfloat16")
+    assert not Margin(2.1 * most, 20.0, noise=most).within("bfloat16")
+    assert not Margin(4.1 * most, 20.0, noise=10 * most).within("bfloat16")
+    # little noise narrows nothing
+    assert Margin(most, 20.0, noise=0.1 * most).within("bfloat16")
+
+
 @pytest.mark.parametrize("difference", [float("nan"), float("inf")])
 @pytest.mark.parametrize("scale", [1.0, float("inf"), float("nan")])
 def test_what_is_no_number_is_never_within(difference: float, scale: float) -> None:
