@@ -5,8 +5,8 @@ each number of drafts has one best choice, and the planner takes the number with
 
 A budget (a token bucket) pays for whatever may be slower than never drafting: wrong drafts, attempts that find none,
 and drafts made to learn how likely they are. A share of the time flows into it, and what accepted drafts gain. Each
-number of rows has its own, in buckets: drafts that lost time for 32 rows say nothing about one row, but those that gained
-time elsewhere pay for the first attempts.
+number of rows has its own, in buckets: drafts that lost time for 32 rows say nothing about one row, but those that
+gained time elsewhere pay for the first attempts.
 """
 
 from __future__ import annotations
