@@ -271,7 +271,9 @@ class Terminal:
     """The command in a pseudo-terminal, and what its screen shows."""
 
     def __init__(self, *words: str, columns: int = COLUMNS) -> None:
-        environ = {**os.environ, "TERM": "xterm-256color"}
+        # COLUMNS and LINES, which parallel test processes have, would count before the terminal's own size
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environ["TERM"] = "xterm-256color"
         self.child = pexpect.spawn(
             sys.executable,
             ["-m", "headrace", "status", *words],

@@ -164,7 +164,7 @@ async def test_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_scores_of_the_draft_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(SparseDraft, "advance", gate.unless_open(SparseDraft.advance, otherwise=[]))
+    monkeypatch.setattr(SparseDraft, "advance", gate.unless_open(SparseDraft.advance, otherwise={}))
     async with launched(config(folder, folder)) as engine:
         stream = await engine.submit(replace(LONG, sparse_options=SparseOptions(0.3)))
         assert await planned_reason(engine, "long") is WaitReason.SCORES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from attack.running import RunningServer, running_server
@@ -32,11 +33,22 @@ def _chromium() -> str:
     return path
 
 
+@contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """What is started inside may run on any core: a server keeps this process's one busy."""
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if own is not None:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    if own is not None:
+        os.sched_setaffinity(0, own)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Ends with the module: as long as Playwright runs, its event loop is this thread's, and asyncio.run refuses."""
     path = _chromium()
-    with sync_playwright() as playwright:
+    with _on_all_cores(), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(_FLAGS), headless=True)
         yield browser
         browser.close()

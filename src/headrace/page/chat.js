@@ -113,8 +113,8 @@ function latestLeaf(message) {
 
 async function goTo(message) {
   chat.leaf = latestLeaf(message);
+  await keep(saveChat(chat));
   show();
-  await saveChat(chat);
 }
 
 // Showing
