@@ -158,7 +158,7 @@ def _finish(
 def _scans_by_library(model: Any) -> bool:
     """Whether the model has gated delta layers whose long scans MLX's function computes faster."""
     levels = choose_levels(model)
-    inner = next((path.module for path in mixers_of(model) if levels[type(path.module)] is Level.PACKED), None)
+    inner = next((path.module for path in mixers_of(model) if levels.get(type(path.module)) is Level.PACKED), None)
     if inner is None:
         return False
     heads = (inner.num_k_heads, inner.num_v_heads, inner.head_k_dim, inner.head_v_dim)
