@@ -177,7 +177,10 @@ class Slot:
             stored[layer][place] = copy_of(new) if new.shape == stored[layer].shape else new
 
     def parts(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[Part]:
-        """The same between steps, to be written in place, also if others hold the slab's arrays."""
+        """The same between steps, to be written in place, also if others hold the slab's arrays.
+
+        A batch slab is written here, and nothing is left.
+        """
         if isinstance(self.slab, BatchSlab):
             self.write(layer, start, keys, values)
             return []
