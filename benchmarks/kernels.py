@@ -23,7 +23,7 @@ from headrace.backend.gated_delta import Form, scan
 from headrace.backend.kernels import Kernels
 from headrace.bench.report import versions
 from headrace.bench.table import spread_text
-from headrace.config import Parser
+from headrace.config_loading import Parser
 from headrace.models.mixers.attention import attend
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.sequence import SequenceState

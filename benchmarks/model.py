@@ -20,7 +20,7 @@ from headrace.backend.device import current, device_kind
 from headrace.backend.kernels import Kernels
 from headrace.bench.report import machine, versions
 from headrace.cli.bench import make_folder
-from headrace.config import Parser
+from headrace.config_loading import Parser
 from headrace.engine.memory import state_cost
 from headrace.engine.prepare import PREFILL_CHUNK
 from headrace.models.levels import choose_levels

@@ -7,14 +7,8 @@ from dataclasses import fields
 import pytest
 
 from headrace.cli.main import with_flags
-from headrace.config import (
-    Config,
-    EngineConfig,
-    ModelConfig,
-    ServerConfig,
-    load_config,
-    warn_of_unknown_variables,
-)
+from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig
+from headrace.config_loading import load_config, warn_of_unknown_variables
 from headrace.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.api.openai_chat import read_chat_completion
-from headrace.config import set_up_libraries
+from headrace.config_loading import set_up_libraries
 from headrace.engine.prepare import MINIATURE
 from headrace.long_work import hand_over_soon, in_turn
 from headrace.prefix.key import cache_key

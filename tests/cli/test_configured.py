@@ -13,7 +13,7 @@ from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, thinking_f
 
 from headrace.api.openai_chat import read_chat_completion
 from headrace.cli.configured import configured_text_pipeline, media_limits, media_policy, server_defaults
-from headrace.config import load_config
+from headrace.config_loading import load_config
 from headrace.errors import ConfigError
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import Config, load_config
+from headrace.config import Config
+from headrace.config_loading import load_config
 
 ROOT = Path(__file__).parents[2]
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "packaging" / "Containerfile").read_text()).splitlines()

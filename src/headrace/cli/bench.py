@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.bench.plan import WORKLOADS, Plan, Target, check, parse_peer, parse_url
-from headrace.config import Parser
+from headrace.config_loading import Parser
 from headrace.errors import ConfigError, HeadraceError
 
 

@@ -27,7 +27,8 @@ from headrace.cli.chat_terminal import (
 from headrace.cli.configured import configured_text_pipeline, server_defaults, without_missing_vision
 from headrace.cli.progress import PromptProgress, loading_text, preparing_text
 from headrace.cli.progress_line import Waiting
-from headrace.config import DEFAULT_MODEL, Config, warn_of_unknown_variables
+from headrace.config import DEFAULT_MODEL, Config
+from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.purpose import purpose_by_name

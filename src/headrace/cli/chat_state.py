@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.cli.chat_files import read_media
-from headrace.config import with_suggestion
+from headrace.config_loading import with_suggestion
 from headrace.errors import ConfigError
 from headrace.types.chat import ChatMessage, ChatRequest, ContentPart, MediaPart, TextPart
 

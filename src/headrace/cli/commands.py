@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.cli.launch_arguments import parse_launch
 from headrace.cli.service_arguments import parse_install
-from headrace.config import Parser, load_config, with_suggestion
+from headrace.config_loading import Parser, load_config, with_suggestion
 from headrace.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ from headrace.backend.doctor import compiler, machine_report
 from headrace.cli.configured import configured_text_pipeline, without_missing_vision
 from headrace.cli.doctor_report import write_report
 from headrace.cli.installed import backends_advice, installed_backends, vision_advice
-from headrace.config import Config, warn_of_unknown_variables
+from headrace.config import Config
+from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.engine.memory import DEFAULT_CONTEXT, fitting_context
 from headrace.engine.prepare import preview

@@ -29,7 +29,8 @@ from headrace.cli.launch_server import (
 )
 from headrace.clients.record import Client, Endpoint, output_limit
 from headrace.clients.text import settings_text
-from headrace.config import ServerConfig, environment_for
+from headrace.config import ServerConfig
+from headrace.config_loading import environment_for
 from headrace.errors import ConfigError
 
 _TERMINATED = 128

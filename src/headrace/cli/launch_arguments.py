@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from headrace.clients.record import Client
 from headrace.clients.registry import CLIENTS
-from headrace.config import ChatConfig, Config, Parser, load_config, with_suggestion
+from headrace.config import ChatConfig, Config
+from headrace.config_loading import Parser, load_config, with_suggestion
 from headrace.errors import ConfigError
 from headrace.knobs import knobs_of
 

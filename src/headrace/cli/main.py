@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from headrace import __version__
 from headrace.cli.commands import COMMANDS, find_command, listed
 from headrace.cli.installed import backend_advice, installed_backends
-from headrace.config import Parser, all_knobs, set_up_libraries
+from headrace.config import all_knobs
+from headrace.config_loading import Parser, set_up_libraries
 from headrace.errors import ConfigError, HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
 

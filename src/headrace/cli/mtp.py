@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 
 from headrace.cli.configured import configured_text_pipeline
-from headrace.config import Config, warn_of_unknown_variables
+from headrace.config import Config
+from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
 from headrace.engine.prepare import built_in_folder
 from headrace.models.mtp_weights import extract_head

@@ -23,7 +23,8 @@ from headrace.cli.configured import (
 )
 from headrace.cli.progress import loading_text, preparing_text, show_prompts
 from headrace.cli.progress_line import ProgressLine, Waiting
-from headrace.config import Config, warn_of_unknown_variables
+from headrace.config import Config
+from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.models.purpose import purpose_by_name
 from headrace.server.log_format import use_log_format

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import DEFAULT_MODEL, Parser, environment_for, load_config, served_knobs
+from headrace.config import DEFAULT_MODEL, served_knobs
+from headrace.config_loading import Parser, environment_for, load_config
 from headrace.knobs import ENVIRONMENT_PREFIX, Knob
 
 _PRINT = "--print"

@@ -14,7 +14,8 @@ from rich.live import Live
 
 from headrace.bench.plan import parse_url
 from headrace.cli.status_view import StatusView
-from headrace.config import ServerConfig, load_config
+from headrace.config import ServerConfig
+from headrace.config_loading import load_config
 from headrace.errors import ConfigError
 
 _TIMEOUT_S = 10.0

@@ -15,7 +15,8 @@ import mlx.core as mx
 from headrace.backend import blas, device
 from headrace.backend.device import Device
 from headrace.backend.mac import wire
-from headrace.config import Config, set_up_libraries, with_suggestion
+from headrace.config import Config
+from headrace.config_loading import set_up_libraries, with_suggestion
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from headrace import config
+from headrace import config_loading
 from headrace.backend.cuda import named
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_without_a_word_of_the_users_it_is_mlx_own_folder_of_this_version(monkey
         if given is not None:
             monkeypatch.setenv("MLX_PTX_CACHE_DIR", given)
         monkeypatch.setattr("tempfile.tempdir", "/somewhere")
-        assert config.built_modules("0.32.4") == Path("/somewhere/mlx/0.32.4/ptx")
+        assert config_loading.built_modules("0.32.4") == Path("/somewhere/mlx/0.32.4/ptx")
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="MLX loads machine code on CUDA only")

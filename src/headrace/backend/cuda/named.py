@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda.nvrtc import write_whole
 from headrace.backend.transfer import place_source
-from headrace.config import built_modules
+from headrace.config_loading import built_modules
 
 _PROBE = 16
 

@@ -1,0 +1,141 @@
+"""The configuration from the command line and the environment, which no other file reads.
+
+`--max-num-seqs` and `HEADRACE_MAX_NUM_SEQS` both set `EngineConfig.max_num_seqs`; a flag wins over the environment,
+which wins over the default. Errors name the flag or the variable that the value came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headrace.config import DEFAULT_MODEL, SECTIONS, SERVED, Config, all_knobs
+from headrace.errors import ConfigError
+from headrace.knobs import ENVIRONMENT_PREFIX, Knob, knobs_of
+
+log = logging.getLogger(__name__)
+
+_SETUP_VARIABLES = frozenset({"BACKEND"})
+"""Variables, without the prefix, that only the setup scripts read."""
+
+
+def set_up_libraries() -> None:
+    """Set variables that libraries read at their first use, unless the user has set them.
+
+    transformers warns that PyTorch is absent, but only its tokenizers are used. tokenizers starts useless threads and
+    warns when such a process forks. MLX's CUDA backend raises once it has seen twice as many graphs as its cache holds,
+    which a server does within a day: https://github.com/ml-explore/mlx/pull/2600.
+    """
+    os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def built_modules(mlx_version: str) -> Path:
+    """The folder of MLX's compiled CUDA modules.
+
+    Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/cuda/jit_module.cpp.
+    """
+    given = os.environ.get("MLX_PTX_CACHE_DIR")
+    return Path(given) if given else Path(tempfile.gettempdir()) / "mlx" / mlx_version / "ptx"
+
+
+def environment_for(changes: Mapping[str, str], direct_host: str | None = None) -> dict[str, str]:
+    """This process's environment with changes, for another program. direct_host: no proxy is used for it."""
+    environ = {**os.environ, **changes}
+    if direct_host is not None:
+        known = environ.get("NO_PROXY") or environ.get("no_proxy")
+        environ["NO_PROXY"] = environ["no_proxy"] = f"{known},{direct_host}" if known else direct_host
+    return environ
+
+
+def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
+    """Log each variable with our prefix that is no knob: a typo would otherwise go unnoticed."""
+    known = {each.name.upper() for each in all_knobs()}
+    known |= {"MODEL", *_SETUP_VARIABLES}
+    for name in sorted(os.environ if environ is None else environ):
+        if name.startswith(ENVIRONMENT_PREFIX) and name.removeprefix(ENVIRONMENT_PREFIX) not in known:
+            # The common prefix would make any two look alike.
+            close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), known, n=1)
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
+            log.warning("the environment variable %s is unknown and has no effect%s", name, hint)
+
+
+def load_config(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    program: str = "headrace",
+    about: str = "",
+    sections: Sequence[str] = SERVED,
+    default_model: str = DEFAULT_MODEL,
+) -> Config:
+    """The configuration from `[MODEL] [--flag value...]` and the environment.
+
+    sections: the fields of Config whose knobs the command has; other flags are unknown to it.
+    environ: None is the process's own.
+    default_model: used when neither MODEL nor HEADRACE_MODEL is given. Raises ConfigError that names the flag or the
+    variable. `--help` prints and raises SystemExit.
+    """
+    environ = os.environ if environ is None else environ
+    knobs = {section: knobs_of(SECTIONS[section]) for section in sections}
+    given = vars(_parser(program, about, knobs, default_model).parse_args(list(argv)))
+    model = given.pop("model", None) or environ.get(f"{ENVIRONMENT_PREFIX}MODEL") or default_model
+    built = {}
+    for section, members in knobs.items():
+        values = {each.name: each.value(given, environ) for each in members}
+        _refuse_idle(members, values, given, environ)
+        built[section] = SECTIONS[section](**values)
+    return Config(model=model, **built)
+
+
+def _refuse_idle(
+    members: Sequence[Knob], values: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]
+) -> None:
+    """Raise ConfigError for a knob of a section that is set although the one that it needs is not."""
+    for each in members:
+        needed, source = each.metadata.get("needs"), each.source(given, environ)
+        if needed is not None and source is not None and values[needed] is None:
+            raise ConfigError(f"{source} has no effect without --{needed.replace('_', '-')}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises ConfigError with the closest flag for one that does not exist."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), unknown[0])
+            kind = "flag" if flag.startswith("-") else "argument"
+            raise ConfigError(with_suggestion(f"unknown {kind} {flag}", flag, self._option_string_actions))
+        return given
+
+
+def with_suggestion(message: str, word: str, known: Iterable[str]) -> str:
+    """The message, with the known word that the unknown one resembles, if there is one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"{message}; did you mean {close[0]}?" if close else message
+
+
+def _parser(
+    program: str, about: str, knobs: Mapping[str, Sequence[Knob]], default_model: str
+) -> argparse.ArgumentParser:
+    parser = Parser(prog=program, description=about, allow_abbrev=False)
+    shown = f" (default: {default_model})" if default_model else ""
+    help = f"folder or Hugging Face id{shown} [{ENVIRONMENT_PREFIX}MODEL]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)
+    for section, members in knobs.items():
+        group = parser.add_argument_group(f"{section.removesuffix('s')} options")
+        for each in members:
+            each.add_to(group)
+    return parser
