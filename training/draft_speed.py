@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 from headrace.types.request import GenerationRequest, SamplingParams
 from training.chat import encode
 from training.jobs import copying, recall, talk, thinking, tools

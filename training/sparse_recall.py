@@ -20,9 +20,9 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from headrace.backend import blas, device
-from headrace.engine.prepare import MINIATURE
 from headrace.engine.sparse.scoring import importance
 from headrace.engine.sparse.select import CHUNK, NEIGHBOURS, select
+from headrace.models.built_in import MINIATURE
 from headrace.models.load import load
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions

@@ -21,8 +21,8 @@ from typing import Any
 
 from headrace.api.openai_chat import read_chat_completion
 from headrace.config_loading import set_up_libraries
-from headrace.engine.prepare import MINIATURE
 from headrace.long_work import hand_over_soon, in_turn
+from headrace.models.built_in import MINIATURE
 from headrace.prefix.key import cache_key
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.text.template import ChatTemplate

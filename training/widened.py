@@ -27,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.shapes import SHAPES, config_of
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 
 SAME = 2.0**-6
 """The last hidden channel of every token: far less than the others' mean square."""

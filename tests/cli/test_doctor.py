@@ -17,7 +17,7 @@ from headrace.cli import doctor
 from headrace.cli.doctor import Resources, fit, resources
 from headrace.cli.main import main
 from headrace.engine.memory import CONTEXT_STEP
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 from headrace.models.preview import Preview, foresee, preview_folder
 from headrace.models.source import ModelFiles, read_files
 

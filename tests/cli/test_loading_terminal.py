@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 
 PATIENCE_S = 120
 

@@ -26,7 +26,7 @@ import yaml
 from fake_hub import fake_hub
 from pages import ROOT, Block, blocks, without_options
 
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 
 PATIENCE_S = 240
 SHELL, PROGRAMS, DATA = ("", "sh"), ("python",), ("json", "yaml", "toml", "dotenv")

@@ -12,8 +12,8 @@ from fakes import in_options
 
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import MINIATURE
 from headrace.errors import InvalidRequest
+from headrace.models.built_in import MINIATURE
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import (

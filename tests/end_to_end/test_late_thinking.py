@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.speculate.depth import DepthPlanner, DraftForecast

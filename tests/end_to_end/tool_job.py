@@ -17,7 +17,7 @@ from loopback import serving
 
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
 from training.jobs import tools

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from text.vocabularies import byte_fallback, byte_level, metaspace, word_piece
 from tokenizers import Tokenizer as Backend
 
-from headrace.engine.prepare import MINIATURE
 from headrace.grammar.compile import OutputForm, compile_output
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.models.built_in import MINIATURE
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import Structure
 from headrace.types.request import ConstraintSpec

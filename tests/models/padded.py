@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from headrace.engine.prepare import MINIATURE
+from headrace.models.built_in import MINIATURE
 
 NUM_TOKENS = 4096
 NUM_ADDED = 256

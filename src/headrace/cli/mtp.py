@@ -10,7 +10,7 @@ from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
-from headrace.engine.prepare import built_in_folder
+from headrace.models.built_in import built_in_folder
 from headrace.models.mtp_weights import extract_head
 
 _DEPTH = 4

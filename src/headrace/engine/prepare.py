@@ -29,6 +29,7 @@ from headrace.engine.sparse.prefill import start_sparse
 from headrace.engine.warm_up import prepare_warm_up
 from headrace.errors import ModelError
 from headrace.grammar.factory import ConstraintFactory
+from headrace.models.built_in import IN_PACKAGE, built_in_folder
 from headrace.models.load import LoadedModel, load
 from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
 from headrace.models.smollm2 import fetch
@@ -50,11 +51,6 @@ and the system zeroes new ones."""
 
 FEATURES_SHARE = 0.05
 """Share of the memory for states that embeddings of images and videos may take when no request needs them."""
-
-MINIATURE = Path(__file__).parent.parent / "miniature"
-"""The model that ships inside the package."""
-
-_IN_PACKAGE = {"miniature": MINIATURE, "miniature-draft": MINIATURE / "draft"}
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048, "metal": 2048}
 """Prompt tokens per step unless the configuration says otherwise: a step stays under about a second."""
@@ -227,15 +223,10 @@ def _built_in_suggested(name: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        message = with_suggestion(error.message, name, (*_IN_PACKAGE, "smollm2"))
+        message = with_suggestion(error.message, name, (*IN_PACKAGE, "smollm2"))
         if message == error.message or not is_hub_id(name):
             raise
         raise ModelError(message) from error
-
-
-def built_in_folder(name: str) -> Path | None:
-    """The folder of a model inside the package; a folder of that name in the working directory takes precedence."""
-    return None if Path(name).expanduser().is_dir() else _IN_PACKAGE.get(name)
 
 
 def preview(config: Config) -> Preview:
