@@ -128,6 +128,11 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = knob(
         (), "name to answer under, repeatable; automatic: the model's own", metavar="NAME"
     )
+    owned_by: str = knob(
+        "headrace",
+        "owner of the models in /v1/models, by which some gateways tell the kind of a server: vllm, for one",
+        metavar="NAME",
+    )
     strict_model_name: bool = knob(False, "refuse requests for any other model name")
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
     page: str = knob("on", "serve a page at / to chat and to watch the engine", choices=("on", "off"))
@@ -153,8 +158,8 @@ class ServerConfig:
     log_format: str = knob("text", "how log lines are written", choices=("text", "json"))
     log_level: str = knob(
         "info",
-        "what is logged: info has a line for each request, but for successful polls of /health, /metrics and "
-        "/v1/status, which debug adds",
+        "what is logged: info has a line for each request, but for successful polls of /health, /metrics, /v1/loads "
+        "and /v1/status, which debug adds",
         choices=("debug", "info", "warning", "error"),
     )
     verbose: bool = knob(False, "print at start-up how each part of the model runs, as `headrace doctor MODEL` does")

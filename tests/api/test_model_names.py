@@ -12,16 +12,16 @@ NAMES = ("small", "org/Small-1B")
 
 
 def test_the_list_has_every_served_name() -> None:
-    listed = model_list(NAMES, 5, 100)
+    listed = model_list(NAMES, 5, 100, "headrace")
     assert [Model.model_validate(each).id for each in listed["data"]] == list(NAMES)
     assert listed["object"] == "list"
     assert listed["data"][0]["max_model_len"] == 100
 
 
 def test_one_model_is_found_by_its_name_only() -> None:
-    assert one_model("org/Small-1B", NAMES, 5, 100)["id"] == "org/Small-1B"
+    assert one_model("org/Small-1B", NAMES, 5, 100, "headrace")["id"] == "org/Small-1B"
     with pytest.raises(ModelNotFound):
-        one_model("gpt-9", NAMES, 5, 100)
+        one_model("gpt-9", NAMES, 5, 100, "headrace")
 
 
 def test_an_answer_carries_the_asked_name_if_it_is_served_else_the_first() -> None:

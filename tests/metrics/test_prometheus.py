@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.metrics.prometheus import render
 from headrace.types.media import Route
@@ -29,7 +30,7 @@ STATUS = EngineStatus(
     num_running=3,
     num_waiting=2,
     requests=(),
-    memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 15, 640, 35),
+    memory=MemoryStatus(1000, 400, 300, 200, 25, 50, 15, 640, 35, capacity_tokens=1000),
     counters=Counters(
         11, 22, 5, 4, 99, (("abort", 6), ("length", 1), ("stop", 7)), DraftCounters(12, 31, (9, 4)),
         FIRST_TOKEN, Histogram((0.1,), (8, 9), 1.5), OTHER, OTHER, ((Route.TEXT, 16), (Route.MEDIA, 17)),
@@ -102,6 +103,7 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
     [
         ("vllm:num_requests_running", 3),
         ("vllm:num_requests_waiting", 2),
+        ("vllm:kv_cache_usage_perc", 0.3),
         ("vllm:prompt_tokens_total", 11),
         ("vllm:generation_tokens_total", 22),
         ("vllm:num_preemptions_total", 4),
@@ -149,7 +151,33 @@ def test_requests_are_told_by_their_route() -> None:
 
 def test_a_cache_that_is_switched_off_has_no_numbers() -> None:
     page = render(replace(STATUS, cache=None), "m", PROCESS)
-    assert not [name for name in read(page) if "cache" in name]
+    assert [name for name in read(page) if "cache" in name] == ["vllm:kv_cache_usage_perc", "vllm:cache_config_info"]
+    assert 'enable_prefix_caching="False"' in page
+
+
+def test_gateways_read_the_memory_in_blocks_of_tokens() -> None:
+    """llm-d and the Gateway API inference extension parse these labels as integers."""
+    (sample,) = read(render(STATUS, "m", PROCESS))["vllm:cache_config_info"].samples
+    _, labels, number = sample
+    assert number == 1
+    # 1,000 tokens in blocks of 16: 62 whole ones
+    assert (int(labels["block_size"]), int(labels["num_gpu_blocks"])) == (16, 62)
+    assert labels["kv_cache_size_tokens"] == "1000"
+
+
+def test_an_empty_or_missing_budget_is_no_division_by_zero() -> None:
+    empty = replace(STATUS, memory=MemoryStatus(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    assert value(read(render(empty, "m", PROCESS)), "vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_client_library_reads_the_page() -> None:
+    families = {family.name: family for family in text_string_to_metric_families(render(STATUS, 'a "b"', PROCESS))}
+    (usage,) = families["vllm:kv_cache_usage_perc"].samples
+    assert (usage.labels, usage.value) == ({"model_name": 'a "b"', "engine": "0"}, 0.3)
+    assert families["vllm:request_success"].type == "counter"
+    assert {sample.value for sample in families["vllm:cache_config_info"].samples} == {1}
+    buckets = [one.value for one in families["vllm:time_to_first_token_seconds"].samples if one.name.endswith("bucket")]
+    assert buckets == [3, 3, 5]
 
 
 def test_right_drafts_are_told_by_their_place_also_where_there_were_none() -> None:

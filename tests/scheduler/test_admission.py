@@ -162,3 +162,9 @@ def test_no_queue_at_all_still_lets_start_what_can() -> None:
         scheduler.add(request("c", 1), 0.0)
     assert [status.request_id for status in scheduler.status(0.0)] == ["a", "b"]
     assert lengths(scheduler.schedule()) == {"a": 1, "b": 1}
+
+
+def test_the_capacity_is_that_of_sequences_of_the_longest_context() -> None:
+    # one sequence of 90 tokens takes all 1,000 bytes; a budget of 2,500 bytes holds two and a half of them
+    assert Admission(4, 90, per_token(1000), FairShares()).capacity_tokens == 90
+    assert Admission(4, 90, per_token(2500), FairShares()).capacity_tokens == 225

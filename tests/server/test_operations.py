@@ -86,7 +86,19 @@ def test_metrics_are_told_in_the_text_format() -> None:
     assert 'vllm:generation_tokens_total{model_name="mine",engine="0"} 2\n' in response.text
 
 
-@pytest.mark.parametrize("path", ["/v1/status", "/metrics"])
+def test_the_owner_of_models_and_the_load_of_the_engine_are_what_gateways_ask_for() -> None:
+    async def conversation(client: httpx.AsyncClient) -> list[Any]:
+        paths = ("/v1/models", "/v1/models/fake-model", "/v1/loads?include=core", "/v1/loads?include=x", "/version")
+        return [(await client.get(path)).json() for path in paths]
+
+    models, model, loads, refused, version = talk(FakeEngine(), conversation, ServerConfig(owned_by="vllm"))
+    assert models["data"][0]["owned_by"] == model["owned_by"] == "vllm"
+    assert (loads["loads"][0]["dp_rank"], loads["loads"][0]["token_usage"]) == (0, 0.02)
+    assert refused["error"]["param"] == "include"
+    assert version == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/v1/loads", "/metrics"])
 def test_status_and_metrics_need_the_key_and_a_living_engine(path: str) -> None:
     async def conversation(client: httpx.AsyncClient) -> list[int]:
         without = await client.get(path)
@@ -297,7 +309,7 @@ def test_a_chat_of_no_tokens_warms_the_cache_and_says_nothing(stream: bool) -> N
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len("user: tell me a secret\n"), 0)
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/status"])
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/loads", "/v1/status"])
 def test_polls_are_logged_for_debugging_only_unless_they_fail(path: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
 

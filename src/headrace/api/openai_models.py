@@ -19,14 +19,14 @@ from headrace.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from headrace.types.chat import ChatRequest
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
-    data = [_model(name, created, max_model_len) for name in names]
+def model_list(names: Sequence[str], created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
+    data = [_model(name, created, max_model_len, owned_by) for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
-def one_model(asked: str, names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
+def one_model(asked: str, names: Sequence[str], created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
     """One served name. Raises ModelNotFound."""
-    return _model(answer_name(asked, names, strict=True), created, max_model_len)
+    return _model(answer_name(asked, names, strict=True), created, max_model_len, owned_by)
 
 
 def answer_name(asked: str | None, names: Sequence[str], *, strict: bool) -> str:
@@ -40,12 +40,12 @@ def answer_name(asked: str | None, names: Sequence[str], *, strict: bool) -> str
     raise ModelNotFound(f"The model `{asked}` does not exist; served: {', '.join(names)}", param="model")
 
 
-def _model(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+def _model(name: str, created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": created,
-        "owned_by": "headrace",
+        "owned_by": owned_by,
         "max_model_len": max_model_len,
         "type": "model",
         "display_name": name,

@@ -312,6 +312,7 @@ class Loop:
             features_bytes=self._features.num_bytes,
             device_bytes=mx.get_active_memory(),
             buffers_bytes=mx.get_cache_memory(),
+            capacity_tokens=self._scheduler.capacity_tokens,
         )
         now = time.monotonic()
         return EngineStatus(

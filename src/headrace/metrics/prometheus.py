@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from headrace.types.status import EngineStatus, Histogram, Metric, ProcessStatus, metrics_of
+from headrace.types.status import BLOCK_TOKENS, EngineStatus, Histogram, Metric, ProcessStatus, metrics_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_USAGE = Metric("vllm:kv_cache_usage_perc", "Share of the memory for sequences that is reserved, 0 to 1.", "gauge")
+_CACHE_CONFIG = Metric("vllm:cache_config_info", "Memory for sequences in blocks of tokens, as labels.", "gauge")
 _ACCEPTED = Metric("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
 _ACCEPTED_AT = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the window.", key="position"
@@ -34,12 +36,25 @@ def _figures(status: EngineStatus, process: ProcessStatus) -> Iterator[tuple[Met
     parts = [status, status.counters, status.cache, status.cache and status.cache.disk, status.sparse]
     for part in (*parts, status.memory, status.step_forms, process):
         yield from _figures_of(part)
+    yield _USAGE, status.memory.usage
+    yield _CACHE_CONFIG, _cache_config(status)
     if status.drafts is not None:
         drafts = status.counters.drafts
         accepted_at = (*drafts.accepted_at, *(0,) * (status.drafts.max_drafts - len(drafts.accepted_at)))
         yield from (*_figures_of(status.drafts), *_figures_of(drafts))
         yield _ACCEPTED, drafts.num_accepted
         yield _ACCEPTED_AT, tuple(enumerate(accepted_at))
+
+
+def _cache_config(status: EngineStatus) -> dict[str, str]:
+    """Labels of vLLM's metric. Gateways keep an index of prefixes of this size for each server."""
+    capacity_tokens = status.memory.capacity_tokens
+    return {
+        "block_size": str(BLOCK_TOKENS),
+        "num_gpu_blocks": str(capacity_tokens // BLOCK_TOKENS),
+        "kv_cache_size_tokens": str(capacity_tokens),
+        "enable_prefix_caching": str(status.cache is not None),
+    }
 
 
 def _figures_of(part: Any) -> Iterator[tuple[Metric, Any]]:
@@ -52,6 +67,8 @@ def _samples(name: str, metric: Metric, value: Any, labels: Mapping[str, str]) -
         labels = {**labels, "kind": metric.location}
     if isinstance(value, Histogram):
         yield from _buckets(name, value, labels)
+    elif isinstance(value, Mapping):
+        yield _sample(name, {**labels, **value}, 1)
     elif metric.key:
         for key, number in {**dict.fromkeys(metric.keys, 0), **dict(value)}.items():
             yield _sample(name, {**labels, metric.key: str(key)}, number)

@@ -89,6 +89,11 @@ class Admission:
         """Sum of all reservations; never over the budget."""
         return self._reserved_bytes
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit the memory in sequences of the longest context."""
+        return self._memory.budget_bytes * self._max_model_len // max(1, self._memory.cost(self._max_model_len))
+
     def has_rows(self, num_rows: int) -> bool:
         return self._num_rows + num_rows <= self.max_num_seqs
 

@@ -103,6 +103,10 @@ class Scheduler:
         return self._admission.reserved_bytes
 
     @property
+    def capacity_tokens(self) -> int:
+        return self._admission.capacity_tokens
+
+    @property
     def decode_step_s(self) -> float | None:
         """Seconds of a decode-only step with the current sequences; None if none decodes, 0 if unknown."""
         num_rows = sum(sequence.is_decoding for sequence in self._rows.running())

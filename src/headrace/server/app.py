@@ -56,7 +56,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}/input_items", responses.input_items),
             Route("/v1/messages", message.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
-            *_model_routes(session, names),
+            *_model_routes(session, config, names),
             *client_routes(session, config, names),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/tokenizer_info", tokens.tokenizer_info),
@@ -66,6 +66,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/status/stream", operations.status_stream),
             Route("/v1/cache", operations.cache, methods=["GET"]),
             Route("/v1/cache", operations.clear_cache, methods=["DELETE"]),
+            Route("/v1/loads", operations.loads),
             Route("/metrics", operations.metrics),
             Route("/health", operations.health),
             *PageRoutes(config, ignored).routes,
@@ -84,15 +85,15 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     return app
 
 
-def _model_routes(session: Session, names: tuple[str, ...]) -> list[Route]:
+def _model_routes(session: Session, config: ServerConfig, names: tuple[str, ...]) -> list[Route]:
     created = int(time.time())
 
     async def models(request: Request) -> Response:
-        return JSONResponse(model_list(names, created, session.model.max_model_len))
+        return JSONResponse(model_list(names, created, session.model.max_model_len, config.owned_by))
 
     async def model(request: Request) -> Response:
         asked = request.path_params["name"]
-        return JSONResponse(one_model(asked, names, created, session.model.max_model_len))
+        return JSONResponse(one_model(asked, names, created, session.model.max_model_len, config.owned_by))
 
     async def props(request: Request) -> Response:
         body = props_body(

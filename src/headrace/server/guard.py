@@ -94,7 +94,7 @@ _OPEN_PATHS = frozenset({"/health", "/"})
 _PAGE_FILES = "/page/"
 """Below it and at / are the page's static files: the same for all, and the page asks for the key itself."""
 
-_POLLED_PATHS = frozenset({"/", "/health", "/metrics", "/v1/markdown", "/v1/status", "/v1/status/stream"})
+_POLLED_PATHS = frozenset({"/", "/health", "/metrics", "/v1/loads", "/v1/markdown", "/v1/status", "/v1/status/stream"})
 """Supervisors, dashboards and the page ask for them every few seconds."""
 
 _FOREIGN_HOST = (

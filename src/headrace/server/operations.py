@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace import __version__
+from headrace.api.loads_body import loads_body, read_sections
 from headrace.api.status_body import cache_body, health_body, status_body
 from headrace.config import ServerConfig
 from headrace.errors import EngineDead, NotFound
@@ -103,6 +104,11 @@ class OperationRoutes:
     async def metrics(self, request: Request) -> Response:
         text = render(await self._session.status(), self._names[0], self._process.measure())
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def loads(self, request: Request) -> Response:
+        sections = read_sections(request.query_params)
+        status = await self._session.status()
+        return JSONResponse(loads_body(status, sections, version=__version__, now=time.time()))
 
     async def cache(self, request: Request) -> Response:
         return JSONResponse(cache_body((await self._session.status()).cache))

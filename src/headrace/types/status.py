@@ -108,8 +108,14 @@ class RequestStatus:
     """What sparse prefill made of the prompt; None where it is off, and before it starts."""
 
 
+BLOCK_TOKENS = 16
+"""Tokens of a block, in which vLLM's metrics and gateways count. Memory here has no blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
+    """capacity_tokens: how many tokens fit the budget, in sequences of the longest context."""
+
     budget_bytes: Annotated[int, Metric("headrace:memory_budget_bytes", "Limit for all sequences.", "gauge")]
     weights_bytes: Annotated[int, Metric("headrace:memory_weights_bytes", "The model's weights.", "gauge")]
     reserved_bytes: Annotated[int, Metric("headrace:memory_reserved_bytes", "Reserved for sequences.", "gauge")]
@@ -126,6 +132,12 @@ class MemoryStatus:
     features_bytes: Annotated[
         int, Metric("headrace:memory_features_bytes", "Embeddings of images and videos.", "gauge")
     ] = 0
+    capacity_tokens: int = 0
+
+    @property
+    def usage(self) -> float:
+        """The share of the budget that is reserved, from 0 to 1. What only the prefix cache holds counts as free."""
+        return min(1.0, self.reserved_bytes / self.budget_bytes) if self.budget_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
