@@ -189,6 +189,7 @@ async def test_what_steps_take_is_told_with_how_they_follow_each_other(
     monkeypatch.setattr(Speculator, "report", report)
     wanted = GenerationRequest("undrafted", tokens(1, 20), GREEDY, 6, max_draft_tokens=0)
     assert sum([len(output.token_ids) async for output in await drafting.submit(wanted)]) == 6
+    await drafting.status()  # the last step is reported after its tokens
     # the prompt's step, the one behind it, three like each other, and the last
     middle = [(False, True, True)] * 3
     assert told == [(True, False, True), (True, True, True), *middle, (False, True, False)]

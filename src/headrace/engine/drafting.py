@@ -70,14 +70,25 @@ class StepReports:
         """When the step began, when its tokens were known, and how long the last proposal of drafts took."""
         self._is_mixed = self._was_mixed = True
         """Whether this and the last step held more than decoding rows, or failed: then times are not representative."""
+        self._windows: Sequence[Window] = ()
 
     def begin(self) -> None:
         self._was_mixed, self._is_mixed = self._is_mixed, True
+        self._windows = ()
         self._started_at = time.monotonic()
 
     def finish(self, windows: Sequence[Window]) -> None:
         self._known_at = time.monotonic()
-        if self._speculator is None:
+        self._windows = windows
+
+    @property
+    def step_s(self) -> float:
+        """The time of the step that has finished."""
+        return self._drafting_s + self._known_at - self._started_at
+
+    def report(self, step_s: float) -> None:
+        windows, self._windows = self._windows, ()
+        if self._speculator is None or not windows:
             return
         verified = [
             Verified(
@@ -93,7 +104,7 @@ class StepReports:
         self._is_mixed = len(verified) < len(windows) or (any(was_ahead) and not all(was_ahead))
         self._speculator.report(
             verified,
-            self._drafting_s + self._known_at - self._started_at,
+            step_s,
             is_mixed=self._was_mixed or self._is_mixed,
             was_ahead=all(was_ahead),
             goes_ahead=any(one.live.is_ahead for one in windows),

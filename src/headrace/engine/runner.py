@@ -340,11 +340,17 @@ class Runner:
             results.append(ChunkResult(sequence_id, 0, (drawn.token_id,), scores))
         return results
 
-    def draft(self) -> dict[str, int]:
+    @property
+    def step_s(self) -> float:
+        """The last step's time as drafting counts it, see `StepReports`."""
+        return self._reports.step_s
+
+    def draft(self, step_s: float | None = None) -> dict[str, int]:
         """Propose drafts for the sequences that gained tokens in the last step. Returns how many, by sequence.
 
-        Separate from `execute`, so that it does not delay the tokens.
+        Separate from `execute`, so that it does not delay the tokens. step_s: the step's time; None takes its own.
         """
+        self._reports.report(self.step_s if step_s is None else step_s)
         gained, self._gained = self._gained, []
         if self._speculator is None:
             return {}
