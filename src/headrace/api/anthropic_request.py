@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from typing import Any
 
 from headrace.api.anthropic_body import FormatBody, MessagesBody, ThinkingBody
 from headrace.api.anthropic_messages import ChatMessages, added_tools, callable_tools, own_tools, tool_choice
+from headrace.api.ids import new_id
 from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, generation_options
@@ -44,7 +44,7 @@ def _request(parsed: MessagesBody, model: ModelTraits) -> ChatRequest:
     callable_ones = callable_tools(tools, parsed.messages)
     thinks = _is_to_think(parsed.thinking)
     return ChatRequest(
-        request_id=f"msg_{secrets.token_hex(16)}",
+        request_id=new_id("msg_"),
         messages=_messages(parsed, ChatMessages({tool.name: tool for tool in tools})),
         tools=callable_ones,
         tool_choice=tool_choice(parsed.tool_choice, callable_ones),

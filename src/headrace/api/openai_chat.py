@@ -5,13 +5,13 @@ Fields are declared here and in openai_sampling.py.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from headrace.api.ids import new_id
 from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import ChatMessageBody, chat_message, refuse_too_many
 from headrace.api.openai_sampling import (
@@ -89,7 +89,7 @@ def read_chat_completion(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
     refuse_too_many(value.get("messages"), model.max_model_len)
     parsed = check(ChatCompletionBody, value)
     check_stream(parsed)
-    prompt = chat_prompt(parsed, f"chatcmpl-{secrets.token_hex(16)}")
+    prompt = chat_prompt(parsed, new_id("chatcmpl-"))
     request = replace(
         prompt,
         tool_choice=tool_choice(parsed, prompt.tools),

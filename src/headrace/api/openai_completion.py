@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from headrace.api.ids import new_id
 from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
@@ -75,7 +75,7 @@ def read_completion(body: bytes, model: ModelTraits) -> Call[CompletionRequest]:
     asked = requested_max_tokens({"max_tokens": parsed.max_tokens, "n_predict": parsed.n_predict})
     max_tokens = _DEFAULT_MAX_TOKENS if asked is None else asked
     request = CompletionRequest(
-        request_id=f"cmpl-{secrets.token_hex(16)}",
+        request_id=new_id("cmpl-"),
         prompts=prompts,
         options=chunked_options(parsed, model.defaults, max_tokens, parsed.logprobs),
         echo=bool(parsed.echo),

@@ -5,13 +5,13 @@ Fields are declared here and in openai_sampling.py.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import ConfigDict, Field
 
+from headrace.api.ids import new_id
 from headrace.api.json_body import StrictBody, check, check_at, ignored_names, read_object, unknown_fields
 from headrace.api.openai_chat import Effort
 from headrace.api.openai_sampling import (
@@ -215,7 +215,7 @@ def _request(parsed: ResponsesBody, items: Sequence[ReadItem], tools: DeclaredTo
     turns = chat_turns(items)
     refuse_large_arguments(turns, "input")
     return ChatRequest(
-        request_id=f"resp_{secrets.token_hex(24)}",
+        request_id=new_id("resp_", 24),
         messages=(*instructions, *turns),
         tools=tools.definitions,
         tool_choice=tool_choice(parsed.tool_choice, tools, is_parallel=parsed.parallel_tool_calls is not False),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from headrace.api.ids import new_id
 from headrace.api.json_body import StrictBody, check_at
 from headrace.api.openai_messages import UrlBody
 from headrace.errors import InvalidRequest, UnsupportedField
@@ -225,15 +225,15 @@ def _listed(item: Item) -> dict[str, Any]:
     kind = item.get("type") or "message"
     listed = {**item, "type": kind}
     if not isinstance(item.get("id"), str) or not item["id"]:
-        listed["id"] = new_id(kind)
+        listed["id"] = new_item_id(kind)
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
         listed["content"] = [{"type": part, "text": item["content"]}]
     return listed
 
 
-def new_id(kind: str) -> str:
-    return f"{_ID_FORMS.get(kind, 'item')}_{secrets.token_hex(24)}"
+def new_item_id(kind: str) -> str:
+    return new_id(f"{_ID_FORMS.get(kind, 'item')}_", 24)
 
 
 def carried_arguments(item: Item) -> str:

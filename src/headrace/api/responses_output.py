@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from headrace.api.answer_encoder import logprob_entries
 from headrace.api.json_body import without_lone_surrogates
-from headrace.api.responses_items import new_id
+from headrace.api.responses_items import new_item_id
 from headrace.api.responses_tools import INPUT, DeclaredTool
 from headrace.api.responses_turns import sealed
 from headrace.types.events import TokenScore
@@ -103,7 +103,7 @@ class MessageOutput:
     """The answer's text. includes_logprobs: whether log-probabilities were requested."""
 
     def __init__(self, *, includes_logprobs: bool) -> None:
-        self.id = new_id("message")
+        self.id = new_item_id("message")
         self._text: list[str] = []
         self._scores: list[TokenScore] = []
         self._includes_logprobs = includes_logprobs
@@ -141,7 +141,7 @@ class ReasoningOutput:
     """Thinking. is_sealed: also sent as `encrypted_content`. has_summary: also sent as a summary."""
 
     def __init__(self, *, is_sealed: bool, has_summary: bool) -> None:
-        self.id = new_id("reasoning")
+        self.id = new_item_id("reasoning")
         self._text: list[str] = []
         self._is_sealed = is_sealed
         self._has_summary = has_summary
@@ -187,7 +187,7 @@ class FunctionCallOutput:
     """A function call. call_id: the id for its result."""
 
     def __init__(self, call_id: str, tool: DeclaredTool) -> None:
-        self.id = new_id("function_call")
+        self.id = new_item_id("function_call")
         self._call_id = call_id
         self._tool = tool
         self._arguments: list[str] = []
@@ -212,7 +212,7 @@ class CustomCallOutput:
     """A custom tool's call: the client gets the text inside the model's arguments."""
 
     def __init__(self, call_id: str, tool: DeclaredTool) -> None:
-        self.id = new_id("custom_tool_call")
+        self.id = new_item_id("custom_tool_call")
         self._call_id = call_id
         self._tool = tool
         self._input = CustomInput()

@@ -25,6 +25,7 @@ from headrace.errors import HeadraceError, RequestCancelled, RequestError
 from headrace.server.bookkeeping import LiveRequests, RequestRecord, UnknownFields, logged_failure
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
 from headrace.server.responses import closing_error, ignored_headers, read_call
+from headrace.server.session_header import session_header
 from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
@@ -33,9 +34,6 @@ from headrace.types.events import Event
 log = logging.getLogger("headrace.server")
 
 Asked = TypeVar("Asked", bound=ChatRequest | CompletionRequest)
-
-# Headers that name a client's session; the first one present counts.
-_SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
 
 # Session names may be any text; names with the same first characters, up to this length, are one session.
 _MAX_SESSION_LENGTH = 256
@@ -134,7 +132,7 @@ class AnswerRoute(Generic[Asked]):
         call = await read_call(request, self._dialect.read, self._config.max_body_bytes)
         self._ignored.add(call.ignored)
         options = call.request.options
-        name = _session_header(request) or options.session or _address(request)
+        name = session_header(request.headers) or options.session or _address(request)
         options = replace(options, session=name[:_MAX_SESSION_LENGTH])
         return replace(call, request=replace(call.request, options=options))
 
@@ -216,10 +214,6 @@ def _end_of(error: HeadraceError) -> str:
     if isinstance(error, RequestCancelled):
         return "abort"
     return "refused" if isinstance(error, RequestError) else "error"
-
-
-def _session_header(request: Request) -> str:
-    return next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
 
 
 def _address(request: Request) -> str:

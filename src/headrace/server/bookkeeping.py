@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.api.ids import new_id
 from headrace.errors import GenerationFailed, HeadraceError
 from headrace.isolation import errors_as
 from headrace.types.events import (
@@ -46,7 +46,7 @@ class LiveRequests:
         """The request's id: the client's, if it is safe and not in use, else a random one."""
         request_id = sent if sent is not None and _HARMLESS.fullmatch(sent) else None
         if request_id is None or request_id in self._live:
-            request_id = f"req_{secrets.token_hex(16)}"
+            request_id = new_id("req_")
         self._live[request_id] = _Work()
         return request_id
 
