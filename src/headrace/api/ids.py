@@ -12,7 +12,7 @@ _ending = ""
 
 
 def name_replica(name: str) -> None:
-    """Have all ids that this process makes from now on end with its replica's name: eight lower-case letters and digits, as Ray has them."""
+    """Have all ids that this process makes from now on end with its replica's name: eight letters and digits."""
     global _ending
     _ending = f"-r{name}" if name else ""
 
