@@ -205,14 +205,6 @@ def test_a_client_of_the_other_dialect_gets_errors_in_its_shape(
     assert response.json()["error"]["type"] == kind
 
 
-@pytest.mark.parametrize("name", ["x-session-id", "X-Claude-Code-Session-Id", "session-id"])
-def test_a_session_told_in_a_header_wins_over_the_body(name: str) -> None:
-    engine = FakeEngine("hi")
-    send("POST", CHAT, session=fake_session(engine), json={**BODY, "user": "eve"}, headers={name: "s-1"})
-    send("POST", CHAT, session=fake_session(engine), json={**BODY, "user": "eve"})
-    assert [request.session for request in engine.requests] == ["s-1", "eve"]
-
-
 def test_query_strings_are_no_obstacle() -> None:
     assert send("POST", CHAT + "?beta=true", json=BODY).status_code == 200
 

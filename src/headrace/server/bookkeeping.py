@@ -6,7 +6,6 @@ Log records have times, counts and reasons, never content.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from headrace.api.ids import new_id
 from headrace.errors import GenerationFailed, HeadraceError
 from headrace.isolation import errors_as
+from headrace.server.foreign_ids import HARMLESS_ID, correlation_id, trace_id
 from headrace.types.events import (
     Event,
     Finished,
@@ -31,9 +31,6 @@ from headrace.types.recent import ErrorStatus
 
 log = logging.getLogger("headrace.server")
 
-# Safe in a header, a path and a log line.
-_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
 
 class LiveRequests:
     """Assigns request ids and finds the engine's work for an id."""
@@ -44,7 +41,7 @@ class LiveRequests:
 
     def admit(self, sent: str | None) -> str:
         """The request's id: the client's, if it is safe and not in use, else a random one."""
-        request_id = sent if sent is not None and _HARMLESS.fullmatch(sent) else None
+        request_id = sent if sent is not None and HARMLESS_ID.fullmatch(sent) else None
         if request_id is None or request_id in self._live:
             request_id = new_id("req_")
         self._live[request_id] = _Work()
@@ -84,8 +81,17 @@ class RequestRecord:
     error: what the client got instead of an answer, or as the end of its stream. clock: monotonic seconds.
     """
 
-    def __init__(self, request_id: str, method: str, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        method: str,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.request_id = request_id
+        self.correlation_id = correlation_id(headers or {})
+        self.trace_id = trace_id(headers or {})
         self.status: int | None = None
         self.error: HeadraceError | None = None
         self._method = method[:_MAX_METHOD_LENGTH]
@@ -115,13 +121,20 @@ class RequestRecord:
             "status": self.status,
             "duration_s": round(self._clock() - self._arrived, 6),
         }
+        fields |= self._foreign_ids()
         return {**fields, **self._answer.fields(self._arrived)} if self._answer is not None else fields
+
+    def _foreign_ids(self) -> dict[str, str]:
+        """Ids by which a gateway's or a tracer's records of this request are found."""
+        ids = {"correlation_id": self.correlation_id, "trace_id": self.trace_id}
+        return {name: each for name, each in ids.items() if each is not None}
 
     def line(self) -> str:
         values = self.fields()
         words = [f"{self._method} {self._path} {self.status or '-'} {values['duration_s']:.3f}s {self.request_id}"]
         if self._answer is not None:
             words += _answer_words(values)
+        words += [f"{name}={each}" for name, each in self._foreign_ids().items()]
         return " ".join(words)
 
 

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Send
 
 from headrace.server.bookkeeping import RequestRecord
 
-_EXPOSED_HEADERS = "x-request-id, request-id, x-headrace-ignored, retry-after"
+_EXPOSED_HEADERS = "x-request-id, request-id, x-correlation-id, x-headrace-ignored, retry-after"
 
 # How much of an unread body is dropped before the connection is closed, and for how long. Closing a connection while
 # the client still sends loses the answer, and some clients then retry what can never work.
@@ -54,6 +54,8 @@ class Exchange:
         headers["x-request-id"] = self._record.request_id
         # The name that Anthropic's clients expect.
         headers["request-id"] = self._record.request_id
+        if self._record.correlation_id is not None:
+            headers["x-correlation-id"] = self._record.correlation_id
         if not self._is_read:
             headers["connection"] = "close"
         if self._origin is not None:

@@ -125,6 +125,7 @@ class Guard:
             self._live.admit(headers.get("x-request-id")),
             scope["method"],
             scope.get("raw_path", b"").decode("ascii", "replace"),
+            headers,
         )
         scope.setdefault("state", {})["record"] = record
         exchange = Exchange(headers, receive, send, record, self._allowed(headers.get("origin")))
